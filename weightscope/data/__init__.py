@@ -1,0 +1,1 @@
+"""Data sets as uint8 tensors, and augmentation vectorised over networks."""

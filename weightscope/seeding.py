@@ -1,0 +1,46 @@
+"""Random streams that depend on (root seed, network, purpose) and on nothing else.
+
+Network k draws its initial weights, its batch order and its augmentation from streams of its own, so
+its bits do not depend on how many networks are trained with it, on which worker, or in which order.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Purpose(IntEnum):
+    """What a stream is used for. Values are stored in populations: add at the end, never renumber."""
+
+    INIT = 0
+    ORDER = 1
+    AUGMENT = 2
+    MIXUP = 3
+    STRUCTURE = 4
+    SWEEP = 5
+
+
+def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
+    """The seed sequence of one network's stream: `SeedSequence(root, spawn_key=(network, purpose))`.
+
+    Args:
+        root: the population's root seed, >= 0.
+        network: index k of the network, >= 0.
+        purpose: what the stream is for.
+
+    Raises:
+        ValueError: if root or network is negative.
+    """
+    if root < 0 or network < 0:
+        raise ValueError(f"seeds and network indices count from 0, found root={root}, network={network}")
+    return np.random.SeedSequence(root, spawn_key=(network, int(purpose)))
+
+
+def numpy_generator(root: int, network: int, purpose: Purpose) -> np.random.Generator:
+    """A NumPy generator (PCG64) on the stream of `sequence`."""
+    return np.random.Generator(np.random.PCG64(sequence(root, network, purpose)))
+
+
+def torch_seed(root: int, network: int, purpose: Purpose) -> int:
+    """A 63-bit seed for `torch.Generator.manual_seed` from the stream of `sequence`."""
+    return int(sequence(root, network, purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))

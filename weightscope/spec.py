@@ -1,0 +1,229 @@
+"""`WeightSpec`: the one description of how a network's tensors lie in a flat vector.
+
+A weight vector of a network with D numbers is the concatenation of its tensors, each flattened in
+row-major order, in the order of the spec. `pack` and `unpack` are exact inverses; both refuse a missing,
+misshapen or unknown tensor, because a vector of the wrong length is the most expensive bug of this field.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from weightscope.errors import SpecError, UsageError
+
+Role = Literal["parameter", "statistic"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a network.
+
+    Attributes:
+        name: its key in the state dict.
+        shape: its shape; `()` for a scalar.
+        role: `"parameter"` (trained) or `"statistic"` (a normalisation layer's running mean or variance).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = "parameter"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SpecError("a tensor needs a name, found an empty one")
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in self.shape):
+            raise SpecError(f"`{self.name}`: expected a shape of integers >= 0, found {self.shape}")
+        if self.role not in get_args(Role):
+            raise SpecError(f"`{self.name}`: expected a role of {get_args(Role)}, found {self.role!r}")
+
+    @property
+    def size(self) -> int:
+        """The number of entries, `prod(shape)`."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """The frozen, ordered list of a network's tensors; offsets into the flat vector are derived.
+
+    Example:
+        >>> spec = WeightSpec([TensorSpec("fc.weight", (2, 3)), TensorSpec("fc.bias", (2,))])
+        >>> spec.size, spec.slices["fc.bias"]
+        (8, slice(6, 8, None))
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __init__(self, tensors: Iterable[TensorSpec]) -> None:
+        object.__setattr__(self, "tensors", tuple(tensors))
+        seen: set[str] = set()
+        for tensor in self.tensors:
+            if tensor.name in seen:
+                raise SpecError(f"`{tensor.name}` stands twice in the spec; names must be unique")
+            seen.add(tensor.name)
+
+    @classmethod
+    def of(cls, module: Any) -> "WeightSpec":
+        """The spec of a `torch.nn.Module`: parameters and floating-point buffers, in state-dict order.
+
+        Tied parameters appear once, under their first name. Integer buffers (such as BatchNorm's
+        `num_batches_tracked`) are no weights and are left out.
+        """
+        parameters = {name for name, _ in module.named_parameters()}
+        tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - parameters
+        return cls(
+            TensorSpec(name, tuple(value.shape), "parameter" if name in parameters else "statistic")
+            for name, value in module.state_dict().items()
+            if value.is_floating_point() and name not in tied
+        )
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Name -> the tensor's slice of the flat vector."""
+        out, start = {}, 0
+        for tensor in self.tensors:
+            out[tensor.name] = slice(start, start + tensor.size)
+            start += tensor.size
+        return out
+
+    @property
+    def size(self) -> int:
+        """D, the length of the flat vector."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in order."""
+        return tuple(tensor.name for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise SpecError(f"no tensor `{name}` in this spec; it holds {_listing(self.names)}")
+
+    def select(self, pattern: str | Sequence[str] = "*", *, role: Role | None = None) -> "WeightSpec":
+        """The sub-spec of the tensors whose names match.
+
+        Args:
+            pattern: one or more shell patterns (`*`, `?`, `[..]`), separated by commas or given as a
+                sequence; a tensor is taken when any of them matches, and keeps the spec's order.
+            role: only tensors of this role.
+
+        Raises:
+            UsageError: if one of the patterns matches nothing; lists the names that there are.
+        """
+        patterns = [p.strip() for p in pattern.split(",")] if isinstance(pattern, str) else list(pattern)
+        for p in patterns:
+            if not any(fnmatchcase(t.name, p) for t in self.tensors):
+                raise UsageError(f"no tensor matches {p!r}; the names are {_listing(self.names)}")
+        chosen = WeightSpec(
+            t
+            for t in self.tensors
+            if any(fnmatchcase(t.name, p) for p in patterns) and (role is None or t.role == role)
+        )
+        if not chosen.tensors:
+            raise UsageError(f"{pattern!r} matches no tensor of role {role!r}")
+        return chosen
+
+    def columns(self, sub: "WeightSpec") -> np.ndarray:
+        """Indices into this spec's flat vector of the entries of `sub`, in `sub`'s order, shape (sub.size,)."""
+        for tensor in sub.tensors:
+            if self[tensor.name].shape != tensor.shape:
+                raise SpecError(f"`{tensor.name}`: expected {self[tensor.name].shape}, found {tensor.shape}")
+        parts = [np.arange(self.slices[name].start, self.slices[name].stop) for name in sub.names]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def pack(self, tensors: Mapping[str, Any], dtype: Any = np.float32) -> np.ndarray:
+        """Flatten named arrays into one vector (D,).
+
+        Args:
+            tensors: name -> array (NumPy, or anything `numpy.asarray` takes; torch tensors on the CPU).
+            dtype: of the result.
+
+        Raises:
+            SpecError: if a tensor is missing, has another shape, or is not in the spec.
+        """
+        missing = [name for name in self.names if name not in tensors]
+        unknown = [name for name in tensors if name not in self.slices]
+        if missing or unknown:
+            raise SpecError(
+                "the tensors do not fit the spec: "
+                + "; ".join(
+                    f"{what} {_listing(names)}"
+                    for what, names in (("missing", missing), ("not in the spec", unknown))
+                    if names
+                )
+            )
+        out = np.empty(self.size, dtype=dtype)
+        for tensor in self.tensors:
+            value = np.asarray(tensors[tensor.name])
+            if value.shape != tensor.shape:
+                raise SpecError(f"`{tensor.name}`: expected {tensor.shape}, found {value.shape}")
+            out[self.slices[tensor.name]] = value.reshape(-1)
+        return out
+
+    def unpack(self, vector: Any) -> dict[str, Any]:
+        """Cut vectors (..., D) into named arrays (..., *shape); views where possible.
+
+        Works on NumPy arrays and torch tensors alike.
+
+        Raises:
+            SpecError: if the last axis is not D long.
+        """
+        if vector.shape[-1] != self.size:
+            raise SpecError(f"expected vectors of length {self.size}, found {vector.shape[-1]}")
+        lead = tuple(vector.shape[:-1])
+        return {t.name: vector[..., self.slices[t.name]].reshape(lead + t.shape) for t in self.tensors}
+
+    def differences(self, other: "WeightSpec") -> list[str]:
+        """One line for each tensor in which `other` differs from this spec; empty when they are equal."""
+        mine, theirs = ({t.name: t for t in s.tensors} for s in (self, other))
+        lines = [f"`{n}`: expected {t.shape}, found none" for n, t in mine.items() if n not in theirs]
+        lines += [f"`{n}`: not expected, found {t.shape}" for n, t in theirs.items() if n not in mine]
+        lines += [
+            f"`{n}`: expected {t.shape} {t.role}, found {theirs[n].shape} {theirs[n].role}"
+            for n, t in mine.items()
+            if n in theirs and t != theirs[n]
+        ]
+        if not lines and self != other:
+            lines = ["the same tensors in another order"]
+        return lines
+
+    def to_json(self) -> str:
+        """A compact JSON text: `[[name, shape, role], ...]`."""
+        return json.dumps([[t.name, list(t.shape), t.role] for t in self.tensors], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> "WeightSpec":
+        """The inverse of `to_json`.
+
+        Raises:
+            SpecError: if the text is not such a list.
+        """
+        try:
+            rows = json.loads(text)
+            return cls(TensorSpec(name, tuple(shape), role) for name, shape, role in rows)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise SpecError(f"expected a JSON list of [name, shape, role], found something else: {error}") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hex digits of the SHA-256 of `to_json()`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def _listing(names: Iterable[str], most: int = 12) -> str:
+    names = list(names)
+    text = ", ".join(f"`{name}`" for name in names[:most])
+    return text + (f" and {len(names) - most} more" if len(names) > most else "")
