@@ -149,7 +149,7 @@ Swept = Range | NonNegative | Annotated[list[NonNegative], Field(min_length=1)]
 
 class TrainingConfig(_Section):
     """AdamW with a schedule. `learning_rate` and `weight_decay` may be a number, a list (network k takes item
-    k mod its length) or a range `{low, high}`, so that a sweep is a population too.
+    k mod its length) or a range `{low, high}`, so that a sweep is a population too. `clip_norm = 0` clips nothing.
     """
 
     epochs: Count
@@ -160,7 +160,7 @@ class TrainingConfig(_Section):
     schedule: Literal["triangular", "cosine", "constant"] = "triangular"
     warmup: Fraction = 0.2
     label_smoothing: Fraction = 0.0
-    clip_norm: Positive | None = 1.0
+    clip_norm: NonNegative = 1.0
     mixup: NonNegative = 0.0
     frozen: tuple[str, ...] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
