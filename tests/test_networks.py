@@ -1,0 +1,410 @@
+"""The networks against timm, the thesis' formulas, and the rules that let many of them run as one."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import shims
+import torch
+from torch import nn
+
+from weightscope import networks
+from weightscope.errors import UsageError
+from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
+from weightscope.networks.convmixer import DILATIONS, dilation_schedule
+from weightscope.networks.layers import LayerScale
+from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@torch.no_grad()
+def _randomise(module: nn.Module) -> nn.Module:
+    """Give every parameter and statistic a value that matters, so that no tensor can be overlooked."""
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point():
+            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+            if name.endswith("running_var"):
+                tensor.abs_().add_(0.5)
+    return module.eval()
+
+
+# --- timm ------------------------------------------------------------------------------------------------
+
+
+def _timm_convmixer(**options):
+    shims.timm()
+    from timm.models.convmixer import ConvMixer as Theirs
+
+    return Theirs(16, 3, kernel_size=5, patch_size=2, num_classes=7, **options)
+
+
+def _timm_isotropic(patch_size: int, layer_scale: float | None):
+    """timm has four stages always: the first of them, with no halving of the side before it."""
+    shims.timm()
+    from timm.models.convnext import ConvNeXt as Theirs
+
+    theirs = Theirs(
+        depths=(4, 1, 1, 1), dims=(16,) * 4, kernel_sizes=5, patch_size=patch_size, num_classes=7,
+        ls_init_value=layer_scale,
+    )  # fmt: skip
+    theirs.stages = theirs.stages[:1]
+    theirs.stages[0].downsample = nn.Identity()
+    return theirs
+
+
+def _timm_hierarchical():
+    shims.timm()
+    from timm.models.convnext import ConvNeXt as Theirs
+
+    return Theirs(depths=(1, 2, 1, 1), dims=(8, 12, 16, 20), patch_size=4, num_classes=7)
+
+
+def _timm_vit(**options):
+    shims.timm()
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=7, **options)
+
+
+PAIRS = {
+    "convmixer": (lambda: ConvMixer(16, 3, 5, 2, 7), _timm_convmixer, 16),
+    "convmixer, gray": (lambda: ConvMixer(16, 3, 5, 2, 7, in_channels=1), lambda: _timm_convmixer(in_chans=1), 16),
+    "convnext, patch 4": (lambda: ConvNeXt(16, 4, 5, 4, 7), lambda: _timm_isotropic(4, 1e-6), 32),
+    "convnext, patch 2, no gamma": (
+        lambda: ConvNeXt(16, 4, 5, 2, 7, layer_scale=None), lambda: _timm_isotropic(2, None), 16,
+    ),
+    "convnext, hierarchical": (lambda: ConvNeXt((8, 12, 16, 20), (1, 2, 1, 1), num_classes=7), _timm_hierarchical, 64),
+    "vit, average": (
+        lambda: ViT(16, 4, 24, 2, 3, 7), lambda: _timm_vit(global_pool="avg", class_token=False), 16,
+    ),
+    "vit, token, learned": (
+        lambda: ViT(16, 4, 24, 2, 3, 7, positions="learned", pool="token"), _timm_vit, 16,
+    ),
+    "vit, token, layer scale": (
+        lambda: ViT(16, 4, 24, 2, 3, 7, pool="token", layer_scale=1e-4), lambda: _timm_vit(init_values=1e-4), 16,
+    ),
+    "vit, expansion": (
+        lambda: ViT(16, 4, 24, 2, 3, 7, expansion=2),
+        lambda: _timm_vit(global_pool="avg", class_token=False, mlp_ratio=2),
+        16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_state_dicts_travel_both_ways_with_timm(name: str) -> None:
+    ours, theirs, size = PAIRS[name]
+    ours, theirs = ours().double(), theirs().double()
+    mine, yours = ours.state_dict(), theirs.state_dict()
+    assert {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in yours.items()}
+    channels = 1 if "gray" in name else 3
+    image = torch.randn(2, channels, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for source, target in ((ours, theirs), (theirs, ours)):
+        _randomise(source)
+        target.eval().load_state_dict(source.state_dict(), strict=True)
+        torch.testing.assert_close(target(image), source(image), rtol=1e-10, atol=1e-10)
+
+
+def test_training_mode_equals_timms_with_batch_statistics() -> None:
+    theirs = _timm_convmixer().double()
+    ours = PAIRS["convmixer"][0]().double()
+    ours.load_state_dict(_randomise(theirs).state_dict())
+    image = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(ours.train()(image), theirs.train()(image), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-10, atol=1e-10)
+
+
+# --- formulas of the thesis ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("h", "d", "k", "p", "c", "n"), [(256, 8, 9, 1, 3, 10), (16, 3, 5, 2, 1, 7), (8, 1, 3, 4, 3, 2)]
+)
+def test_convmixer_has_the_parameters_of_thesis_equation_2_4(h: int, d: int, k: int, p: int, c: int, n: int) -> None:
+    """With c p^2 where the thesis prints c^2."""
+    model = ConvMixer(h, d, k, p, n, in_channels=c)
+    assert _parameters(model) == h * (d * (k**2 + h + 6) + c * p**2 + n + 3) + n
+
+
+def test_convmixer_has_the_sizes_that_the_thesis_reports() -> None:
+    """Thesis 2.1.5: ConvMixer-256/8 with k = 9 has 707K parameters, ConvMixer-256/10 with k = 3 has 698K."""
+    assert round(_parameters(ConvMixer(256, 8, 9, 1, 10)) / 1000) == 707
+    assert round(_parameters(ConvMixer(256, 10, 3, 1, 10)) / 1000) == 698
+
+
+TABLE_3_2 = {
+    "A": "1 1 1 1 1 1 1 1",
+    "B": "2 2 2 2 2 2 2 2",
+    "C": "3 3 3 3 3 3 3 3",
+    "D": "1 1 2 2 3 3 3 3",
+    "E": "1 1 1 1 2 2 3 3",
+    "F": "1 1 2 2 2 2 2 2",
+    "G": "1 1 1 1 2 2 2 2",
+    "H": "1 1 1 1 1 1 2 2",
+}
+
+
+@pytest.mark.parametrize("name", TABLE_3_2)
+def test_dilations_are_those_of_thesis_table_3_2(name: str) -> None:
+    schedule = [int(number) for number in TABLE_3_2[name].split()]
+    model = ConvMixer(8, 8, 3, 2, 10, dilations=name)
+    assert [block[0].fn[0].dilation for block in model.blocks] == [(d, d) for d in schedule]
+    assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
+
+
+@pytest.mark.parametrize("name", DILATIONS)
+def test_dilations_extend_by_quarters(name: str) -> None:
+    eight = dilation_schedule(name, 8)
+    assert dilation_schedule(name, 32) == tuple(np.repeat(eight, 4))
+    assert dilation_schedule(name, 4) == eight[::2]
+    for depth in (1, 2, 3, 5, 6, 7, 9):
+        schedule = dilation_schedule(name, depth)
+        assert len(schedule) == depth
+        assert list(schedule) == sorted(schedule)
+        assert schedule[0] == eight[0]
+
+
+def test_the_populations_of_the_mlp_paper_have_about_ten_thousand_parameters() -> None:
+    """MLP paper, section 2: 3-4 layers, internal dimension 16-32, expansion 2."""
+    assert 5_000 < _parameters(ConvNeXt(16, 4, 7, 2, 10, expansion=2, layer_scale=None)) < 12_000
+
+
+# --- positions -------------------------------------------------------------------------------------------
+
+
+def test_sinusoidal_positions_equal_a_plain_loop() -> None:
+    rows, columns, width = 3, 5, 12
+    code = sinusoidal_positions(rows, columns, width).double().reshape(rows, columns, width)
+    for y in range(rows):
+        for x in range(columns):
+            for i in range(width // 4):
+                w = 10_000 ** (-i / (width // 4))
+                expected = [math.sin(x * w), math.cos(x * w), math.sin(y * w), math.cos(y * w)]
+                np.testing.assert_allclose(code[y, x, i :: width // 4], expected, atol=1e-7)
+
+
+def test_inner_products_of_sinusoidal_positions_depend_on_the_offset_only() -> None:
+    code = sinusoidal_positions(6, 6, 32).double().reshape(6, 6, 32)
+    torch.testing.assert_close((code * code).sum(-1), torch.full((6, 6), 16.0, dtype=torch.float64))
+    here, there = code[:4, :4], code[2:, 1:5]
+    products = (here * there).sum(-1)
+    torch.testing.assert_close(products, products[0, 0].expand(4, 4), rtol=1e-6, atol=1e-6)
+    assert products[0, 0] < 15.5
+
+
+@pytest.mark.parametrize("pool", ["average", "token"])
+def test_vit_starts_from_scaled_sinusoidal_positions(pool: str) -> None:
+    model = ViT(16, 4, 24, 1, 3, 7, pool=pool, position_scale=2.0)
+    assert isinstance(model.pos_embed, nn.Parameter)
+    assert torch.equal(model.pos_embed[0, -16:], 2 * sinusoidal_positions(4, 4, 24))
+    if pool == "token":
+        assert torch.equal(model.pos_embed[0, 0], torch.zeros(24))
+
+
+def test_vit_reads_the_class_token_or_the_average() -> None:
+    image = torch.randn(2, 3, 16, 16)
+    for pool in ("average", "token"):
+        model = _randomise(ViT(16, 4, 24, 1, 3, 7, pool=pool))
+        model.blocks = nn.Identity()
+        tokens = model.patch_embed(image) + model.pos_embed[:, -16:]
+        read = tokens.mean(1) if pool == "average" else (model.cls_token + model.pos_embed[:, :1])[:, 0].expand(2, -1)
+        norm = model.fc_norm if pool == "average" else model.norm
+        torch.testing.assert_close(model(image), model.head(norm(read)))
+
+
+# --- initial values --------------------------------------------------------------------------------------
+
+
+SMALL = {
+    "convmixer": lambda: ConvMixer(8, 2, 3, 4, 5),
+    "convnext": lambda: ConvNeXt(8, 2, 3, 4, 5, layer_scale=1e-6),
+    "convnext, stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 5, layer_scale=None),
+    "vit": lambda: ViT(16, 4, 8, 2, 2, 5, positions="learned", pool="token", layer_scale=0.1),
+    "vit, average": lambda: ViT(16, 4, 8, 2, 2, 5),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_weights_start_from_torchs_defaults(name: str) -> None:
+    """Uniform on +-1/sqrt(fan in), biases too: nothing is beyond the bound, and something is near it."""
+    torch.manual_seed(0)
+    model = SMALL[name]()
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            bound = layer.weight[0].numel() ** -0.5
+            assert 0.8 * bound < layer.weight.abs().max() <= bound
+            assert 0 < layer.bias.abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_reset_parameters_of_all_layers_leaves_no_old_value(name: str) -> None:
+    """Each layer resets what is its own, as torch's layers do, and nothing is without a layer that resets it."""
+    model = SMALL[name]()
+    fresh = {n: t.clone() for n, t in model.state_dict().items()}
+    for tensor in model.state_dict().values():
+        tensor.fill_(99)
+    for layer in model.modules():
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    for n, tensor in model.state_dict().items():
+        assert tensor.abs().max() <= 1, n
+        if fresh[n].numel() > 1 and fresh[n].unique().numel() == 1:  # a constant start: norms, layer scales
+            assert torch.equal(tensor, fresh[n]), n
+
+
+def test_layer_scale_is_where_it_is_asked_for() -> None:
+    scaled, plain = ConvNeXt(8, 2, layer_scale=0.25), ConvNeXt(8, 2, layer_scale=None)
+    assert {n for n, _ in scaled.named_parameters()} - {n for n, _ in plain.named_parameters()} == {
+        "stages.0.blocks.0.gamma",
+        "stages.0.blocks.1.gamma",
+    }
+    assert torch.equal(scaled.stages[0].blocks[1].gamma, torch.full((8,), 0.25))
+
+
+# --- many networks as one --------------------------------------------------------------------------------
+
+
+class _Stacked(nn.Module):
+    """T leaves beside one another on the channel axis: cut, apply each, join."""
+
+    def __init__(self, leaves: list[nn.Module]) -> None:
+        super().__init__()
+        self.leaves = nn.ModuleList(leaves)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        axis = 1 if isinstance(self.leaves[0], nn.Conv2d | nn.BatchNorm2d | LayerNorm2d) else -1
+        parts = x.chunk(len(self.leaves), axis)
+        return torch.cat([leaf(part) for leaf, part in zip(self.leaves, parts, strict=True)], axis)
+
+
+LEAVES = (nn.Conv2d, nn.Linear, nn.LayerNorm, nn.BatchNorm2d, LayerNorm2d, Attention)
+ELEMENTWISE = (nn.GELU, nn.Identity)
+
+
+def _fold(modules: list[nn.Module]) -> nn.Module:
+    """One container whose leaves are stacked and whose own parameters are joined along the channel axis."""
+    first = modules[0]
+    if isinstance(first, LEAVES):
+        return _Stacked(modules)
+    for name, parameter in list(first.named_parameters(recurse=False)):
+        joined = torch.cat([getattr(m, name).detach() for m in modules], dim=parameter.ndim - 1)
+        setattr(first, name, nn.Parameter(joined))
+    for name, _ in list(first.named_children()):
+        setattr(first, name, _fold([getattr(m, name) for m in modules]))
+    return first
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_containers_run_on_channels_of_many_networks(name: str) -> None:
+    """Unchanged container code on (B, T c, S, S) gives (B, T n): each network's own logits."""
+    torch.manual_seed(0)
+    models = [SMALL[name]().eval() for _ in range(3)]
+    image = torch.randn(4, 9, 16, 16)
+    expected = torch.cat([model(part) for model, part in zip(models, image.chunk(3, 1), strict=True)], 1)
+    torch.testing.assert_close(_fold(models)(image), expected)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_networks_are_made_of_the_known_leaves(name: str) -> None:
+    """A layer that the stacked trainer does not know would be run on the wrong axis without an error."""
+    for layer in SMALL[name]().modules():
+        if not any(layer.children()):
+            assert type(layer) in (*LEAVES, *ELEMENTWISE, LayerScale)
+        if isinstance(layer, nn.Conv2d):
+            same = layer.groups == layer.in_channels and layer.stride == (1, 1)
+            assert same or (layer.stride == layer.kernel_size and layer.padding == (0, 0) and layer.groups == 1)
+
+
+def test_layer_norm_2d_equals_layer_norm_at_each_pixel() -> None:
+    norm = _randomise(LayerNorm2d(6))
+    images = torch.randn(2, 6, 3, 4)
+    plain = nn.functional.layer_norm(images.movedim(1, -1), (6,), norm.weight, norm.bias, 1e-6)
+    torch.testing.assert_close(norm(images), plain.movedim(-1, 1))
+
+
+# --- recipes ---------------------------------------------------------------------------------------------
+
+
+def test_build_makes_what_the_recipe_says() -> None:
+    sizes = {"in_channels": 1, "image_size": 8, "num_classes": 10}
+    mixer = networks.build(
+        ConvMixerConfig(type="convmixer", width=8, depth=4, kernel_size=3, patch_size=2, dilations="E"), **sizes
+    )
+    assert isinstance(mixer, ConvMixer)
+    assert [block[0].fn[0].dilation[0] for block in mixer.blocks] == [1, 1, 2, 3]
+    convnext = networks.build(
+        ConvNeXtConfig(type="convnext", width=(4, 8), depth=(1, 2), kernel_size=5, expansion=3, layer_scale=0.5),
+        **sizes,
+    )
+    assert isinstance(convnext, ConvNeXt)
+    assert convnext.stages[1].blocks[1].mlp.fc1.weight.shape == (24, 8)
+    assert convnext.stages[0].blocks[0].conv_dw.weight.shape == (4, 1, 5, 5)
+    assert convnext.stages[0].blocks[0].gamma[0] == 0.5
+    vit = networks.build(
+        ViTConfig(type="vit", width=8, depth=1, heads=2, patch_size=2, expansion=2, position_scale=3.0, pool="token"),
+        **sizes,
+    )
+    assert isinstance(vit, ViT)
+    assert vit.pos_embed.shape == (1, 17, 8)
+    assert vit.pos_embed.max() == 3.0
+    for model in (mixer, convnext, vit):
+        assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: ConvMixer(8, 2, 4, 2, 10), "kernel_size must be odd.*found 4"),
+        (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "no dilation schedule 'Z'; there are A, B"),
+        (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
+        (lambda: ConvNeXt((8, 8), (2,)), "one entry for each stage"),
+        (lambda: ConvNeXt((), ()), "one entry for each stage"),
+        (lambda: ViT(16, 3, 8, 1, 2, 10), "patch_size must divide the image's 16 pixels, found 3"),
+        (lambda: ViT(16, 4, 8, 1, 3, 10), "heads must divide width, found width 8 and heads 3"),
+        (lambda: ViT(16, 4, 6, 1, 3, 10), "multiple of 4, found 6"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, positions="random"), "found 'random'"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, pool="max"), "found 'max'"),
+        (
+            lambda: networks.build(
+                SimpleNamespace(type="convmixer", patch_size=3), in_channels=1, image_size=8, num_classes=10
+            ),
+            "reduces the image 3 times, which must divide its 8 pixels",
+        ),
+        (
+            lambda: networks.build(
+                ConvNeXtConfig(type="convnext", width=(8, 8, 8), depth=(1, 1, 1)),
+                in_channels=1, image_size=28, num_classes=10,
+            ),
+            "reduces the image 8 times",
+        ),
+    ],
+)  # fmt: skip
+def test_impossible_networks_are_refused(make, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        make()
+
+
+# --- cost ------------------------------------------------------------------------------------------------
+
+
+def test_multiply_adds_of_a_convmixer_by_hand() -> None:
+    h, d, k, p, c, n, size = 8, 2, 3, 4, 3, 5, 16
+    pixels = (size // p) ** 2
+    expected = pixels * (c * p**2 * h + d * (k**2 * h + h * h)) + h * n
+    model = ConvMixer(h, d, k, p, n).train()
+    assert networks.multiply_adds(model, 3, size) == expected
+    assert model.training
+    assert all(not layer._forward_hooks for layer in model.modules())
+    assert torch.equal(model.stem[2].running_mean, torch.zeros(h))
+
+
+def test_multiply_adds_of_a_vit_by_hand() -> None:
+    d, layers, n, tokens = 8, 2, 5, 16
+    per_block = tokens * (4 * d * d + 8 * d * d) + 2 * tokens**2 * d
+    assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n

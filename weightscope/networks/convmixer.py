@@ -1,0 +1,103 @@
+"""ConvMixer: depthwise convolutions mix space, pointwise convolutions mix channels (thesis 2.1.1)."""
+
+from torch import Tensor, nn
+
+from weightscope.errors import UsageError
+from weightscope.networks.layers import depthwise, patchify
+
+# Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
+DILATIONS = {
+    "A": (1, 1, 1, 1),
+    "B": (2, 2, 2, 2),
+    "C": (3, 3, 3, 3),
+    "D": (1, 2, 3, 3),
+    "E": (1, 1, 2, 3),
+    "F": (1, 2, 2, 2),
+    "G": (1, 1, 2, 2),
+    "H": (1, 1, 1, 2),
+}
+
+
+def dilation_schedule(name: str, depth: int) -> tuple[int, ...]:
+    """The dilation of each depthwise layer: layer i of `depth` lies in quarter `floor(4 i / depth)`.
+
+    Args:
+        name: one of A to H (thesis Table 3.2); A is no dilation anywhere.
+        depth: the number of layers.
+
+    Raises:
+        UsageError: if there is no schedule of that name.
+
+    Example:
+        >>> dilation_schedule("E", 8)
+        (1, 1, 1, 1, 2, 2, 3, 3)
+    """
+    if name not in DILATIONS:
+        raise UsageError(f"no dilation schedule {name!r}; there are {', '.join(DILATIONS)}")
+    return tuple(DILATIONS[name][4 * i // depth] for i in range(depth))
+
+
+class Residual(nn.Module):
+    """`x -> fn(x) + x`."""
+
+    def __init__(self, fn: nn.Module) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the input to the function's value."""
+        return self.fn(x) + x
+
+
+class ConvMixer(nn.Module):
+    """ConvMixer-h/d. Images (B, c, S, S) to logits (B, n).
+
+    It has exactly `h [d (k^2 + h + 6) + c p^2 + n + 3] + n` parameters (thesis Eq. 2.4, where c^2 is printed
+    for c p^2). Names and shapes are those of `timm.models.convmixer.ConvMixer`. Weights and biases start
+    from torch's defaults (Kaiming-uniform).
+
+    Args:
+        width: h, channels.
+        depth: d, layers.
+        kernel_size: k of the depthwise filters, odd.
+        patch_size: p.
+        num_classes: n.
+        in_channels: c.
+        dilations: the schedule of the depthwise filters' dilation, A to H (thesis Table 3.2).
+
+    Raises:
+        UsageError: if `kernel_size` is even or there is no such schedule.
+
+    Example:
+        >>> ConvMixer(256, 8, kernel_size=5, patch_size=1, num_classes=10)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        depth: int,
+        kernel_size: int,
+        patch_size: int,
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        dilations: str = "A",
+    ) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(patchify(in_channels, width, patch_size), nn.GELU(), nn.BatchNorm2d(width))
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    Residual(nn.Sequential(depthwise(width, kernel_size, dilation), nn.GELU(), nn.BatchNorm2d(width))),
+                    nn.Conv2d(width, width, 1),
+                    nn.GELU(),
+                    nn.BatchNorm2d(width),
+                )
+                for dilation in dilation_schedule(dilations, depth)
+            )
+        )
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, c, S, S) to logits (B, n)."""
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))

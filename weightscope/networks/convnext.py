@@ -1,0 +1,144 @@
+"""ConvNeXt: depthwise convolution, LayerNorm and an MLP in each block (Liu et al. 2022), as in the MLP paper."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.errors import UsageError
+from weightscope.networks.layers import LayerNorm2d, Mlp, depthwise, patchify
+
+
+class ConvNeXtBlock(nn.Module):
+    """`x -> x + gamma * mlp(norm(conv_dw(x)))` on images (B, d, S, S).
+
+    Args:
+        width: d.
+        kernel_size: of the depthwise filters, odd.
+        hidden: p, the MLP's hidden units.
+        layer_scale: what gamma starts from; None for no gamma.
+    """
+
+    def __init__(self, width: int, kernel_size: int, hidden: int, layer_scale: float | None) -> None:
+        super().__init__()
+        self.layer_scale = layer_scale
+        self.register_parameter("gamma", None if layer_scale is None else nn.Parameter(torch.empty(width)))
+        self.conv_dw = depthwise(width, kernel_size)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = Mlp(width, hidden)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `gamma` to its initial value."""
+        if self.gamma is not None:
+            nn.init.constant_(self.gamma, self.layer_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, d, S, S) to (B, d, S, S)."""
+        y = self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
+        if self.gamma is not None:
+            y = y * self.gamma
+        return x + y.permute(0, 3, 1, 2)
+
+
+class ConvNeXtStage(nn.Module):
+    """Blocks of one width, after halving the image's side unless it is the first stage.
+
+    Args:
+        before: the previous stage's width; None for the first stage.
+        width: d.
+        depth: blocks.
+        kernel_size: of the depthwise filters.
+        expansion: p / d.
+        layer_scale: what gamma starts from; None for no gamma.
+    """
+
+    def __init__(
+        self, before: int | None, width: int, depth: int, kernel_size: int, expansion: int, layer_scale: float | None
+    ) -> None:
+        super().__init__()
+        self.downsample = (
+            nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
+        )
+        self.blocks = nn.Sequential(
+            *(ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale) for _ in range(depth))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, before, S, S) to (B, d, S/2, S/2); (B, d, S, S) to the same shape in the first stage."""
+        return self.blocks(self.downsample(x))
+
+
+class ConvNeXtHead(nn.Module):
+    """Average over space, LayerNorm, linear classifier."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.fc = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, d, S, S) to logits (B, n)."""
+        return self.fc(self.norm(x.mean((2, 3))))
+
+
+class ConvNeXt(nn.Module):
+    """ConvNeXt. Images (B, c, S, S) to logits (B, n).
+
+    Isotropic when `width` and `depth` are numbers (one stage, as in the MLP paper), hierarchical when they
+    are sequences with one entry for each stage; each stage after the first halves the image's side. Names
+    and shapes are those of `timm.models.convnext.ConvNeXt`, except that timm always has four stages and
+    also halves the side before the first one if the patch size is 2.
+
+    Weights and biases start from torch's defaults (Kaiming-uniform), not from the truncated normal with
+    zero biases of the original: that "led to broadly improved accuracies" on small images (MLP paper,
+    section 3).
+
+    Args:
+        width: d, or the stages' widths.
+        depth: blocks, or the stages' blocks.
+        kernel_size: of the depthwise filters, odd.
+        patch_size: side length of the stem's patches.
+        num_classes: n.
+        expansion: the MLP's hidden units per channel, p / d.
+        in_channels: c.
+        layer_scale: what each block's gamma starts from; None for blocks without gamma.
+
+    Raises:
+        UsageError: if `width` and `depth` do not go together, or `kernel_size` is even.
+
+    Example:
+        >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)
+        >>> ConvNeXt((96, 192, 384, 768), (3, 3, 9, 3), num_classes=1000)
+    """
+
+    def __init__(
+        self,
+        width: int | Sequence[int],
+        depth: int | Sequence[int],
+        kernel_size: int = 7,
+        patch_size: int = 4,
+        num_classes: int = 10,
+        *,
+        expansion: int = 4,
+        in_channels: int = 3,
+        layer_scale: float | None = 1e-6,
+    ) -> None:
+        super().__init__()
+        if isinstance(width, int) != isinstance(depth, int):
+            raise UsageError(f"width and depth must both be numbers or both be sequences, found {width} and {depth}")
+        widths, depths = ((width,), (depth,)) if isinstance(width, int) else (tuple(width), tuple(depth))
+        if len(widths) != len(depths) or not widths:
+            raise UsageError(f"width and depth need one entry for each stage, found {widths} and {depths}")
+        self.stem = nn.Sequential(patchify(in_channels, widths[0], patch_size), LayerNorm2d(widths[0]))
+        self.stages = nn.Sequential(
+            *(
+                ConvNeXtStage(before, here, blocks, kernel_size, expansion, layer_scale)
+                for before, here, blocks in zip((None, *widths), widths, depths, strict=False)
+            )
+        )
+        self.head = ConvNeXtHead(widths[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, c, S, S) to logits (B, n)."""
+        return self.head(self.stages(self.stem(x)))

@@ -1,0 +1,129 @@
+"""Vision transformer (Dosovitskiy et al. 2021) with the position codes and pooling of the attention paper."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.errors import UsageError
+from weightscope.networks.layers import Attention, LayerScale, Mlp, patchify
+from weightscope.networks.positions import sinusoidal_positions
+
+EMBEDDING_STD = 0.02  # of learned positions and the class token, as in BERT, DeiT and timm
+
+
+class PatchEmbed(nn.Module):
+    """Patches as tokens: images (B, c, S, S) to (B, (S/p)^2, d), row by row."""
+
+    def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
+        super().__init__()
+        self.proj = patchify(in_channels, width, patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed images."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block on tokens (B, N, d): attention, then MLP, each added to its input."""
+
+    def __init__(self, width: int, heads: int, hidden: int, layer_scale: float | None) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attn = Attention(width, heads)
+        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = Mlp(width, hidden)
+        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, N, d) to (B, N, d)."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class ViT(nn.Module):
+    """Vision transformer. Images (B, c, S, S) to logits (B, n).
+
+    Names and shapes are those of `timm.models.vision_transformer.VisionTransformer`: with `pool="token"` of
+    timm's `global_pool="token"`, with `pool="average"` of `global_pool="avg", class_token=False`.
+    Weights and biases start from torch's defaults (Kaiming-uniform), not from a truncated normal (MLP paper,
+    section 3); the class token and learned positions from a normal of standard deviation 0.02.
+
+    Args:
+        image_size: S.
+        patch_size: p, divides S.
+        width: d; a multiple of 4 for sinusoidal positions.
+        depth: L, blocks.
+        heads: H, divides d.
+        num_classes: n.
+        positions: what `pos_embed` (1, N, d) starts from; it is a trained parameter either way. Sinusoidal is
+            `position_scale` times `sinusoidal_positions`, and zero for the class token.
+        pool: average the tokens, or read the class token.
+        in_channels: c.
+        expansion: the MLP's hidden units per channel.
+        position_scale: gamma of the attention paper (thesis 3.2), the scale of sinusoidal positions.
+        layer_scale: what the LayerScale of each branch starts from; None for none.
+
+    Raises:
+        UsageError: if sizes do not divide as said, or `positions` or `pool` is another word.
+
+    Example:
+        >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        patch_size: int,
+        width: int,
+        depth: int,
+        heads: int,
+        num_classes: int,
+        positions: Literal["sinusoidal", "learned"] = "sinusoidal",
+        pool: Literal["average", "token"] = "average",
+        *,
+        in_channels: int = 3,
+        expansion: int = 4,
+        position_scale: float = 1.0,
+        layer_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise UsageError(f"patch_size must divide the image's {image_size} pixels, found {patch_size}")
+        if positions not in ("sinusoidal", "learned"):
+            raise UsageError(f"positions must be 'sinusoidal' or 'learned', found {positions!r}")
+        if pool not in ("average", "token"):
+            raise UsageError(f"pool must be 'average' or 'token', found {pool!r}")
+        self.grid = image_size // patch_size
+        self.positions, self.position_scale = positions, position_scale
+        self.register_parameter("cls_token", nn.Parameter(torch.empty(1, 1, width)) if pool == "token" else None)
+        self.pos_embed = nn.Parameter(torch.empty(1, self.grid**2 + (pool == "token"), width))
+        self.patch_embed = PatchEmbed(in_channels, width, patch_size)
+        self.blocks = nn.Sequential(*(Block(width, heads, expansion * width, layer_scale) for _ in range(depth)))
+        # timm normalises before picking the class token but after averaging, under two names
+        self.norm = nn.LayerNorm(width, eps=1e-6) if pool == "token" else nn.Identity()
+        self.fc_norm = nn.LayerNorm(width, eps=1e-6) if pool == "average" else nn.Identity()
+        self.head = nn.Linear(width, num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `cls_token` and `pos_embed` to their initial values (the layers have resets of their own)."""
+        if self.cls_token is not None:
+            nn.init.normal_(self.cls_token, std=EMBEDDING_STD)
+        if self.positions == "learned":
+            nn.init.normal_(self.pos_embed, std=EMBEDDING_STD)
+            return
+        codes = sinusoidal_positions(self.grid, self.grid, self.pos_embed.shape[-1])
+        with torch.no_grad():
+            self.pos_embed.zero_()
+            self.pos_embed[0, -len(codes) :] = self.position_scale * codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, c, S, S) to logits (B, n)."""
+        x = self.patch_embed(x)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.norm(self.blocks(x + self.pos_embed))
+        x = x.mean(1) if self.cls_token is None else x[:, 0]
+        return self.head(self.fc_norm(x))
