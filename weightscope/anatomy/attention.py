@@ -1,0 +1,404 @@
+"""Queries, keys, values and output projections, per layer and head, whatever their names and packing.
+
+An adapter is a row of `SCHEMES`: the names under which a family keeps the three input projections, and how
+they are packed. Head counts come from attributes or the config, never from a guess.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weightscope.anatomy.source import Slot, Source
+from weightscope.errors import AnatomyError, SpecError, UsageError
+
+PartName = Literal["q", "k", "v", "o"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one family names and packs its projections, relative to the attention module.
+
+    Attributes:
+        q: name of the query weight; equal names mean packed rows, in the order q, k, v.
+        k: of the key weight.
+        v: of the value weight.
+        interleaved: packed rows go head by head (q, k, v of head 0, then of head 1, ...).
+        conv1d: the tensors may be transformers' Conv1D, stored (in, out); the packed shape tells.
+        bias: names of the three biases; None derives them from the weights' names.
+    """
+
+    q: str
+    k: str
+    v: str
+    interleaved: bool = False
+    conv1d: bool = False
+    bias: tuple[str, str, str] | None = None
+
+
+def _packed(name: str, **options: Any) -> Scheme:
+    return Scheme(name, name, name, **options)
+
+
+def _separate(q: str, k: str, v: str) -> Scheme:
+    return Scheme(f"{q}.weight", f"{k}.weight", f"{v}.weight")
+
+
+_IN_PROJ_BIAS = ("in_proj_bias", "in_proj_bias", "in_proj_bias")
+
+SCHEMES: tuple[Scheme, ...] = (
+    _packed("qkv.weight"),  # timm, ours, SAM
+    _packed("Wqkv.weight"),  # ModernBERT, MPT
+    _packed("to_qkv.weight"),  # lucidrains
+    _packed("qkv_proj.weight"),  # Phi-3: rows q, k, v with fewer k and v
+    _packed("in_proj_weight", bias=_IN_PROJ_BIAS),  # nn.MultiheadAttention
+    Scheme("q_proj_weight", "k_proj_weight", "v_proj_weight", bias=_IN_PROJ_BIAS),  # the same with kdim or vdim
+    _packed("c_attn.weight", conv1d=True),  # GPT-2; nanoGPT keeps it as Linear
+    Scheme("q_attn.weight", "c_attn.weight", "c_attn.weight", conv1d=True),  # GPT-2's cross-attention
+    _packed("query_key_value.weight", interleaved=True),  # GPT-NeoX, BLOOM
+    _separate("q_proj", "k_proj", "v_proj"),  # Llama, CLIP, Whisper, transformers' ViT from 5.0
+    _separate("query", "key", "value"),  # BERT, transformers' ViT before 5.0
+    _separate("query_proj", "key_proj", "value_proj"),  # DeBERTa
+    _separate("q_lin", "k_lin", "v_lin"),  # DistilBERT
+    _separate("to_q", "to_k", "to_v"),  # diffusers
+    _separate("wq", "wk", "wv"),  # Llama as published
+    _separate("q", "k", "v"),  # T5, CaiT
+    Scheme("q.weight", "kv.weight", "kv.weight"),  # PVT, Segformer, timm's attention pooling
+    Scheme("to_q.weight", "to_kv.weight", "to_kv.weight"),
+)
+
+# The output projection, relative to the attention module; ^ stands for its parent.
+OUTPUTS = (
+    *(f"{n}.weight" for n in ("proj", "out_proj", "o_proj", "to_out.0", "to_out", "Wo", "wo", "dense", "c_proj")),
+    *(f"{n}.weight" for n in ("o", "out_lin", "out", "^output.dense", "^dense")),
+)
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "head_width")
+_CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^attn_pool", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPart:
+    """One attention module: its four projections as tensors with an axis for the heads.
+
+    Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
+    `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
+    key/value head that query head h uses (`kv_head`).
+
+    Attributes:
+        layer: number of the layer over the whole model, from 0; self- and cross-attention of one block share it.
+        name: path of the attention module, wrapper prefixes included.
+        kind: "self" or "cross".
+        heads: H, number of query heads.
+        kv_heads: number of key/value heads; less than H for grouped queries.
+        width: d, of the residual stream that queries read.
+        kv_width: of the stream that keys and values read; d except in some cross-attention.
+        head_width: k, of queries and keys.
+        value_width: of values; k nearly everywhere.
+        rotary: queries and keys are rotated by position, so that `q k^T` is the product at relative position 0.
+        causal: whether later tokens are masked; None where the model does not tell.
+        normalised: queries and keys are normalised before the product (`q_norm`), so its scale means nothing.
+        scale: factor on the logits, 1/sqrt(k) unless the module states another.
+    """
+
+    layer: int
+    name: str
+    kind: Literal["self", "cross"]
+    heads: int
+    kv_heads: int
+    width: int
+    kv_width: int
+    head_width: int
+    value_width: int
+    rotary: bool
+    causal: bool | None
+    normalised: bool
+    scale: float
+    _source: Source = field(repr=False)
+    _weights: dict[str, Slot] = field(repr=False)
+    _biases: dict[str, Slot] = field(repr=False)
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tensors that each part reads and writes: part -> names."""
+        return {part: (slot.name,) for part, slot in self._weights.items()}
+
+    @property
+    def bias_parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the bias tensors, for the parts that have one."""
+        return {part: (slot.name,) for part, slot in self._biases.items()}
+
+    def kv_head(self, head: int) -> int:
+        """The key/value head that query head `head` uses."""
+        return head // (self.heads // self.kv_heads)
+
+    def _groups(self, part: str) -> tuple[int, int]:
+        if part not in ("q", "k", "v", "o"):
+            raise UsageError(f"an attention part is one of 'q', 'k', 'v', 'o', found {part!r}")
+        heads = self.heads if part in "qo" else self.kv_heads
+        return heads, self.head_width if part in "qk" else self.value_width
+
+    def read(self, part: PartName) -> Tensor:
+        """A copy of one projection, float32 or better.
+
+        Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
+        """
+        heads, inner = self._groups(part)
+        matrix = self._weights[part].read(self._source)  # (out, in)
+        if part == "o":
+            return matrix.T.reshape(heads, inner, -1)
+        return matrix.reshape(heads, inner, -1).mT
+
+    def write(self, part: PartName, value: Tensor) -> None:
+        """Put a projection back in place; the exact inverse of `read`, same shapes.
+
+        Raises:
+            SpecError: if the shape is another than `read`'s.
+            DataError: if a finite number overflows in the parameter's type, or the source is a read-only file.
+        """
+        heads, inner = self._groups(part)
+        if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
+            raise SpecError(
+                f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
+            )
+        matrix = value.reshape(heads * inner, -1).T if part == "o" else value.mT.reshape(heads * inner, -1)
+        self._weights[part].write(self._source, matrix)
+
+    def read_bias(self, part: PartName) -> Tensor | None:
+        """A copy of a part's bias, or None where the model has none: q, k, v (heads, width of a head), o (d,)."""
+        heads, inner = self._groups(part)
+        if part not in self._biases:
+            return None
+        vector = self._biases[part].read(self._source)
+        return vector if part == "o" else vector.reshape(heads, inner)
+
+    def write_bias(self, part: PartName, value: Tensor) -> None:
+        """Put a bias back in place; the exact inverse of `read_bias`.
+
+        Raises:
+            SpecError: if the model has no such bias, or the shape is another.
+        """
+        heads, inner = self._groups(part)
+        if part not in self._biases:
+            raise SpecError(f"`{self.name}` has no bias for {part}")
+        if part != "o" and tuple(value.shape) != (heads, inner):
+            raise SpecError(f"`{self.name}` {part} bias: expected ({heads}, {inner}), found {tuple(value.shape)}")
+        self._biases[part].write(self._source, value if part == "o" else value.reshape(-1))
+
+
+def find(source: Source) -> list[AttentionPart]:
+    """All attention modules of a source, in order; an empty list when there is none."""
+    parts: list[AttentionPart] = []
+    seen: set[Any] = set()
+    for prefix, scheme in _anchors(source):
+        slots = _slots(source, prefix, scheme)
+        if slots is None:
+            continue
+        key = tuple((source.identity(s.name), str(s.rows)) for s in slots[0].values())
+        if key in seen:
+            continue
+        seen.add(key)
+        kind = _kind(source, prefix, *slots[:1])
+        layer = parts[-1].layer + (not _same_block(parts[-1], prefix, kind)) if parts else 0
+        parts.append(_part(source, prefix, layer, kind, *slots))
+    return parts
+
+
+def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
+    """Prefix and scheme of each attention module, in order; the first scheme of the list that fits wins."""
+    taken: set[str] = set()
+    for name in source.names:
+        for scheme in SCHEMES:
+            prefix = name.removesuffix(scheme.q)
+            fits = name.endswith(scheme.q) and (not prefix or prefix.endswith(".")) and prefix not in taken
+            if fits and all(prefix + other in source for other in (scheme.k, scheme.v)):
+                taken.add(prefix)
+                yield prefix, scheme
+                break
+
+
+def _output(source: Source, prefix: str, columns: int | None, transposed: bool) -> str | None:
+    parent = prefix[:-1].rpartition(".")[0]
+    for candidate in OUTPUTS:
+        base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
+        name = base + candidate.lstrip("^")
+        if name in source:
+            shape = source.shape(name)
+            if len(shape) >= 2 and columns in (None, shape[0 if transposed else 1]):
+                return name
+    return None
+
+
+def _slots(source: Source, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
+    """Weight slots, bias slots and the number of query rows; None when the names are not an attention module."""
+    if f"{prefix}temperature" in source:  # XCiT attends between channels, not between tokens
+        return None
+    names = {"q": prefix + scheme.q, "k": prefix + scheme.k, "v": prefix + scheme.v}
+    shapes = {part: source.shape(name) for part, name in names.items()}
+    if any(len(shape) < 2 or any(n != 1 for n in shape[2:]) for shape in shapes.values()):
+        return None
+    packed_shape = shapes["k"]
+    transposed = scheme.conv1d and packed_shape[1] > packed_shape[0]
+    rows = {part: shape[1 if transposed else 0] for part, shape in shapes.items()}
+    triple, pair = names["q"] == names["k"] == names["v"], names["q"] != names["k"] == names["v"]
+    out = _output(source, prefix, None if triple or pair else rows["v"], transposed)
+    if out is None:
+        out = _output(source, prefix, None, transposed)
+    if out is None:
+        return None
+    columns = source.shape(out)[0 if transposed else 1]
+    if triple:
+        spans = _spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))
+    elif pair:
+        spans = (None, *_spans((rows["k"] // 2, rows["k"] // 2)))
+    else:
+        spans = (None, None, None)
+    if scheme.interleaved:
+        heads = source.hint(prefix[:-1], HEADS)
+        spans = _interleaved(rows["q"], heads, prefix) if triple else spans
+    weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
+    weights["o"] = Slot(out, None, transposed)
+    query_rows = columns if triple else rows["q"]
+    return weights, _biases(source, prefix, scheme, weights, rows), query_rows
+
+
+def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _interleaved(rows: int, heads: int | None, prefix: str) -> tuple[Tensor, ...]:
+    if heads is None or rows % (3 * heads):
+        raise AnatomyError(
+            f"`{prefix[:-1]}`: {rows} packed rows need the number of heads, found {heads}; "
+            "give config={'num_attention_heads': H}"
+        )
+    return tuple(torch.arange(rows).reshape(heads, 3, -1).transpose(0, 1).reshape(3, -1))
+
+
+def _biases(
+    source: Source, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
+) -> dict[str, Slot]:
+    out = {}
+    whole = _spans((rows["q"], rows["k"], rows["v"]))
+    for i, part in enumerate("qkvo"):
+        weight = weights[part]
+        name = weight.name.removesuffix("weight") + "bias"
+        span = weight.rows
+        if part != "o" and scheme.bias is not None:
+            name = prefix + scheme.bias[i]
+            span = weight.rows if weight.rows is not None else whole[i]
+        elif part in "qv" and name not in source:
+            name, span = f"{prefix}{part}_bias", None  # BEiT and EVA keep two biases apart and have none for keys
+        if name in source and len(source.shape(name)) == 1:
+            out[part] = Slot(name, span, vector=True)
+    return out
+
+
+def _kind(source: Source, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
+    words = prefix[:-1].split(".") if prefix else [""]
+    parent = ".".join(words[:-1])
+    beside = f"{parent}.self_attn." if parent else "self_attn."
+    if any(_CROSS.search(word) for word in words[-2:]) or f"{prefix}latent" in source:
+        return "cross"
+    if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in source.names):
+        return "cross"
+    if any(f"{parent}.{probe}" in source for probe in ("probe", "latent")):
+        return "cross"  # a learned query pools the tokens
+    q, k = (source.shape(weights[p].name)[0 if weights[p].transposed else 1] for p in "qk")
+    return "self" if q == k else "cross"
+
+
+def _same_block(last: AttentionPart, prefix: str, kind: str) -> bool:
+    if kind == "self" or last.kind == "cross":
+        return False
+    mine, other = prefix[:-1], last.name
+    beside = mine.rpartition(".")[0] == other.rpartition(".")[0]
+    return beside or (_block(mine) != "" and _block(mine) == _block(other))
+
+
+def _block(path: str) -> str:
+    """The path up to and including its last number: the block that an attention module belongs to."""
+    found = re.match(r"(.*(?:^|\.)\d+)(?:\.|$)", path)
+    return found.group(1) if found else ""
+
+
+def _part(
+    source: Source,
+    prefix: str,
+    layer: int,
+    kind: Literal["self", "cross"],
+    weights: dict[str, Slot],
+    biases: dict[str, Slot],
+    query_rows: int,
+) -> AttentionPart:
+    path = prefix.removesuffix(".")
+    sizes = {}
+    for part in "qkvo":
+        shape = source.shape(weights[part].name)
+        sizes[part] = (shape[1], shape[0]) if weights[part].transposed else shape[:2]
+    counted = {
+        part: sizes[part][0] if slot.rows is None else len(range(sizes[part][0])[slot.rows])
+        if isinstance(slot.rows, slice) else len(slot.rows)
+        for part, slot in weights.items()
+    }  # fmt: skip
+    heads, width = source.hint(path, HEADS), source.hint(path, HEAD_WIDTHS)
+    if heads is None and width is None:
+        raise AnatomyError(
+            f"`{path}`: found {query_rows} query rows and neither an attribute nor a config that tells the number of "
+            "heads; give config={'num_attention_heads': H}"
+        )
+    heads = heads or query_rows // width
+    k = query_rows // heads
+    kv_heads = counted["k"] // k if k else 0
+    good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
+    values = counted["v"] // kv_heads if good else 0
+    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][1]:
+        raise AnatomyError(
+            f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
+            f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
+        )
+    return AttentionPart(
+        layer=layer,
+        name=path,
+        kind=kind,
+        heads=heads,
+        kv_heads=kv_heads,
+        width=sizes["q"][1],
+        kv_width=sizes["k"][1],
+        head_width=k,
+        value_width=values,
+        rotary=kind == "self" and source.rope(path),
+        causal=_causal(source, path),
+        normalised=any(n in source for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
+        or f"{prefix}logit_scale" in source,
+        scale=_scale(source, path, k),
+        _source=source,
+        _weights=weights,
+        _biases=biases,
+    )
+
+
+_QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
+
+
+def _causal(source: Source, path: str) -> bool | None:
+    stated = source.own(path, "is_causal")
+    if stated is True or (f"{path}.bias" in source and len(source.shape(f"{path}.bias")) == 4):
+        return True
+    # CLIP's text tower passes its mask from outside and states nothing.
+    return False if stated is False and "text_model" not in path.split(".") else None
+
+
+def _scale(source: Source, path: str, k: int) -> float:
+    for key in ("scaling", "scale"):
+        value = source.own(path, key)
+        if isinstance(value, float):
+            return value
+    unscaled = source.hint(path, ("model_type",), str) in ("t5", "mt5", "umt5")  # T5 folds the scale into its weights
+    return 1.0 if unscaled else k**-0.5

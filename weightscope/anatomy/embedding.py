@@ -1,0 +1,180 @@
+"""Patch embeddings and learned or tabulated position embeddings."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from weightscope.anatomy.convolution import strides
+from weightscope.anatomy.source import Source, exact_float, put
+
+_PATCH = re.compile(
+    r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
+)
+_POSITION = re.compile(
+    r"(^|\.)(pos_embed|pos_embedding|position_embeddings?|positional_embeddings?|embed_positions|wpe|positions|"
+    r"position_embed|pos_emb|positional_encoding|pe)(\.weight|\.pe)?$"
+)
+_TOKENS = re.compile(
+    r"(^|\.)(cls_token|class_token|class_embedding|dist_token|distillation_token|reg_tokens?|register_tokens)$"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PatchEmbedding:
+    """The convolution that turns patches of an image into tokens.
+
+    Attributes:
+        name: path of the convolution.
+        width: d, of a token.
+        channels: c, of the image.
+        patch: (height, width) of a patch.
+    """
+
+    name: str
+    width: int
+    channels: int
+    patch: tuple[int, int]
+    _source: Source = field(repr=False)
+    _tensor: str = field(repr=False)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the tensors that `read` and `write` touch."""
+        return (self._tensor,)
+
+    def read(self) -> Tensor:
+        """A copy of the weights (d, c, kh, kw), float32 or better."""
+        return exact_float(self._source.get(self._tensor))
+
+    def write(self, value: Tensor) -> None:
+        """Put weights (d, c, kh, kw) back in place; the exact inverse of `read`."""
+        put(self._source, self._tensor, value, (self.width, self.channels, *self.patch))
+
+
+@dataclass(frozen=True, eq=False)
+class PositionEmbedding:
+    """A table of position embeddings, one row for each token.
+
+    Attributes:
+        name: the tensor.
+        tokens: number of rows, special tokens included.
+        width: d.
+        prefix: rows at the start that belong to class, distillation or register tokens.
+        grid: (rows, columns) of the patches behind them; None for a sequence.
+        trained: whether it is a parameter that takes gradients (a fixed table is a buffer or frozen).
+    """
+
+    name: str
+    tokens: int
+    width: int
+    prefix: int
+    grid: tuple[int, int] | None
+    trained: bool
+    _source: Source = field(repr=False)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the tensors that `read` and `write` touch."""
+        return (self.name,)
+
+    def read(self) -> Tensor:
+        """A copy of the table (tokens, d), float32 or better."""
+        return exact_float(self._source.get(self.name)).reshape(self.tokens, self.width)
+
+    def write(self, value: Tensor) -> None:
+        """Put a table (tokens, d) back in place; the exact inverse of `read`."""
+        put(self._source, self.name, value, (self.tokens, self.width))
+
+
+def find_patches(source: Source) -> list[PatchEmbedding]:
+    """All patch embeddings; an empty list when there is none.
+
+    In a module, a convolution is one when its kernel equals its stride and its name says so, or it is the model's
+    first convolution; without modules, names decide, and a 3x3 stem is none.
+    """
+    parts = []
+    first = True
+    seen: set[Any] = set()
+    for name in source.names:
+        shape = source.shape(name) if name.endswith("weight") else ()
+        if len(shape) != 4 or source.identity(name) in seen:
+            continue
+        seen.add(source.identity(name))
+        path, kernel = name.rpartition(".")[0], (shape[2], shape[3])
+        stride = strides(source, path)
+        named = _PATCH.search(name) is not None
+        fits = stride == kernel if stride is not None else kernel != (3, 3)
+        if fits and (named or (first and stride is not None and max(kernel) > 1)):
+            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, source, name))
+        first = False
+    return parts
+
+
+def find_positions(source: Source) -> list[PositionEmbedding]:
+    """All position tables; an empty list when there is none."""
+    tables = []
+    seen: set[Any] = set()
+    for name in source.names:
+        shape = source.shape(name) if _POSITION.search(name) else ()
+        if len(shape) == 3 and shape[0] == 1:
+            shape = shape[1:]
+        if len(shape) == 2 and min(shape) > 1 and source.identity(name) not in seen:
+            seen.add(source.identity(name))
+            tables.append((name, shape))
+    owners = _owners([name for name, _ in tables], find_patches(source))
+    parts = []
+    for name, (tokens, width) in tables:
+        patch = owners.get(name)
+        prefix, grid = _grid(source, name, tokens, patch) if patch is not None else (0, None)
+        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, source.trained(name), source))
+    return parts
+
+
+def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchEmbedding]:
+    """Position table -> the patch embedding of its tower: each patch embedding belongs to the nearest table by name."""
+    out: dict[str, PatchEmbedding] = {}
+    for patch in patches:
+        near = [(_shared(name, patch.name), -i) for i, name in enumerate(names)]
+        if near:
+            out.setdefault(names[-max(near)[1]], patch)
+    return out
+
+
+def _shared(name: str, other: str) -> int:
+    """How many leading words two names share."""
+    same = 0
+    for mine, theirs in zip(name.split("."), other.split("."), strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    return same
+
+
+def _grid(source: Source, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:
+    """Number of special tokens at the start, and the grid of the rest."""
+    scope = patch.name.rpartition(".")[0]
+    known = source.hint(scope, ("grid_size",), (tuple, list)) or _from_image(source, scope, patch)
+    if known is not None and len(known) == 2 and 0 <= tokens - known[0] * known[1] <= 16:
+        return tokens - known[0] * known[1], (int(known[0]), int(known[1]))
+    top = name.split(".")[0] if "." in name else ""
+    special = sum(
+        source.shape(n)[-2] if len(source.shape(n)) > 1 else 1
+        for n in source.names
+        if _TOKENS.search(n) and (not top or n.startswith(top) or "." not in n)
+    )
+    for prefix in range(special + 1):
+        side = math.isqrt(max(tokens - prefix, 0))
+        if side * side == tokens - prefix and side > 0:
+            return prefix, (side, side)
+    return 0, None
+
+
+def _from_image(source: Source, scope: str, patch: PatchEmbedding) -> tuple[int, int] | None:
+    size = source.hint(scope, ("image_size", "img_size", "input_resolution"), (int, tuple, list))
+    if size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size[-2:]
+    return height // patch.patch[0], width // patch.patch[1]

@@ -1,0 +1,230 @@
+"""The two (or three) matrices of each MLP, whether linear layers, 1x1 convolutions or Conv1D, gated or plain."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from weightscope.anatomy.source import Slot, Source
+from weightscope.errors import AnatomyError, SpecError, UsageError
+
+MLPName = Literal["w1", "w2", "gate"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one family names an MLP, relative to its parent.
+
+    Attributes:
+        w1: the weight that expands.
+        w2: the weight that contracts.
+        gate: the weight whose output passes the activation and multiplies; equal to `w1` when both are packed.
+        gate_first: of packed rows, whether the gate comes first.
+        conv1d: the tensors may be transformers' Conv1D, stored (in, out).
+    """
+
+    w1: str
+    w2: str
+    gate: str | None = None
+    gate_first: bool = True
+    conv1d: bool = False
+
+
+SCHEMES: tuple[Scheme, ...] = (
+    Scheme("up_proj", "down_proj", "gate_proj"),  # Llama and its kin
+    Scheme("gate_up_proj", "down_proj", "gate_up_proj"),  # Phi-3
+    Scheme("fc1_x", "fc2", "fc1_g"),  # timm SwiGLU
+    Scheme("weights_in", "weights_out", "weights_in"),  # DINOv2 giant
+    Scheme("Wi", "Wo", "Wi"),  # ModernBERT
+    Scheme("wi_1", "wo", "wi_0"),  # T5 1.1
+    Scheme("w3", "w2", "w1"),  # Llama as published
+    Scheme("fc1", "fc2"),  # timm, transformers' ViT, CLIP, Whisper, ours
+    Scheme("linear1", "linear2"),  # nn.TransformerEncoderLayer
+    Scheme("c_fc", "c_proj", conv1d=True),  # GPT-2
+    Scheme("intermediate.dense", "output.dense"),  # BERT
+    Scheme("pwconv1", "pwconv2"),  # ConvNeXt as published
+    Scheme("lin1", "lin2"),  # DistilBERT, SAM
+    Scheme("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, BLOOM
+    Scheme("fc_in", "fc_out"),  # GPT-J
+    Scheme("ffn", "ffn_output"),  # ALBERT
+    Scheme("wi", "wo"),  # T5
+    Scheme("up_proj", "down_proj"),
+    Scheme("mlp.0", "mlp.3"),  # torchvision's ViT
+    Scheme("mlp.0", "mlp.2"),
+    Scheme("block.3", "block.5"),  # torchvision's ConvNeXt
+)
+
+
+@dataclass(frozen=True, eq=False)
+class MLPPart:
+    """One MLP: `y = act(x w1^T + b1) w2^T + b2`, or gated, `y = (act(x gate^T) * (x w1^T)) w2^T`.
+
+    Attributes:
+        layer: number of the MLP over the whole model, from 0.
+        name: path of the module that holds the matrices.
+        kind: "plain" or "gated".
+        width: n, input features.
+        hidden: p, hidden units.
+    """
+
+    layer: int
+    name: str
+    kind: Literal["plain", "gated"]
+    width: int
+    hidden: int
+    _source: Source = field(repr=False)
+    _weights: dict[str, Slot] = field(repr=False)
+    _biases: dict[str, Slot] = field(repr=False)
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that each matrix lies in: "w1", "w2" (and "gate") -> names."""
+        return {part: (slot.name,) for part, slot in self._weights.items()}
+
+    @property
+    def bias_names(self) -> dict[str, tuple[str, ...]]:
+        """The bias tensors, for the matrices that have one."""
+        return {part: (slot.name,) for part, slot in self._biases.items()}
+
+    def _slot(self, part: str) -> Slot:
+        if part not in self._weights:
+            raise UsageError(
+                f"`{self.name}` is a {self.kind} MLP and has the matrices {', '.join(self._weights)}, found {part!r}"
+            )
+        return self._weights[part]
+
+    def read(self, part: MLPName) -> Tensor:
+        """A copy of one matrix, float32 or better, in torch's (out, in) layout: w1 and gate (p, n), w2 (n_out, p)."""
+        return self._slot(part).read(self._source)
+
+    def write(self, part: MLPName, value: Tensor) -> None:
+        """Put a matrix back in place; the exact inverse of `read`.
+
+        Raises:
+            SpecError: if the shape is another than `read`'s.
+            UsageError: if a plain MLP is asked for its gate.
+        """
+        self._slot(part).write(self._source, value)
+
+    def read_bias(self, part: MLPName) -> Tensor | None:
+        """A copy of the bias of a matrix, (p,) or (n_out,), or None where the model has none."""
+        self._slot(part)
+        return self._biases[part].read(self._source) if part in self._biases else None
+
+    def write_bias(self, part: MLPName, value: Tensor) -> None:
+        """Put a bias back in place; the exact inverse of `read_bias`.
+
+        Raises:
+            SpecError: if the model has no such bias, or the shape is another.
+        """
+        self._slot(part)
+        if part not in self._biases:
+            raise SpecError(f"`{self.name}` has no bias for {part}")
+        self._biases[part].write(self._source, value)
+
+
+def find(source: Source) -> list[MLPPart]:
+    """All MLPs, in order; an empty list when there is none."""
+    parts: list[MLPPart] = []
+    seen: set[Any] = set()
+    for prefix, scheme in _anchors(source):
+        weights = _slots(source, prefix, scheme)
+        if weights is None:
+            continue
+        key = tuple(source.identity(slot.name) for slot in weights.values())
+        if key in seen:
+            continue
+        seen.add(key)
+        biases = {part: bias for part, slot in weights.items() if (bias := _bias(source, slot)) is not None}
+        out, columns = _size(source, weights["w1"])
+        parts.append(
+            MLPPart(
+                layer=len(parts),
+                name=prefix.removesuffix("."),
+                kind="gated" if "gate" in weights else "plain",
+                width=columns,
+                hidden=out,
+                _source=source,
+                _weights=weights,
+                _biases=biases,
+            )
+        )
+    return parts
+
+
+def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
+    taken: set[str] = set()
+    for name in source.names:
+        for scheme in SCHEMES:
+            suffix = f"{scheme.w1}.weight"
+            prefix = name.removesuffix(suffix)
+            if not name.endswith(suffix) or (prefix and not prefix.endswith(".")) or prefix in taken:
+                continue
+            others = [f"{prefix}{n}.weight" for n in (scheme.w2, scheme.gate) if n is not None]
+            if all(other in source for other in others):
+                taken.add(prefix)
+                yield prefix, scheme
+                break
+
+
+def _slots(source: Source, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
+    """The slots of w1, w2 (and gate); None when the tensors' shapes do not make an MLP."""
+    first, second = f"{prefix}{scheme.w1}.weight", f"{prefix}{scheme.w2}.weight"
+    shapes = source.shape(first), source.shape(second)
+    if any(len(s) < 2 or any(n != 1 for n in s[2:]) for s in shapes):
+        return None
+    transposed = scheme.conv1d and _is_conv1d(source, f"{prefix}{scheme.w1}")
+    (rows, columns), (_, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
+    gated = scheme.gate == scheme.w1
+    packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs without another name
+    if (rows != 2 * inner) if packed else (rows != inner):
+        return None
+    if len(shapes[0]) == 4 and rows < columns:
+        return None  # a squeeze-and-excitation bottleneck, not an MLP of the residual stream
+    if not packed:
+        slots = {"w1": Slot(first, None, transposed), "w2": Slot(second, None, transposed)}
+        return slots | ({"gate": Slot(f"{prefix}{scheme.gate}.weight")} if scheme.gate else {})
+    # GluMlp says which half passes the activation; the other packed families put it first.
+    gate_first = scheme.gate_first if gated else _glu_gate_first(source, prefix)
+    halves = slice(0, inner), slice(inner, rows)
+    gate, up = halves if gate_first else halves[::-1]
+    return {"w1": Slot(first, up), "w2": Slot(second), "gate": Slot(first, gate)}
+
+
+def _glu_gate_first(source: Source, prefix: str) -> bool:
+    last = source.own(prefix.removesuffix("."), "gate_last")
+    if last is None:
+        last = source.hint(prefix.removesuffix("."), ("gate_last",), (bool,))
+    if last is None:
+        raise AnatomyError(
+            f"`{prefix}fc1.weight` packs a gate and the names do not tell which half; give the module, or "
+            "an MLP that states `gate_last`"
+        )
+    return not last
+
+
+def _is_conv1d(source: Source, path: str) -> bool:
+    """Whether the matrix at `path` is stored (in, out): from the module, its bias, or that an MLP expands."""
+    if source.own(path, "nf") is not None:
+        return True
+    if source.own(path, "in_features") is not None:
+        return False
+    rows, columns = source.shape(f"{path}.weight")[:2]
+    bias = source.shape(f"{path}.bias") if f"{path}.bias" in source else None
+    if bias is not None and rows != columns:
+        return bias[0] == columns
+    if rows == columns:
+        return source.hint(path, ("model_type",), str) in ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+    return columns > rows
+
+
+def _size(source: Source, slot: Slot) -> tuple[int, int]:
+    shape = source.shape(slot.name)
+    rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
+    return (rows if slot.rows is None else slot.rows.stop - slot.rows.start), columns
+
+
+def _bias(source: Source, slot: Slot) -> Slot | None:
+    name = slot.name.removesuffix("weight") + "bias"
+    return Slot(name, slot.rows, vector=True) if name in source else None
