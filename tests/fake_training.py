@@ -1,0 +1,92 @@
+"""A trainer that obeys the tile rule and takes no time, for tests of what happens to tiles afterwards."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from weightscope.population import manifest as manifests
+from weightscope.population import shards
+from weightscope.recipe import Recipe
+from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.spec import TensorSpec, WeightSpec
+
+SPEC = WeightSpec(
+    [
+        TensorSpec("mlp.fc1.weight", (8, 4)),
+        TensorSpec("mlp.fc1.bias", (8,)),
+        TensorSpec("norm.running_mean", (4,), "statistic"),
+        TensorSpec("mlp.fc2.weight", (4, 8)),
+        TensorSpec("scale", ()),
+    ]
+)
+
+
+def recipe(networks: int = 20, tile: int = 8, **changes: object) -> Recipe:
+    """The smallest sensible recipe; `training__epochs=3` changes a field."""
+    plain = {
+        "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3},
+        "data": {"name": "digits", "train": 64, "test": 32},
+        "training": {"epochs": 2, "batch_size": 32},
+        "population": {"networks": networks, "tile": tile, "seed": 7},
+    }
+    return Recipe.parse(plain).replace({key.replace("__", "."): value for key, value in changes.items()})
+
+
+def spec_of(_recipe: Recipe) -> WeightSpec:
+    return SPEC
+
+
+def vector(recipe: Recipe, k: int, size: int = SPEC.size) -> np.ndarray:
+    """What network k's weights are, whatever was trained with it."""
+    return numpy_generator(recipe.population.seed, k, Purpose.INIT).standard_normal(size).astype(np.float32)
+
+
+def train_tile(
+    recipe: Recipe,
+    tile: int,
+    *,
+    data_root: str | Path | None = None,
+    device: str = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> SimpleNamespace:
+    size, seed, epochs = recipe.population.tile, recipe.population.seed, recipe.training.epochs
+    numbers = range(tile * size, tile * size + size)
+    for fraction in (0.5, 1.0):
+        if progress is not None:
+            progress(fraction)
+    spec = spec_of(recipe)
+    weights = np.stack([vector(recipe, k, spec.size) for k in numbers])
+    diverged = np.array([k % 9 == 5 for k in numbers])
+    weights[diverged] = np.nan
+    accuracy = np.array([[k / 1000 + e for e in range(epochs)] for k in numbers], dtype=np.float32)
+    return SimpleNamespace(
+        index=tile,
+        weights=weights,
+        seeds=np.array([torch_seed(seed, k, Purpose.INIT) for k in numbers], dtype=np.uint64),
+        metrics={
+            "test_accuracy": accuracy,
+            "learning_rate": np.full(size, 0.01),
+            "init": np.zeros(size, dtype=np.int64),
+            "diverged": diverged,
+        },
+    )
+
+
+def train_tile_and_die(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    """As the kernel kills a process when memory runs out, in tile 1."""
+    if tile == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_tile(recipe, tile)
+
+
+def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = None) -> manifests.Manifest:
+    """A population on disk without `collect`; only some of its tiles when they are given."""
+    wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, (recipe.population.networks,))
+    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    for tile in range(manifest.tiles) if tiles is None else tiles:
+        shards.save(path, manifest, train_tile(recipe, tile), "cpu")
+    return manifest

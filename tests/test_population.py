@@ -1,0 +1,335 @@
+"""Populations on disk: what is written is read back, grown, and exported."""
+
+import io
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import fake_training as fake
+import h5py
+import numpy as np
+import pytest
+
+from weightscope import _atomic
+from weightscope.errors import DataError, UsageError
+from weightscope.population import Population, export, shards
+from weightscope.population import manifest as manifests
+from weightscope.recipe import Recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe())
+    return path
+
+
+def expected(recipe: Recipe, numbers: "range | list[int]") -> np.ndarray:
+    rows = np.stack([fake.vector(recipe, k) for k in numbers])
+    rows[[k % 9 == 5 for k in numbers]] = np.nan
+    return rows
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_what_was_trained_bit_for_bit(folder: Path) -> None:
+    population = Population(folder)
+    assert len(population) == 20
+    assert population.spec == fake.SPEC
+    assert population.recipe == fake.recipe()
+    assert population.environment == {"python": "3"}
+    np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), range(20)))
+    np.testing.assert_array_equal(population.indices, np.arange(20))
+    assert population.missing == ()
+
+
+@pytest.mark.parametrize("select", ["*fc1.weight", "*fc1*", "scale", "*fc2.weight,*fc1.bias", ["norm*", "scale"]])
+def test_a_selection_is_the_columns_of_the_whole(folder: Path, select: "str | list[str]") -> None:
+    population = Population(folder)
+    columns = fake.SPEC.columns(fake.SPEC.select(select))
+    np.testing.assert_array_equal(population.weights(select), population.weights()[:, columns])
+
+
+@pytest.mark.parametrize("size", [None, 1, 3, 8, 13, 20, 1000])
+def test_chunk_size_changes_no_row(folder: Path, size: "int | None") -> None:
+    population = Population(folder)
+    blocks = list(population.chunks("*fc*", size))
+    if size is not None:
+        assert [len(b) for b in blocks] == [size] * (20 // size) + ([20 % size] if 20 % size else [])
+    assert all(b.dtype == np.float32 for b in blocks)
+    np.testing.assert_array_equal(np.concatenate(blocks), population.weights("*fc*"))
+
+
+def test_bad_selections_and_sizes_are_refused_before_reading(folder: Path) -> None:
+    population = Population(folder)
+    with pytest.raises(UsageError, match="no tensor matches 'nothing'"):
+        population.weights("nothing")
+    with pytest.raises(UsageError, match="no tensor matches 'nothing'"):
+        population.chunks("nothing")
+    with pytest.raises(UsageError, match="expected a positive number of rows, found 0"):
+        population.chunks(size=0)
+
+
+def test_seeds_metrics_and_divergence(folder: Path) -> None:
+    population = Population(folder)
+    recipe = fake.recipe()
+    tiles = [fake.train_tile(recipe, t) for t in range(3)]
+    np.testing.assert_array_equal(population.seeds, np.concatenate([t.seeds for t in tiles])[:20])
+    assert set(population.metrics) == set(tiles[0].metrics)
+    for name, values in population.metrics.items():
+        np.testing.assert_array_equal(values, np.concatenate([t.metrics[name] for t in tiles])[:20])
+        assert values.dtype == tiles[0].metrics[name].dtype
+    assert population.metrics["test_accuracy"].shape == (20, 2)
+    assert list(np.flatnonzero(population.diverged)) == [5, 14]
+
+
+def test_vector_is_a_row(folder: Path) -> None:
+    population = Population(folder)
+    for k in (0, 7, 8, 19):
+        np.testing.assert_array_equal(population.vector(k), population.weights()[k])
+    for k in (-1, 20):
+        with pytest.raises(UsageError, match=f"no network {k}"):
+            population.vector(k)
+
+
+def test_memory_of_chunks_does_not_grow_with_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (5000,))]))
+    peaks = []
+    for networks in (32, 256):
+        path = tmp_path / f"{networks}.pop"
+        fake.write_population(path, fake.recipe(networks, tile=16))
+        population = Population(path)
+        tracemalloc.start()
+        assert sum(len(b) for b in population.chunks(size=16)) == networks
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+# -- the bytes -------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_the_same_bytes_when_written_again(folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "b.pop"
+    fake.write_population(again, fake.recipe())
+    assert files(folder) == files(again)
+    assert set(files(folder)) == {"population.json"} | {
+        f"shards/0000{t}.h5{end}" for t in range(3) for end in ("", ".sha256")
+    }
+
+
+def test_a_shard_is_what_the_format_says(folder: Path) -> None:
+    with h5py.File(folder / "shards/00000.h5", "r") as h5:
+        weights = h5["weights"]
+        assert weights.shape == (8, fake.SPEC.size)
+        assert weights.dtype == np.dtype("<f4")
+        assert weights.chunks is not None
+        assert weights.compression is None
+        assert np.isnan(weights.fillvalue)
+        assert set(h5) == {"weights", "seed", "metrics"}
+    with h5py.File(folder / "shards/00002.h5", "r") as h5:
+        assert h5["weights"].shape == (4, fake.SPEC.size)  # the last tile is trimmed
+
+
+def test_hashes_are_readable_by_sha256sum(folder: Path) -> None:
+    names = [f"0000{t}.h5.sha256" for t in range(3)]
+    subprocess.run(["sha256sum", "--check", "--strict", *names], cwd=folder / "shards", check=True, capture_output=True)
+
+
+def test_population_json_holds_what_the_design_says(folder: Path) -> None:
+    values = json.loads((folder / "population.json").read_text())
+    assert values["schema"] == 1
+    assert values["seed"] == 7
+    assert values["tile"] == 8
+    assert values["environment"] == {"python": "3"}
+    assert Recipe.parse(values["recipe"]) == Recipe.parse(values["recipe_toml"]) == fake.recipe()
+
+
+def test_a_large_shard_is_chunked_by_about_250_rows_and_1000_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (2500,))]))
+    recipe = fake.recipe(networks=300, tile=300)
+    manifest = manifests.Manifest(recipe, fake.SPEC, {}, (300,))
+    data = shards.encode(manifest, fake.train_tile(recipe, 0), 300, "cpu")
+    with h5py.File(io.BytesIO(data), "r") as h5:
+        assert h5["weights"].chunks == (250, 834)
+
+
+def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
+    recipe = fake.recipe()
+    manifest = fake.write_population(tmp_path / "a.pop", recipe, tiles=[])
+    for change, message in (
+        ({"weights": np.zeros((8, 3), np.float32)}, "expected weights"),
+        ({"weights": np.zeros((8, fake.SPEC.size))}, "float64"),
+        ({"seeds": np.zeros(8, np.uint64)}, "seeds"),
+        ({"metrics": {"test_accuracy": np.zeros(8)}}, "diverged"),
+        ({"metrics": {"diverged": np.zeros(8, bool), "x": np.zeros(3)}}, "metric x"),
+    ):
+        tile = fake.train_tile(recipe, 0)
+        vars(tile).update(change)
+        with pytest.raises(ValueError, match=message):
+            shards.save(tmp_path / "a.pop", manifest, tile, "cpu")
+    assert not list((tmp_path / "a.pop/shards").iterdir())
+
+
+# -- incomplete ------------------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe(), tiles=[0, 2])
+    with pytest.raises(DataError, match=r"expected 20 networks, found 12; missing tile 1 \(networks 8-15\); run"):
+        Population(path)
+    population = Population(path, partial=True)
+    assert len(population) == 12
+    assert population.missing == (1,)
+    numbers = [*range(8), *range(16, 20)]
+    np.testing.assert_array_equal(population.indices, numbers)
+    np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), numbers))
+    np.testing.assert_array_equal(np.concatenate(list(population.chunks(size=5))), population.weights())
+    np.testing.assert_array_equal(population.vector(17), population.weights()[9])
+    with pytest.raises(UsageError, match="no network 9"):
+        population.vector(9)
+
+
+def test_an_empty_population_is_readable_when_asked_for(tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "a.pop", fake.recipe(), tiles=[])
+    population = Population(tmp_path / "a.pop", partial=True)
+    assert len(population) == 0
+    assert population.weights().shape == (0, fake.SPEC.size)
+    assert list(population.chunks()) == []
+    assert population.seeds.shape == population.diverged.shape == population.indices.shape == (0,)
+
+
+def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> None:
+    before = Population(folder).weights()
+    kept = (folder / "shards/00001.h5").read_bytes()
+    grown = fake.recipe(networks=40)
+    wanted = manifests.Manifest(grown, fake.SPEC, {}, (40,))
+    manifest, created = manifests.create_or_match(folder, wanted, grow=True)
+    assert not created
+    assert manifest.sizes == (20, 40)
+    population = Population(folder, partial=True)
+    assert len(population) == 20
+    assert population.missing == (2, 3, 4)
+    np.testing.assert_array_equal(population.weights(), before)
+    for tile in population.missing:
+        shards.save(folder, manifest, fake.train_tile(grown, tile), "cpu")
+    np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(40)))
+    np.testing.assert_array_equal(Population(folder).weights()[:20], before)
+    # A reader that was opened before goes on reading what it saw.
+    np.testing.assert_array_equal(population.weights(), before)
+    assert (folder / "shards/00001.h5").read_bytes() == kept
+    fresh = folder.with_name("fresh.pop")
+    fake.write_population(fresh, grown)
+    assert {k: v for k, v in files(folder).items() if "shards" in k} == {
+        k: v for k, v in files(fresh).items() if "shards" in k
+    }
+
+
+def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop after each rename: the population reads as before or as after, and saving again completes it."""
+    grown = fake.recipe(networks=24)
+    wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
+    manifest, _ = manifests.create_or_match(folder, wanted, grow=True)
+    original = {p: p.read_bytes() for p in (folder / "shards").iterdir()}
+    write, steps = _atomic.write, 0
+    for stop in range(4):
+        for p, data in original.items():
+            p.write_bytes(data)
+        steps = 0
+
+        def counting(path: Path, data: bytes, stop: int = stop) -> None:
+            nonlocal steps
+            if steps == stop:
+                raise KeyboardInterrupt
+            steps += 1
+            write(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_atomic, "write", counting)
+            if stop < 3:
+                with pytest.raises(KeyboardInterrupt):
+                    shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")
+            else:
+                shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")
+        population = Population(folder, partial=True)
+        population.verify()
+        assert len(population) == (20 if stop < 2 else 24)
+        shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")
+        assert len((folder / "shards/00002.h5.sha256").read_text().splitlines()) == 1
+        np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(24)))
+
+
+def test_a_hash_without_its_shard_is_a_missing_tile(folder: Path) -> None:
+    (folder / "shards/00001.h5").unlink()
+    assert Population(folder, partial=True).missing == (1,)
+    assert shards.state(folder, manifests.read(folder), 1).kind == "missing"
+
+
+# -- export ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("select", ["*", "*fc1*"])
+def test_export_is_one_matrix_with_its_spec(folder: Path, tmp_path: Path, select: str) -> None:
+    population = Population(folder)
+    file = export(population, tmp_path / "one.h5", select)
+    with h5py.File(file, "r") as h5:
+        np.testing.assert_array_equal(h5["weights"][:], population.weights(select))
+        assert h5["weights"].dtype == np.dtype("<f4")
+        np.testing.assert_array_equal(h5["seed"][:], population.seeds)
+        np.testing.assert_array_equal(h5["network"][:], np.arange(20))
+        for name, values in population.metrics.items():
+            np.testing.assert_array_equal(h5["metrics"][name][:], values)
+        assert fake.WeightSpec.from_json(h5["spec"][()].decode()) == fake.SPEC.select(select)
+        assert Recipe.parse(h5["recipe"][()].decode()) == population.recipe
+        assert json.loads(h5["environment"][()]) == population.environment
+    first = file.read_bytes()
+    assert export(population, tmp_path / "two.h5", select).read_bytes() == first
+
+
+def test_export_of_a_partial_and_of_an_empty_population(tmp_path: Path) -> None:
+    for tiles in ([0, 2], []):
+        path = tmp_path / f"{len(tiles)}.pop"
+        fake.write_population(path, fake.recipe(), tiles=tiles)
+        population = Population(path, partial=True)
+        with h5py.File(export(population, tmp_path / "one.h5"), "r") as h5:
+            np.testing.assert_array_equal(h5["network"][:], population.indices)
+            np.testing.assert_array_equal(h5["weights"][:], population.weights())
+
+
+def test_export_refuses_a_folder(folder: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder"):
+        export(Population(folder), folder)
+
+
+def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "one.h5"
+    target.write_bytes(b"old")
+    program = (
+        "import resource, sys\n"
+        "from weightscope.population import Population, export\n"
+        "from weightscope.errors import WeightscopeError\n"
+        "p = Population(sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "try:\n"
+        "    export(p, sys.argv[2])\n"
+        "except WeightscopeError as error:\n"
+        "    print(error)\n"
+        "    sys.exit(error.exit_code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(target)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.count("\n") == 1
+    assert "cannot write" in done.stdout
+    assert "File too large" in done.stdout
+    assert target.read_bytes() == b"old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pop", "one.h5"]

@@ -1,0 +1,300 @@
+"""Shards and manifests that are damaged, foreign or hostile are refused with one line."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_training as fake
+import h5py
+import numpy as np
+import pytest
+
+from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
+from weightscope.population import Population, shards
+from weightscope.population import manifest as manifests
+from weightscope.recipe import Recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe())
+    return path
+
+
+def rewrite(file: Path, change: Callable[..., object]) -> None:
+    """Change a shard with HDF5 and give it a fitting hash, as somebody else's writer would."""
+    with h5py.File(file, "r+") as h5:
+        change(h5)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    file.with_name(file.name + ".sha256").write_text(f"{digest}  {file.name}\n")
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+# -- damaged and foreign ---------------------------------------------------------------------------------------
+
+
+def one_line(error: "pytest.ExceptionInfo[WeightscopeError]", *parts: str) -> None:
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("where", [0, 100, 2000, -1])
+def test_a_flipped_bit_is_found_on_reading(folder: Path, where: int) -> None:
+    file = folder / "shards/00001.h5"
+    data = bytearray(file.read_bytes())
+    data[where] ^= 1
+    file.write_bytes(data)
+    for read in (lambda p: p.weights(), lambda p: list(p.chunks()), lambda p: p.metrics, lambda p: p.verify()):
+        with pytest.raises(DataError) as error:
+            read(Population(folder))
+        one_line(error, "00001.h5", "damaged", "expected sha256", "found", "weightscope collect")
+    assert shards.state(folder, manifests.read(folder), 1).kind == "damaged"
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000])
+def test_a_truncated_shard_is_found(folder: Path, length: int) -> None:
+    os.truncate(folder / "shards/00001.h5", length)
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", f"{length} bytes")
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense\n", "0" * 64 + "  other.h5\n"])
+def test_a_shard_without_its_hash_is_damaged(folder: Path, text: "str | None") -> None:
+    beside = folder / "shards/00001.h5.sha256"
+    beside.unlink() if text is None else beside.write_text(text)
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", "expected its sha256", "found none")
+
+
+def test_a_shard_that_vanishes_is_named(folder: Path) -> None:
+    population = Population(folder)
+    (folder / "shards/00001.h5").unlink()
+    with pytest.raises(DataError) as error:
+        population.weights()
+    one_line(error, "00001.h5", "found no file")
+
+
+def test_verify_reads_again_and_names_every_bad_shard(folder: Path) -> None:
+    population = Population(folder)
+    population.weights()
+    population.verify()
+    for tile in (0, 2):
+        os.truncate(folder / f"shards/0000{tile}.h5", 100)
+    with pytest.raises(DataError) as error:
+        population.verify()
+    one_line(error, "2 of 3 shards", "00000.h5", "00002.h5")
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (fake.recipe(training__epochs=1), "a recipe with fingerprint"),
+        (fake.recipe(population__seed=8), "a recipe with fingerprint"),
+    ],
+)
+def test_a_shard_of_another_recipe_is_foreign(folder: Path, tmp_path: Path, other: Recipe, what: str) -> None:
+    fake.write_population(tmp_path / "other.pop", other)
+    for end in ("", ".sha256"):
+        (tmp_path / f"other.pop/shards/00001.h5{end}").rename(folder / f"shards/00001.h5{end}")
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", "foreign", what)
+    with pytest.raises(DataError, match="foreign"):
+        shards.state(folder, manifests.read(folder), 1)
+
+
+def test_a_shard_of_another_spec_is_foreign(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec(fake.SPEC.tensors[::-1]))
+    fake.write_population(tmp_path / "other.pop", fake.recipe())
+    for end in ("", ".sha256"):
+        (tmp_path / f"other.pop/shards/00001.h5{end}").rename(folder / f"shards/00001.h5{end}")
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", "a network with spec")
+
+
+def test_a_shard_under_another_tiles_name_is_foreign(folder: Path) -> None:
+    (folder / "shards/00001.h5").write_bytes((folder / "shards/00000.h5").read_bytes())
+    text = (folder / "shards/00000.h5.sha256").read_text()
+    (folder / "shards/00001.h5.sha256").write_text(text.replace("00000", "00001"))
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", "expected tile 1, found 0")
+
+
+def test_a_shard_beyond_the_end_is_refused(folder: Path) -> None:
+    (folder / "shards/00003.h5").write_bytes(b"")
+    with pytest.raises(DataError) as error:
+        Population(folder)
+    one_line(error, "00003.h5", "expected 3 tiles")
+
+
+def _replace(name: str, **options: object) -> Callable[..., object]:
+    def change(h5: h5py.File) -> None:
+        del h5[name]
+        h5.create_dataset(name, **options)
+
+    return change
+
+
+def _link(name: str, link: Callable[..., object]) -> Callable[..., object]:
+    def change(h5: h5py.File) -> None:
+        del h5[name]
+        h5[name] = link()
+
+    return change
+
+
+def _virtual(h5: h5py.File) -> None:
+    del h5["weights"]
+    layout = h5py.VirtualLayout((8, fake.SPEC.size), dtype="f4")
+    layout[:] = h5py.VirtualSource("elsewhere.h5", "weights", shape=(8, fake.SPEC.size))
+    h5.create_virtual_dataset("weights", layout)
+
+
+SHAPE = (8, fake.SPEC.size)
+FOREIGN = {
+    "not HDF5": (None, "expected an HDF5 shard"),
+    "external link": (_link("weights", lambda: h5py.ExternalLink("/etc/passwd", "weights")), "leads elsewhere"),
+    "soft link": (_link("weights", lambda: h5py.SoftLink("/seed")), "leads elsewhere"),
+    "external link among the metrics": (
+        _link("metrics/init", lambda: h5py.ExternalLink("/etc/passwd", "x")),
+        "leads elsewhere",
+    ),
+    "external storage": (
+        _replace("weights", shape=SHAPE, dtype="f4", external=[("raw", 0, h5py.h5f.UNLIMITED)]),
+        "stored plainly",
+    ),
+    "virtual": (_virtual, "stored plainly"),
+    "compressed": (_replace("weights", data=np.zeros(SHAPE, "f4"), compression="gzip"), "stored plainly"),
+    "absurd shape": (_replace("weights", shape=(10**9, 10**9), dtype="f4", chunks=(1, 1)), "expected weights (8,"),
+    "a row too few": (_replace("weights", data=np.zeros((7, fake.SPEC.size), "f4")), "expected weights (8,"),
+    "a column too many": (_replace("weights", data=np.zeros((8, fake.SPEC.size + 1), "f4")), "expected weights (8,"),
+    "a scalar": (_replace("weights", data=1.0), "expected weights (8,"),
+    "never written": (_replace("weights", shape=SHAPE, dtype="f4", chunks=(8, 10)), "stored in full"),
+    "doubles": (_replace("weights", data=np.zeros(SHAPE)), "weights of f4"),
+    "a group": (lambda h5: (h5.pop("seed"), h5.create_group("seed")), "seed of shape"),
+    "no weights": (lambda h5: h5.pop("weights"), "expected metrics, seed, weights"),
+    "one more member": (lambda h5: h5.create_group("more"), "metrics, more, seed"),
+    "texts as metrics": (_replace("metrics/init", data=[b"x"] * 8), "init of numbers"),
+    "many epochs": (_replace("metrics/init", shape=(8, 10**9), dtype="f4", chunks=(8, 1)), "at most 2 epochs"),
+    "other seeds": (_replace("seed", data=np.zeros(8, "u8")), "the seeds of networks 8"),
+    "no divergence": (lambda h5: h5["metrics"].pop("diverged"), "metrics/diverged"),
+    "another version": (lambda h5: h5.attrs.modify("schema", 2), "schema version 1, found 2"),
+    "no header": (lambda h5: h5.attrs.pop("format"), "found nothing"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_hostile_shard_with_a_fitting_hash_is_refused(folder: Path, name: str) -> None:
+    change, message = FOREIGN[name]
+    file = folder / "shards/00001.h5"
+    if change is None:
+        file.write_bytes(b"not HDF5 at all")
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        file.with_name("00001.h5.sha256").write_text(f"{digest}  00001.h5\n")
+    else:
+        rewrite(file, change)
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", message, "delete it")
+
+
+def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
+    rewrite(folder / "shards/00001.h5", lambda h5: h5["metrics"].pop("init"))
+    with pytest.raises(DataError, match=r"00001.h5: expected the metrics diverged, init.* found diverged"):
+        _ = Population(folder).metrics
+
+
+# -- population.json -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        Population(tmp_path / "none.pop")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"there is no population.json in it"):
+        Population(tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"there is no population.json in it"):
+        Population(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: "{", "damaged, expected JSON"),
+        (lambda v: [], "found another file"),
+        (lambda v: v | {"schema": 2}, "expected schema version 1, found 2"),
+        (lambda v: {k: x for k, x in v.items() if k != "spec"}, "'spec' is missing"),
+        (lambda v: v | {"spec": [["a", [-1], "parameter"]]}, "damaged"),
+        (lambda v: v | {"recipe": v["recipe"] | {"more": 1}}, "more: unknown key"),
+        (lambda v: v | {"spec": v["spec"][1:]}, "expected the fingerprint"),
+        (lambda v: v | {"sizes": [20, 40]}, "do not end with 20"),
+        (lambda v: v | {"sizes": 3}, "damaged"),
+    ],
+)
+def test_a_damaged_manifest(folder: Path, change: Callable[..., object], message: str) -> None:
+    file = folder / "population.json"
+    values = change(json.loads(file.read_text()))
+    file.write_text(values if isinstance(values, str) else json.dumps(values))
+    with pytest.raises(DataError) as error:
+        Population(folder)
+    one_line(error, "population.json", message)
+
+
+def test_another_recipe_is_refused_with_the_difference(folder: Path) -> None:
+    other = fake.recipe(training__epochs=3, training__learning_rate=0.5)
+    wanted = manifests.Manifest(other, fake.SPEC, {}, (20,))
+    before = files(folder)
+    with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3; training.learning_rate: 0.01 -> 0.5") as error:
+        manifests.create_or_match(folder, wanted, grow=True)
+    assert error.value.exit_code == 2
+    assert files(folder) == before
+
+
+def test_a_population_does_not_shrink(folder: Path) -> None:
+    wanted = manifests.Manifest(fake.recipe(networks=10), fake.SPEC, {}, (10,))
+    with pytest.raises(UsageError, match="population of 20 networks and can only grow, found 10"):
+        manifests.create_or_match(folder, wanted, grow=True)
+    assert manifests.create_or_match(folder, wanted, grow=False)[0].networks == 20
+
+
+def test_another_folder_is_left_alone(tmp_path: Path) -> None:
+    wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"holds thesis.tex but no population.json"):
+        manifests.create_or_match(tmp_path, wanted, grow=True)
+    with pytest.raises(UsageError, match="is a file"):
+        manifests.create_or_match(tmp_path / "thesis.tex", wanted, grow=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis.tex"]
+
+
+def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:
+    artifact = tmp_path / "init.safetensors"
+    artifact.write_bytes(b"one")
+    recipe = fake.recipe(init=[{"name": "artifact", "artifact": str(artifact)}])
+    path = tmp_path / "a.pop"
+
+    def wanted() -> manifests.Manifest:
+        return manifests.Manifest(recipe, fake.SPEC, {}, (20,), manifests.artifact_hashes(recipe))
+
+    manifests.create_or_match(path, wanted(), grow=True)
+    manifests.create_or_match(path, wanted(), grow=True)
+    artifact.write_bytes(b"two")
+    with pytest.raises(DataError, match="collected with another"):
+        manifests.create_or_match(path, wanted(), grow=True)
+    artifact.unlink()
+    with pytest.raises(DataError, match=r"init.artifact: cannot read"):
+        wanted()

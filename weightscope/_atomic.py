@@ -1,0 +1,134 @@
+"""Files that exist only when complete: temporary file beside, fsync, rename, fsync of the folder.
+
+A temporary file is held under `flock` while it is written. The lock dies with the process, so a temporary
+file that can be locked belongs to nobody any more, whichever machine or container left it, and is swept.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from weightscope.errors import WeightscopeError
+
+_SUFFIX = ".tmp"
+# Where the file system has no locks, a temporary file older than this is taken for abandoned.
+_STALE_SECONDS = 24 * 3600.0
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
+    """A binary file to write, which becomes `path` when the block ends without an error.
+
+    Whatever happens, `path` is either what it was or the whole new file, and no temporary file stays behind
+    unless the process is killed (see `sweep`).
+
+    Raises:
+        WeightscopeError: if the file cannot be written (disk full, file-size limit, no permission).
+
+    Example:
+        >>> with replacing("results.json") as file:
+        ...     file.write(b"{}")
+    """
+    path = Path(path)
+    temporary, file = None, None
+    try:
+        temporary, file = _open_temporary(path)
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+        sync_folder(path.parent)
+    except OSError as error:
+        raise WeightscopeError(
+            f"cannot write {path}: {error.strerror or error}; nothing half-written is left, "
+            "make room or give permission and run the same command again"
+        ) from error
+    finally:
+        # After a failed write the buffer still holds data, and closing tries, and fails, to write them again.
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
+    """Write `data`, whole or in pieces, to `path` atomically; see `replacing`."""
+    with replacing(path) as file:
+        for piece in (data,) if isinstance(data, bytes | memoryview) else data:
+            file.write(piece)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, and make sure that they are still there after a power cut.
+
+    Raises:
+        WeightscopeError: if that is not possible.
+    """
+    new = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for folder in new:
+            sync_folder(folder.parent)
+    except OSError as error:
+        raise WeightscopeError(f"cannot make the folder {path}: {error.strerror or error}") from error
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove the temporary files that killed processes left in `folder`; returns what was removed."""
+    swept = []
+    for path in sorted(folder.glob(f".*{_SUFFIX}")):
+        with contextlib.suppress(FileNotFoundError):
+            if _abandoned(path):
+                path.unlink()
+                swept.append(path)
+    return swept
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+        file = open(temporary, "xb")  # noqa: SIM115 - handed out
+        _lock(file.fileno())
+        # A sweeper may have come between creation and lock; then the name is gone, and another is needed.
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()
+
+
+def _lock(descriptor: int) -> bool | None:
+    """True: locked now. False: somebody else holds it. None: this file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _abandoned(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor)
+        if locked is None:
+            return time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
+        return locked
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""What a result was made with: versions, machine, device. Stored beside every result."""
+
+import importlib.metadata
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weightscope._version import __version__
+
+_PACKAGES = ("torch", "numpy", "scipy", "h5py", "joblib", "scikit-learn")
+
+
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Versions, machine and device as plain JSON types.
+
+    Args:
+        device: the torch device that computes (`"cpu"`, `"cuda"`, `"cuda:1"`); a GPU's name and driver are
+            added. torch is imported for a GPU only.
+
+    Example:
+        >>> environment()["python"]
+        '3.11.7'
+    """
+    found: dict[str, Any] = {
+        "weightscope": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+    if device is not None:
+        found["device"] = device
+    if device is not None and device.startswith("cuda"):
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = {
+            "name": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: its affinity and its container's quota, not the machine's."""
+    import joblib
+
+    return int(joblib.cpu_count())
+
+
+def resolve_device(device: str = "auto") -> str:
+    """`"auto"` as the device that it stands for here: `"cuda"` where there is a GPU, else `"cpu"`."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or os.uname().machine
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

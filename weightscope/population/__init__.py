@@ -1,0 +1,6 @@
+"""Populations on disk: the only part of weightscope that imports h5py."""
+
+from weightscope.population.exporting import export
+from weightscope.population.reading import Population
+
+__all__ = ["Population", "export"]

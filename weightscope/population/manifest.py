@@ -1,0 +1,234 @@
+"""`population.json`: what a population is, beside the shards that hold it. No HDF5 here."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weightscope import _atomic, _toml
+from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+
+NAME = "population.json"
+SHARDS = "shards"
+_FORMAT = "weightscope-population"
+_SCHEMA = 1
+# A spec takes about 60 bytes for each tensor; more than this is no manifest.
+_LARGEST = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Recipe, spec and history of a population.
+
+    Attributes:
+        recipe: what every network of it was trained with; `recipe.population.networks` is how many there
+            are to be.
+        spec: of one network.
+        environment: of the machine that began it; see `weightscope.environment`.
+        sizes: every number of networks that was ever asked for, rising; the last is the present one. Only a
+            tile in which an earlier size ended can hold fewer networks than it should.
+        artifacts: file -> sha256 of each initialiser artifact that the recipe names.
+    """
+
+    recipe: Recipe
+    spec: WeightSpec
+    environment: dict[str, Any]
+    sizes: tuple[int, ...]
+    artifacts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def networks(self) -> int:
+        """N, how many networks there are to be."""
+        return self.recipe.population.networks
+
+    @property
+    def tile(self) -> int:
+        """T, the number of networks in a tile."""
+        return self.recipe.population.tile
+
+    @property
+    def tiles(self) -> int:
+        """The number of tiles, ceil(N / T)."""
+        return -(-self.networks // self.tile)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of everything that a network's bits depend on: recipe without N, spec, artifacts."""
+        values = self.recipe.to_dict()
+        del values["population"]["networks"]
+        text = json.dumps([values, self.spec.to_json(), self.artifacts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def rows(self, tile: int) -> int:
+        """How many networks of the population tile `tile` holds: T, or fewer in the last one."""
+        return min(self.tile, self.networks - tile * self.tile)
+
+    def shorter_rows(self, tile: int) -> set[int]:
+        """The numbers of networks that tile `tile` held in smaller, earlier sizes of the population."""
+        ends = {size - tile * self.tile for size in self.sizes}
+        return {rows for rows in ends if 0 < rows < self.rows(tile)}
+
+    def grown(self, networks: int) -> "Manifest":
+        """The same population with more networks."""
+        return replace(
+            self, recipe=self.recipe.replace({"population.networks": networks}), sizes=(*self.sizes, networks)
+        )
+
+    def to_bytes(self) -> bytes:
+        """The text of `population.json`."""
+        values = self.recipe.to_dict()
+        return (
+            json.dumps(
+                {
+                    "format": _FORMAT,
+                    "schema": _SCHEMA,
+                    "fingerprint": self.fingerprint,
+                    "seed": self.recipe.population.seed,
+                    "tile": self.tile,
+                    "sizes": list(self.sizes),
+                    "recipe": values,
+                    "recipe_toml": _toml.dumps(values),
+                    "artifacts": self.artifacts,
+                    "spec": json.loads(self.spec.to_json()),
+                    "environment": self.environment,
+                },
+                indent=1,
+            )
+            + "\n"
+        ).encode()
+
+
+def read(path: Path) -> Manifest:
+    """The manifest of the population in folder `path`.
+
+    Raises:
+        DataError: if there is none, or it is damaged.
+    """
+    file = path / NAME
+    try:
+        if file.stat().st_size > _LARGEST:
+            raise DataError(f"{file}: expected at most {_LARGEST} bytes, found {file.stat().st_size}")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = "no such folder" if not path.exists() else f"there is no {NAME} in it"
+        raise DataError(f"{path}: expected a population, but {what}; make one with `weightscope collect`") from None
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: damaged, expected JSON: {error}") from error
+    return _parse(values, file)
+
+
+def _parse(values: Any, file: Path) -> Manifest:
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
+    if values.get("schema") != _SCHEMA:
+        raise DataError(
+            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; "
+            "it was written by another version of weightscope"
+        )
+    try:
+        manifest = Manifest(
+            recipe=Recipe.parse(values["recipe"], where="recipe"),
+            spec=WeightSpec.from_json(json.dumps(values["spec"])),
+            environment=dict(values["environment"]),
+            sizes=tuple(int(n) for n in values["sizes"]),
+            artifacts={str(k): str(v) for k, v in values["artifacts"].items()},
+        )
+    except KeyError as error:
+        raise DataError(f"{file}: damaged, {error} is missing") from error
+    except (WeightscopeError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{file}: damaged: {error}") from error
+    if manifest.fingerprint != values.get("fingerprint"):
+        raise DataError(
+            f"{file}: expected the fingerprint {values.get('fingerprint')} of recipe and spec, found "
+            f"{manifest.fingerprint}; was it edited? Put the original back, or collect into another folder"
+        )
+    if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
+        raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {manifest.networks} networks")
+    return manifest
+
+
+def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manifest, bool]:
+    """Make `population.json` in folder `path`, or compare with what is there; grow it when it is to grow.
+
+    Args:
+        path: the population's folder.
+        wanted: what the caller is about to train.
+        grow: the number of networks was asked for expressly, so that fewer than there are is a mistake.
+
+    Returns:
+        The manifest on disk, and whether this call created it.
+
+    Raises:
+        RecipeError: if the population there has another recipe; shows the differences.
+        UsageError: if the folder is something else, or fewer networks are asked for than it has.
+        DataError: if the manifest there is damaged, or this version builds another network from the recipe.
+    """
+    if not (path / NAME).exists():
+        _refuse_other_folder(path)
+        _atomic.make_folder(path / SHARDS)
+        _atomic.write(path / NAME, wanted.to_bytes())
+        return wanted, True
+    there = read(path)
+    match(path, there, wanted)
+    if wanted.networks < there.networks and grow:
+        raise UsageError(
+            f"{path} is a population of {there.networks} networks and can only grow, found {wanted.networks}; "
+            "ask for as many or more, or collect into another folder"
+        )
+    if wanted.networks > there.networks:
+        there = there.grown(wanted.networks)
+        _atomic.write(path / NAME, there.to_bytes())
+    return there, False
+
+
+def match(path: Path, there: Manifest, wanted: Manifest) -> None:
+    """Refuse to train networks of `wanted` into the population `there`, except that N may differ."""
+    lines = [line for line in there.recipe.differences(wanted.recipe) if not line.startswith("population.networks:")]
+    if lines:
+        raise RecipeError(
+            f"{path} was collected with another recipe (population -> recipe given): {'; '.join(lines)}; "
+            "give the population's recipe, or collect into another folder"
+        )
+    if lines := there.spec.differences(wanted.spec):
+        raise DataError(
+            f"{path}: this version of weightscope builds another network from the same recipe: "
+            f"{'; '.join(lines[:3])}; collect into another folder"
+        )
+    for name, digest in there.artifacts.items():
+        if wanted.artifacts.get(name) != digest:
+            raise DataError(
+                f"{path} was collected with another `{name}`: expected sha256 {digest[:16]}, found "
+                f"{str(wanted.artifacts.get(name))[:16]}; put the file back, or collect into another folder"
+            )
+
+
+def artifact_hashes(recipe: Recipe) -> dict[str, str]:
+    """File -> sha256 of each initialiser artifact that a recipe names.
+
+    Raises:
+        DataError: if one cannot be read.
+    """
+    hashes = {}
+    for name in {init.artifact for init in recipe.init if init.artifact is not None}:
+        try:
+            with open(name, "rb") as file:
+                hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
+    return dict(sorted(hashes.items()))
+
+
+def _refuse_other_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; give the folder of a population")
+    shards = path / SHARDS
+    others = [p.name for p in path.glob("*") if p != shards and not p.name.startswith(".")] if path.exists() else []
+    if others:
+        raise UsageError(f"{path} holds {others[0]} but no {NAME}; give a new folder or that of a population")
+    if shards.is_dir() and any(shards.glob("[!.]*")):
+        raise DataError(f"{path} holds shards but no {NAME}; put it back, or collect into another folder")
