@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import depthwise, patchify
+from weightscope.networks.layers import SpatialMean, depthwise, patchify
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
 DILATIONS = {
@@ -96,8 +96,9 @@ class ConvMixer(nn.Module):
                 for dilation in dilation_schedule(dilations, depth)
             )
         )
+        self.pooling = SpatialMean()
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, c, S, S) to logits (B, n)."""
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return self.head(self.pooling(self.blocks(self.stem(x))))

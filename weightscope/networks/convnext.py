@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import LayerNorm2d, Mlp, depthwise, patchify
+from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, patchify
 
 
 class ConvNeXtBlock(nn.Module):
@@ -74,12 +74,13 @@ class ConvNeXtHead(nn.Module):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
+        self.global_pool = SpatialMean()
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, d, S, S) to logits (B, n)."""
-        return self.fc(self.norm(x.mean((2, 3))))
+        return self.fc(self.norm(self.global_pool(x)))
 
 
 class ConvNeXt(nn.Module):

@@ -56,6 +56,30 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class SpatialMean(nn.Module):
+    """Average over the pixels of images: (B, C, S, S) to (B, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Average (B, C, S, S)."""
+        return x.mean((2, 3))
+
+
+class TokenPool(nn.Module):
+    """Tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token).
+
+    Args:
+        first: take the first token instead of the average.
+    """
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool (B, N, d)."""
+        return x[:, 0] if self.first else x.mean(1)
+
+
 class Mlp(nn.Module):
     """Linear, GELU, Linear: `x -> W2 gelu(W1 x + b1) + b2` on the last axis.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerScale, Mlp, patchify
+from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, patchify
 from weightscope.networks.positions import sinusoidal_positions
 
 EMBEDDING_STD = 0.02  # of learned positions and the class token, as in BERT, DeiT and timm
@@ -102,6 +102,7 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
         self.blocks = nn.Sequential(*(Block(width, heads, expansion * width, layer_scale) for _ in range(depth)))
         # timm normalises before picking the class token but after averaging, under two names
+        self.pooling = TokenPool(first=pool == "token")
         self.norm = nn.LayerNorm(width, eps=1e-6) if pool == "token" else nn.Identity()
         self.fc_norm = nn.LayerNorm(width, eps=1e-6) if pool == "average" else nn.Identity()
         self.head = nn.Linear(width, num_classes)
@@ -125,5 +126,4 @@ class ViT(nn.Module):
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         x = self.norm(self.blocks(x + self.pos_embed))
-        x = x.mean(1) if self.cls_token is None else x[:, 0]
-        return self.head(self.fc_norm(x))
+        return self.head(self.fc_norm(self.pooling(x)))

@@ -1,0 +1,292 @@
+"""`train_tile`: train one tile of T networks on one device, from seeds to weights and metrics.
+
+Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes
+from streams that depend on (root seed, k) alone, and a tile is always computed whole, padding included, by one
+thread on a CPU. So network k has the same bits in any population, on any worker, after any interruption.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weightscope import networks
+from weightscope.data import Dataset, load
+from weightscope.data.augment import augment, draws_needed, normalise
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import UsageError
+from weightscope.recipe import Range, Recipe
+from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.spec import WeightSpec
+from weightscope.train.initial import initial_weights
+from weightscope.train.memory import keep_freed_memory
+from weightscope.train.optimiser import StackedAdamW, schedule_factor
+from weightscope.train.stacked import StackedNetworks
+
+_EVALUATION_IMAGES = 250
+_CALIBRATION_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One trained tile.
+
+    Attributes:
+        index: its number; network k lies in tile k div T at row k mod T.
+        weights: (T, D) float32 in `WeightSpec` order.
+        seeds: (T,) uint64, the seeds of the initial weights.
+        metrics: name -> (T,) array, or (T, E) for the names that end in `_per_epoch`.
+    """
+
+    index: int
+    weights: np.ndarray
+    seeds: np.ndarray
+    metrics: dict[str, np.ndarray]
+
+
+def build_network(recipe: Recipe) -> torch.nn.Module:
+    """One plain network of the recipe, with torch's default initial weights from the global generator."""
+    info = dataset_info(recipe.data.name)
+    return networks.build(
+        recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes
+    )
+
+
+def spec_of(recipe: Recipe) -> WeightSpec:
+    """The `WeightSpec` of the recipe's network."""
+    with torch.device("meta"):
+        return WeightSpec.of(build_network(recipe))
+
+
+def resolve_device(device: str) -> torch.device:
+    """`"auto"` is the GPU where there is one.
+
+    Raises:
+        UsageError: if the device does not exist here.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"no device {device!r}: {error}") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda: torch sees no GPU here; use --device cpu")
+    return resolved
+
+
+def train_tile(
+    recipe: Recipe,
+    tile: int,
+    *,
+    data_root: str | Path | None = None,
+    device: str = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> Tile:
+    """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
+
+    Args:
+        recipe: the population's recipe.
+        tile: which tile, counted from 0.
+        data_root: where to look for the data set first.
+        device: "auto", "cpu" or "cuda".
+        progress: called with the fraction done after each epoch.
+
+    Raises:
+        DataError: if the data set is missing or damaged.
+        UsageError: if the device, the initialiser or a frozen pattern does not exist.
+    """
+    where = resolve_device(device)
+    with _one_thread():
+        return _Run(recipe, tile, _load(recipe, data_root), where).train(progress)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The number of threads changes the bits of reductions, so a tile is always trained by one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+
+
+@lru_cache(maxsize=2)
+def _load_cached(name: str, root: str | None, train: int | None, test: int | None) -> Dataset:
+    return load(name, root, train=train, test=test)
+
+
+def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
+    data = recipe.data
+    return _load_cached(data.name, None if root is None else str(root), data.train, data.test)
+
+
+def swept(value: Any, root: int, k: int, position: int) -> float:
+    """The hyper-parameter of network k: a number, the list's entry k mod length, or a log-uniform draw."""
+    if isinstance(value, Range):
+        draw = numpy_generator(root, k, Purpose.SWEEP).random(position + 1)[position]
+        return float(value.low * (value.high / value.low) ** draw)
+    return float(value[k % len(value)] if isinstance(value, list) else value)
+
+
+class _Run:
+    """The state of one tile's training."""
+
+    def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
+        self.recipe, self.tile, self.device = recipe, tile, device
+        training, population = recipe.training, recipe.population
+        self.ids = range(tile * population.tile, (tile + 1) * population.tile)
+        self.dtype = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+        self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
+        self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
+        self.mean, self.std = data.mean.to(device), data.std.to(device)
+        self.batch = min(training.batch_size, len(self.images))
+        self.steps_per_epoch = len(self.images) // self.batch
+        with torch.device("meta"):
+            template = build_network(recipe)
+        self.nets = StackedNetworks(template, len(self.ids), device)
+        start, self.seeds = initial_weights(recipe, self.ids, lambda: build_network(recipe))
+        self.nets.weights.copy_(torch.from_numpy(start))
+        frozen = self.nets.spec.select(training.frozen).names if training.frozen else ()
+        self.nets.freeze(frozen)
+        self.rates = self._per_network(training.learning_rate, 0)
+        self.decays = self._per_network(training.weight_decay, 1)
+        self.optimiser = StackedAdamW(
+            self.nets.weights,
+            self.nets.gradient,
+            self._trained(frozen),
+            learning_rate=torch.from_numpy(self.rates).to(device, torch.float32),
+            weight_decay=torch.from_numpy(self.decays).to(device, torch.float32),
+            betas=training.betas,
+        )
+        self.streams = {
+            purpose: [numpy_generator(population.seed, k, purpose) for k in self.ids]
+            for purpose in (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP)
+        }
+
+    def _per_network(self, value: Any, position: int) -> np.ndarray:
+        return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
+
+    def _trained(self, frozen: tuple[str, ...]) -> Tensor:
+        mask = torch.zeros(self.nets.spec.size, dtype=torch.bool)
+        for tensor in self.nets.spec.tensors:
+            mask[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in frozen
+        return mask.to(self.device)
+
+    def train(self, progress: Callable[[float], None] | None) -> Tile:
+        training = self.recipe.training
+        history: dict[str, list[np.ndarray]] = {}
+        for epoch in range(training.epochs):
+            found = self._epoch(epoch)
+            if training.evaluate == "epoch" or epoch == training.epochs - 1:
+                found |= self._evaluate()
+            else:
+                found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
+            for name, values in found.items():
+                history.setdefault(name, []).append(values)
+            if progress is not None:
+                progress((epoch + 1) / training.epochs)
+        weights = self.nets.weights.cpu().numpy().copy()
+        metrics = {name: values[-1] for name, values in history.items()}
+        metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
+        finite = np.isfinite(weights).all(axis=1) & np.isfinite(metrics["train_loss"]) & np.isfinite(metrics["test_loss"])
+        metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
+        metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
+        return Tile(self.tile, weights, self.seeds, metrics)
+
+    def _epoch(self, epoch: int) -> dict[str, np.ndarray]:
+        training = self.recipe.training
+        self.nets.train()
+        order = self._order()
+        draws = self._draws()
+        steps = self.steps_per_epoch
+        loss_sum = torch.zeros(len(self.ids), device=self.device)
+        correct = torch.zeros_like(loss_sum)
+        for step in range(steps):
+            index = order[:, step]  # (T, B)
+            labels = self.labels[index]
+            images = self._batch(index, None if draws is None else draws[:, step])
+            targets = smooth(labels, self.recipe.training.label_smoothing, dataset_info(self.recipe.data.name).classes)
+            if training.mixup:
+                share = self._mixup_share()
+                images = share[..., None, None, None] * images + (1 - share[..., None, None, None]) * images.flip(1)
+                targets = share[..., None] * targets + (1 - share[..., None]) * targets.flip(1)
+            logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
+            losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
+            self.nets.backward(losses.sum())
+            factor = schedule_factor(
+                training.schedule, epoch * steps + step, training.epochs * steps, training.warmup
+            )
+            self.optimiser.step(factor, training.clip_norm)
+            loss_sum += losses.detach()
+            correct += (logits.detach().argmax(2) == labels).float().mean(1)
+        return {
+            "train_loss": (loss_sum / steps).cpu().numpy().astype(np.float64),
+            "train_accuracy": (correct / steps).cpu().numpy().astype(np.float64),
+        }
+
+    def _order(self) -> Tensor:
+        """(T, steps, B) indices of training images; the incomplete last batch of an epoch is left out."""
+        kept = self.steps_per_epoch * self.batch
+        rows = [stream.permutation(len(self.images))[:kept] for stream in self.streams[Purpose.ORDER]]
+        order = torch.from_numpy(np.stack(rows)).to(self.device)
+        return order.view(len(self.ids), self.steps_per_epoch, self.batch)
+
+    def _draws(self) -> Tensor | None:
+        """(T, steps, B, P) uniform numbers of the epoch's augmentation."""
+        needed = draws_needed(self.recipe.data.augment)
+        if not needed:
+            return None
+        shape = (self.steps_per_epoch, self.batch, needed)
+        rows = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
+        return torch.from_numpy(np.stack(rows)).to(self.device)
+
+    def _mixup_share(self) -> Tensor:
+        """(T, 1) shares from Beta(mixup, mixup), one for each network and step."""
+        alpha = self.recipe.training.mixup
+        share = [[stream.beta(alpha, alpha)] for stream in self.streams[Purpose.MIXUP]]
+        return torch.tensor(share, dtype=torch.float32, device=self.device)
+
+    def _batch(self, index: Tensor, draws: Tensor | None) -> Tensor:
+        """Normalised training images (T, B, C, H, W)."""
+        raw = self.images[index.reshape(-1)]
+        if draws is not None:
+            raw = augment(raw, draws.reshape(-1, draws.shape[-1]), self.recipe.data.augment)
+        return normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, np.ndarray]:
+        calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
+        self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
+        self.nets.eval()
+        loss = torch.zeros(len(self.ids), device=self.device)
+        correct = torch.zeros_like(loss)
+        for start in range(0, len(self.test_images), _EVALUATION_IMAGES):
+            part = slice(start, start + _EVALUATION_IMAGES)
+            images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
+            logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
+            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels)), labels].sum(1)
+            correct += (logits.argmax(2) == labels).float().sum(1)
+        count = len(self.test_images)
+        return {
+            "test_loss": (loss / count).cpu().numpy().astype(np.float64),
+            "test_accuracy": (correct / count).cpu().numpy().astype(np.float64),
+        }
+
+
+def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
+    """Target distributions (..., K): 1 - s + s/K at the label and s/K elsewhere."""
+    off = smoothing / classes
+    targets = torch.full((*labels.shape, classes), off, device=labels.device)
+    return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)
