@@ -1,0 +1,38 @@
+"""Naive versions of the statistics, in float64 and in the order of their definitions."""
+
+import numpy as np
+
+
+def covariance(rows):
+    """`numpy.cov` in float64 on data centred twice, so that badly centred data do not hurt the reference."""
+    rows = np.asarray(rows, dtype=np.float64)
+    centred = rows - rows.mean(axis=0)
+    centred -= centred.mean(axis=0)
+    return centred.T @ centred / (len(rows) - 1)
+
+
+def flip_flop_log_likelihood(w, rows, columns):
+    """Log-likelihood of centred matrices (N, p, n) under vec(W) ~ N(0, rows (x) columns), through the dense matrix."""
+    dense = np.kron(rows, columns)
+    sign, log_det = np.linalg.slogdet(dense)
+    assert sign > 0
+    flat = w.reshape(len(w), -1)
+    quadratic = np.einsum("ki,ij,kj->k", flat, np.linalg.inv(dense), flat)
+    return float(-0.5 * (quadratic + log_det + flat.shape[1] * np.log(2 * np.pi)).sum())
+
+
+def stripe_ratios(w):
+    """Column, row and grand ratio of (N, p, n), entry by entry."""
+    w = np.asarray(w, dtype=np.float64)
+    _, p, n = w.shape
+    v = np.mean([w[:, i, j].var(ddof=1) for i in range(p) for j in range(n)])
+    column = np.mean([w[:, :, j].mean(axis=1).var(ddof=1) for j in range(n)]) / (v / p)
+    row = np.mean([w[:, i, :].mean(axis=1).var(ddof=1) for i in range(p)]) / (v / n)
+    grand = w.mean(axis=(1, 2)).var(ddof=1) / (v / (p * n))
+    return column, row, grand
+
+
+def random_covariance(size, rng, *, condition=30.0):
+    """A covariance with random eigenvectors and eigenvalues between 1 / condition and 1."""
+    vectors, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    return (vectors * np.geomspace(1 / condition, 1, size)) @ vectors.T

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+import references_statistics as naive
+
+from weightscope.covariance import covariance
+from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.sources import ArraySource, literal, slices_as_samples
+
+SPEC = WeightSpec(
+    [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
+)
+
+
+@pytest.fixture
+def weights():
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal((300, SPEC.size)) @ naive.random_covariance(SPEC.size, rng) + 2).astype(np.float32)
+
+
+class Diverging(ArraySource):
+    """A source that flags networks whose weights look harmless."""
+
+    diverged = np.arange(300) % 100 == 7
+
+
+def test_joint_covariance_of_a_selection(weights):
+    result = covariance(ArraySource(weights, SPEC), "*.fc?.weight")
+    columns = np.r_[0:12, 17:29]
+    expected = np.cov(weights[:, columns].astype(np.float64), rowvar=False)
+    np.testing.assert_allclose(result.matrix, expected, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(result.mean, weights[:, columns].mean(axis=0, dtype=np.float64))
+    assert (result.n, result.excluded, result.kind) == (300, 0, "covariance")
+    assert result.blocks == {"a.fc1.weight": slice(0, 12), "a.fc2.weight": slice(12, 24)}
+    np.testing.assert_array_equal(result.block("a.fc1.weight", "a.fc2.weight"), result.matrix[:12, 12:])
+    np.testing.assert_array_equal(result.block("a.fc2.weight"), result.matrix[12:, 12:])
+    with pytest.raises(SpecError, match=r"no tensor `a.norm.bias`.*`a.fc1.weight`, `a.fc2.weight`"):
+        result.block("a.norm.bias")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 300, 5000])
+def test_chunk_size_buys_speed_only(weights, chunk):
+    source = ArraySource(weights, SPEC)
+    np.testing.assert_array_equal(covariance(source, chunk=chunk).matrix, covariance(source).matrix)
+
+
+def test_correlation_and_float32(weights):
+    result = covariance(ArraySource(weights, SPEC), kind="correlation", precision="float32")
+    assert result.matrix.dtype == np.float32
+    np.testing.assert_allclose(result.matrix, np.corrcoef(weights.astype(np.float64), rowvar=False), atol=1e-5)
+    assert result.diagnostics == {"precision": "float32", "folded_norms": False, "constant": 0, "rank_bound": 29}
+
+
+def test_networks_are_excluded_and_counted(weights):
+    weights[[11, 12], [3, 20]] = np.nan, np.inf
+    result = covariance(Diverging(weights, SPEC))
+    keep = np.delete(weights, [7, 107, 207, 11, 12], axis=0)
+    assert (result.n, result.excluded) == (295, 5)
+    np.testing.assert_allclose(result.matrix, np.cov(keep.astype(np.float64), rowvar=False), rtol=1e-10, atol=1e-14)
+    # Only what is looked at counts: network 12 is finite in this tensor.
+    assert covariance(Diverging(weights, SPEC), "a.fc1.weight").excluded == 4
+
+
+def test_computed_coordinates_stand_after_the_weights(weights):
+    expression = "diag(a.fc2.weight @ a.fc1.weight)"
+    result = covariance(ArraySource(weights, SPEC), "a.fc1.weight", computed=[expression])
+    assert result.spec.names == ("a.fc1.weight", expression)
+    diagonal = np.einsum("kij,kji->ki", weights[:, 17:].reshape(-1, 3, 4), weights[:, :12].reshape(-1, 4, 3))
+    expected = naive.covariance(np.concatenate([weights[:, :12], diagonal], axis=1))
+    np.testing.assert_allclose(result.matrix, expected, rtol=1e-4, atol=1e-5)
+    alone = covariance(ArraySource(weights, SPEC), None, computed=[expression])
+    np.testing.assert_allclose(alone.matrix, result.block(expression), rtol=1e-12)
+
+
+def test_frozen_coordinates_are_counted(weights):
+    weights[:, 12:17] = 0.25
+    result = covariance(ArraySource(weights, SPEC), kind="correlation")
+    assert result.diagnostics["constant"] == 5
+    assert np.isnan(result.block("a.norm.bias")).all()
+
+
+def test_filters_of_a_layer_as_samples():
+    filters = np.random.default_rng(1).standard_normal((64, 1, 3, 3))
+    result = covariance(slices_as_samples(filters))
+    assert result.spec.tensors == (TensorSpec("filter", (3, 3)),)
+    np.testing.assert_allclose(result.matrix, np.cov(filters.reshape(64, 9), rowvar=False), rtol=1e-12)
+
+
+def test_permuting_hidden_units_conjugates_the_covariance(weights):
+    order = np.random.default_rng(2).permutation(4)
+    columns = np.r_[np.arange(12).reshape(4, 3)[order].reshape(-1), 12:29]
+    plain, permuted = (covariance(ArraySource(w, SPEC)).matrix for w in (weights, weights[:, columns]))
+    np.testing.assert_allclose(permuted, plain[np.ix_(columns, columns)], rtol=1e-12, atol=1e-16)
+
+
+def test_literal_patterns_match_only_themselves():
+    spec = WeightSpec([TensorSpec(name, (1,)) for name in ("a[0]", "a0", "a*", "ab")])
+    for name in spec.names:
+        assert spec.select(literal([name])).names == (name,)
+
+
+def test_bad_input(weights):
+    source = ArraySource(weights, SPEC)
+    with pytest.raises(UsageError, match=r"no tensor matches '\*fc3\*'"):
+        covariance(source, "*fc3*")
+    with pytest.raises(UsageError, match="kind must be one of"):
+        covariance(source, kind="corr")
+    with pytest.raises(UsageError, match="nothing to compute"):
+        covariance(source, None)
+    with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
+        covariance(ArraySource(weights[:1], SPEC))
+    with pytest.raises(SpecError, match=r"expected weights \(N, 29\)"):
+        ArraySource(weights[:, 1:], SPEC)
+    with pytest.raises(DataError, match="at least 1 finite rows, found 0"):
+        covariance(ArraySource(np.full_like(weights, np.nan), SPEC))

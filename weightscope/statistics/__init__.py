@@ -1,0 +1,1 @@
+"""Statistics of arrays: arrays in, arrays out, NumPy float64."""

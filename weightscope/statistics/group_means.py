@@ -1,0 +1,112 @@
+"""The stripes of the MLP paper: do the means of a matrix's columns and rows vary more than independence allows?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from weightscope.errors import DataError
+from weightscope.statistics.moments import finite_rows
+
+
+@dataclass(frozen=True)
+class StripeRatio:
+    """How much a group mean varies over networks, in units of what independent entries would give.
+
+    Attributes:
+        value: 1 in expectation under independence.
+        ci95: 95 % confidence interval.
+        p: two-sided p-value of the hypothesis that the ratio is 1.
+    """
+
+    value: float
+    ci95: tuple[float, float]
+    p: float
+
+
+@dataclass(frozen=True)
+class StripeResult:
+    """Stripes of a matrix W (p, n) over N networks.
+
+    Attributes:
+        column: of the n column means (over the p hidden units, one for each input channel of a W1).
+        row: of the p row means (over the n columns).
+        grand: of the mean of all entries.
+        networks: N, without the excluded ones.
+        excluded: networks left out because a number is not finite.
+        shape: (p, n).
+    """
+
+    column: StripeRatio
+    row: StripeRatio
+    grand: StripeRatio
+    networks: int
+    excluded: int
+    shape: tuple[int, int]
+
+
+def stripes(matrices: Any) -> StripeResult:
+    r"""Variance over networks of column, row and grand means, relative to independent entries.
+
+    Each entry's mean over networks is subtracted first, E = W - mean, so fixed patterns do not count. The
+    column ratio is
+
+        R = [sum over k, j of (mean over i of E_kij)^2 / n] / [sum over k, i, j of E_kij^2 / (p n) / p]
+
+    and its expectation is 1 (up to a term of order 1/N, as both parts have expectation proportional to
+    N - 1) when the entries are uncorrelated, even if their variances differ: then
+    Var(mean over i of E_ij) = sum over i of v_ij / p^2. The row ratio swaps the axes; the grand ratio compares
+    the mean of all entries with v / (p n). Networks are independent of each other, so the jackknife over
+    networks of log R gives the standard error, with Student's t on N - 1 degrees of freedom; leaving
+    network k out multiplies its squares by N / (N - 1) before they are subtracted, which is exact.
+
+    Args:
+        matrices: (N, p, n), or (N, p, ...) whose trailing axes count as columns. Networks that are not finite
+            are left out and counted.
+
+    Raises:
+        DataError: if there are fewer than 3 usable networks, the shape is wrong or nothing varies.
+
+    Example:
+        >>> w1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
+        >>> stripes(w1).column.value
+        1.52
+    """
+    array = np.asarray(matrices)
+    if array.ndim < 3 or array.size == 0:
+        raise DataError(f"stripes need matrices (N, p, n), found {array.shape}")
+    array = array.reshape(len(array), array.shape[1], -1)
+    usable = finite_rows(array.reshape(len(array), -1))
+    centred = array[usable].astype(np.float64)
+    networks, p, n = centred.shape
+    if networks < 3:
+        raise DataError(f"stripes need at least 3 finite networks, found {networks}")
+    centred -= centred.mean(axis=0)
+    total = np.einsum("kij,kij->k", centred, centred) / (p * n)  # (N,)
+    if not total.sum() > 0:
+        raise DataError("stripes need matrices that vary over networks, found constant ones")
+    columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
+    return StripeResult(
+        column=_ratio(np.einsum("kj,kj->k", columns, columns) / n * p, total),
+        row=_ratio(np.einsum("ki,ki->k", rows, rows) / p * n, total),
+        grand=_ratio(columns.mean(axis=1) ** 2 * (p * n), total),
+        networks=networks,
+        excluded=int(len(array) - networks),
+        shape=(p, n),
+    )
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
+    """`sum(above) / sum(below)` with a jackknife interval over networks, on the logarithm; inputs (N,)."""
+    n = len(above)
+    value = above.sum() / below.sum()
+    if value <= 1e-20:  # group means that are zero in every network, such as after centring
+        return StripeRatio(float(value), (float(value), float(value)), 0.0)
+    scale = n / (n - 1)
+    left_out = np.log((above.sum() - scale * above) / (below.sum() - scale * below))  # (N,)
+    error = np.sqrt((n - 1) / n * np.sum((left_out - left_out.mean()) ** 2))
+    half = stats.t.ppf(0.975, n - 1) * error
+    low, high = value * np.exp(-half), value * np.exp(half)
+    p = 2.0 * stats.t.sf(abs(np.log(value)) / error, n - 1) if error > 0 else float(value == 1.0)
+    return StripeRatio(float(value), (float(low), float(high)), float(p))

@@ -1,0 +1,280 @@
+"""`Moments`: mean and covariance of N vectors in one pass, in memory that does not depend on N."""
+
+from typing import Any, get_args
+
+import numpy as np
+from scipy.linalg import blas
+
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics.gram import Gram, Precision, new_gram
+
+# Rows per block. syrk reaches its speed at 256 rows (measured: 512 and 1024 gain nothing), and two float64
+# blocks at D = 15,106 take 62 MB.
+BLOCK = 256
+
+
+class Moments:
+    r"""Streaming, mergeable mean and covariance of vectors of length D.
+
+    Rows are taken in blocks of 256. A block of n_b rows with mean m_b is centred in float64 and added by a
+    symmetric rank-k update; its distance d = m_b - mean to the n_a rows before it enters as one more row,
+    sqrt(n_a n_b / (n_a + n_b)) d, which is the update of Chan, Golub and LeVeque (1983, Eq. 2.1b) inside
+    the same BLAS call. So badly centred or drifting data cost no accuracy. With `precision="float64"` the
+    result equals `numpy.cov` in float64 to 1e-10 relative at mean 1e4 and spread 1. With `"float32"` the
+    centred block is rounded to float32 and products are accumulated in float32: twice as fast, half the
+    memory, and entry (i, j) is within 1e-5 of the product of the standard deviations i and j (the
+    measured error grows as the square root of N, and is 1e-6 at N = 10^6).
+
+    Rows with an entry that is not finite are left out and counted in `excluded`; print that number. Results
+    are the same bits however the rows are cut into chunks, as long as nothing is read in between; reading
+    closes a block, and then they agree to rounding. Memory is one D x D matrix and three blocks.
+
+    Args:
+        size: D.
+        device: None for the CPU (BLAS), or a torch device on which to accumulate; results are NumPy.
+        precision: `"float64"` or `"float32"`.
+
+    Raises:
+        UsageError: if the size is not positive or the precision unknown.
+
+    Example:
+        >>> moments = Moments(3).update(np.eye(3))
+        >>> moments.n, moments.mean
+        (3, array([0.33333333, 0.33333333, 0.33333333]))
+    """
+
+    def __init__(self, size: int, *, device: Any = None, precision: Precision = "float64") -> None:
+        if size < 1:
+            raise UsageError(f"Moments needs a vector length >= 1, found {size}")
+        if precision not in get_args(Precision):
+            raise UsageError(f"precision must be one of {get_args(Precision)}, found {precision!r}")
+        self.size = size
+        self.precision: Precision = precision
+        self.excluded = 0
+        self._device = device
+        self._gram: Gram | None = new_gram(size, precision, device)
+        self._count = 0
+        self._mean = np.zeros(size)  # relative to the pilot
+        # The mean of the first block. All sums are about it, so that a constant coordinate is exactly zero.
+        self._pilot: np.ndarray | None = None
+        # Sums over z = x - pilot, for the fourth moment that Ledoit and Wolf need: |z|^4, |z|^2 z, |z|^2.
+        self._fourth = 0.0
+        self._third = np.zeros(size)
+        self._second = 0.0
+        self._pending: np.ndarray | None = None
+        self._waiting = 0
+        self._work: np.ndarray | None = None
+
+    def update(self, chunk: Any) -> "Moments":
+        """Take more rows.
+
+        Args:
+            chunk: (n, D), or (D,) for one row; float32 or float64.
+
+        Returns:
+            this object.
+
+        Raises:
+            DataError: if the rows are not D long.
+        """
+        self._alive()
+        rows = np.atleast_2d(np.asarray(chunk))
+        if rows.ndim != 2 or rows.shape[1] != self.size:
+            raise DataError(f"Moments of length {self.size}: expected rows (n, {self.size}), found {rows.shape}")
+        if rows.dtype not in (np.float32, np.float64):
+            rows = rows.astype(np.float64)
+        finite = finite_rows(rows)
+        if not finite.all():
+            self.excluded += int(len(rows) - finite.sum())
+            rows = rows[finite]
+        while len(rows):
+            if not self._waiting and len(rows) >= BLOCK:
+                self._add_block(rows[:BLOCK])
+                rows = rows[BLOCK:]
+                continue
+            rows = self._wait(rows)
+        return self
+
+    def merge(self, other: "Moments") -> "Moments":
+        """The moments of both samples together, in a new object; neither operand changes its meaning.
+
+        Raises:
+            UsageError: if sizes, precisions or devices differ.
+        """
+        kinds = [(m.size, m.precision, str(m._device)) for m in (self, other)]
+        if kinds[0] != kinds[1]:
+            raise UsageError(f"only moments of one (size, precision, device) merge, found {kinds[0]} and {kinds[1]}")
+        first, second = (self, other) if self.n else (other, self)
+        first._flush()
+        second._flush()
+        new = Moments(first.size, device=first._device, precision=first.precision)
+        new.excluded = first.excluded + second.excluded
+        new._gram = first._alive().copy()
+        new._pilot = first._pilot
+        for name in ("_count", "_mean", "_fourth", "_third", "_second"):
+            setattr(new, name, getattr(first, name))
+        if second._count:
+            new._absorb(second)
+        return new
+
+    @property
+    def n(self) -> int:
+        """The number of rows taken, without the excluded ones."""
+        return self._count + self._waiting
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean, (D,) float64.
+
+        Raises:
+            DataError: if there is no row yet.
+        """
+        self._need(1)
+        return self._pilot + self._mean
+
+    def variance(self) -> np.ndarray:
+        """The variances with divisor n - 1, (D,) float64."""
+        self._need(2)
+        return self._alive().diagonal() / (self._count - 1)
+
+    def covariance(self, *, destroy: bool = False) -> np.ndarray:
+        """The covariance with divisor n - 1, (D, D), in the precision of accumulation.
+
+        Args:
+            destroy: make the result in the accumulator's own memory, so that the peak is one matrix and not
+                two; the object refuses any further use.
+
+        Raises:
+            DataError: if there are fewer than 2 rows.
+        """
+        self._need(2)
+        gram = self._alive() if destroy else self._alive().copy()
+        if destroy:
+            self._gram = None
+        return gram.take(1.0 / (self._count - 1))
+
+    def correlation(self, *, destroy: bool = False) -> np.ndarray:
+        """The correlation matrix, (D, D); a coordinate without variance has none, and its row is NaN."""
+        variance = self.variance()
+        matrix = self.covariance(destroy=destroy)
+        with np.errstate(divide="ignore"):
+            scale = np.where(variance > 0, 1.0 / np.sqrt(variance), np.nan).astype(matrix.dtype)
+        matrix *= scale
+        matrix *= scale[:, None]
+        matrix[np.diag_indices_from(matrix)] = np.where(variance > 0, 1.0, np.nan)
+        return matrix
+
+    def squared_norms(self) -> tuple[float, float, float]:
+        """What the Ledoit-Wolf intensity is made of, for centred rows x: `(sum |x|^2, |sum x x^T|_F^2, sum |x|^4)`.
+
+        The fourth moment is accumulated on the way, about the first block's mean, and centred here; no
+        second pass over the data is needed.
+        """
+        self._need(1)
+        gram = self._alive()
+        shift = -self._mean
+        trace = float(gram.diagonal().sum())
+        square = float(shift @ shift)
+        # z' = z + shift has mean zero. Sums over z need sum z z^T = gram + n mean mean^T.
+        outer = float(shift @ gram.dot(shift)) + self._count * square * square
+        total = -self._count * square  # (sum of z) . shift
+        fourth = (
+            self._fourth
+            + 4.0 * outer
+            + self._count * square * square
+            + 4.0 * float(self._third @ shift)
+            + 2.0 * self._second * square
+            + 4.0 * square * total
+        )
+        return trace, gram.squared_norm(), fourth
+
+    def _wait(self, rows: np.ndarray) -> np.ndarray:
+        if self._pending is None:
+            self._pending = np.empty((BLOCK, self.size))
+        taken = min(BLOCK - self._waiting, len(rows))
+        self._pending[self._waiting : self._waiting + taken] = rows[:taken]
+        self._waiting += taken
+        if self._waiting == BLOCK:
+            self._flush()
+        return rows[taken:]
+
+    def _flush(self) -> None:
+        if self._waiting:
+            assert self._pending is not None
+            waiting, self._waiting = self._waiting, 0
+            self._add_block(self._pending[:waiting])
+
+    def _add_block(self, rows: np.ndarray) -> None:
+        if self._pilot is None:
+            # About its first row, a constant column sums to exactly zero, and its mean is exact.
+            self._pilot = rows[0] + np.subtract(rows, rows[0], dtype=np.float64).mean(axis=0)
+        if self._work is None:
+            self._work = np.empty((BLOCK + 1, self.size))
+        block = self._work[: len(rows) + 1]
+        z = block[:-1]  # (n_b, D)
+        np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
+        z -= self._pilot
+        squares = np.einsum("ij,ij->i", z, z)
+        third, total = blas.dgemv(1.0, z.T, squares), blas.dgemv(1.0, z.T, np.ones(len(z)))
+        self._second += float(squares.sum())
+        self._fourth += float(squares @ squares)
+        self._third += third
+        mean = total / len(rows)
+        z -= mean
+        block[-1] = self._join(len(rows), mean)
+        self._alive().add(block.astype(self.precision, copy=False))
+
+    def _join(self, n: int, mean: np.ndarray) -> np.ndarray:
+        """Count n rows of that mean (about the pilot) in, and return the row that their distance adds."""
+        distance = mean - self._mean
+        both = self._count + n
+        row = np.sqrt(self._count * n / both) * distance
+        self._mean = self._mean + distance * (n / both)
+        self._count = both
+        return row
+
+    def _absorb(self, other: "Moments") -> None:
+        shift = other._pilot - self._pilot  # rows about our pilot are z + shift
+        gram, n, mean = other._alive(), other._count, other._mean
+        square, total = float(shift @ shift), n * float(mean @ shift)
+        outer = gram.dot(shift) + n * mean * float(mean @ shift)  # (sum z z^T) shift
+        self._fourth += (
+            other._fourth
+            + 4.0 * float(shift @ outer)
+            + n * square * square
+            + 4.0 * float(other._third @ shift)
+            + 2.0 * other._second * square
+            + 4.0 * square * total
+        )
+        second = other._second + 2.0 * total + n * square
+        self._third = self._third + other._third + 2.0 * outer + square * n * mean + second * shift
+        self._second += second
+        row = self._join(n, mean + shift)
+        self._alive().add_gram(gram)
+        self._alive().add(row[None].astype(self.precision))
+
+    def _need(self, n: int) -> None:
+        self._alive()
+        self._flush()
+        if self._count < n:
+            raise DataError(
+                f"expected at least {n} finite rows, found {self._count} ({self.excluded} excluded as not finite)"
+            )
+
+    def _alive(self) -> Gram:
+        if self._gram is None:
+            raise UsageError("these Moments gave their memory away with destroy=True; make new ones")
+        return self._gram
+
+
+def finite_rows(rows: np.ndarray) -> np.ndarray:
+    """Which rows (n, D) hold finite numbers only, as booleans (n,).
+
+    One sum over each row finds the suspicious ones (NaN and infinity never leave a sum), and only those are
+    looked at entry by entry.
+    """
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(np.einsum("ij->i", rows))
+    for k in np.flatnonzero(~finite):
+        finite[k] = np.isfinite(rows[k]).all()
+    return finite
