@@ -1,0 +1,39 @@
+"""Structured initialisers: `name_(module, *, ..., generator=None) -> module`, in place, tested on what they promise.
+
+Every function changes only what its docstring names, computes in float32 or better, draws on the CPU (so that a
+generator gives the same weights on any device), and is registered under its name without the underscore.
+"""
+
+from weightscope.init.attention import mimetic_attention_
+from weightscope.init.convolution import (
+    box_filters_,
+    conv_covariance,
+    conv_covariance_,
+    impulse_filters_,
+    random_filters_,
+)
+from weightscope.init.mlp import mimetic_mlp_
+from weightscope.init.positions import sinusoidal_positions_
+from weightscope.init.registry import REGISTRY, compose, default_, get, parameters
+from weightscope.init.ssm import mimetic_ssm_
+from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
+
+__all__ = [
+    "REGISTRY",
+    "box_filters_",
+    "compose",
+    "conv_covariance",
+    "conv_covariance_",
+    "default_",
+    "get",
+    "impulse_filters_",
+    "kaiming_uniform_",
+    "mimetic_attention_",
+    "mimetic_mlp_",
+    "mimetic_ssm_",
+    "parameters",
+    "random_filters_",
+    "sinusoidal_positions_",
+    "trunc_normal_",
+    "xavier_",
+]

@@ -1,0 +1,229 @@
+"""What every initialiser needs: checked arguments, and random numbers that do not depend on the device."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.errors import AnatomyError, UsageError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Initialiser(Protocol):
+    """Anything that sets weights in place and returns the module."""
+
+    def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module: ...
+
+
+def number(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf) -> float:
+    """`value` as a finite float in [least, most].
+
+    Raises:
+        UsageError: if it is not a number or out of range; names the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UsageError(f"{name}: expected a finite number, found {value!r}")
+    if not least <= value <= most:
+        limits = f">= {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+        raise UsageError(f"{name}: expected a number {limits}, found {value!r}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a finite float > 0; raises UsageError otherwise."""
+    if number(name, value) <= 0:
+        raise UsageError(f"{name}: expected a number > 0, found {value!r}")
+    return float(value)
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an integer >= least; raises UsageError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}: expected an integer >= {least}, found {value!r}")
+    return value
+
+
+def choice(name: str, value: Any, options: Iterable[str]) -> str:
+    """`value` if it is one of `options`; raises UsageError with the list otherwise."""
+    options = tuple(options)
+    if not isinstance(value, str) or value not in options:
+        raise UsageError(f"{name}: expected one of {', '.join(map(repr, options))}, found {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is a bool; raises UsageError otherwise."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: expected true or false, found {value!r}")
+    return value
+
+
+def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> set[int]:
+    """The layer numbers meant by `layers` (None for all, one number, or several) among those that are there.
+
+    Negative numbers count from the end.
+
+    Raises:
+        UsageError: if one of them is not there.
+    """
+    known = sorted(set(there))
+    if layers is None:
+        return set(known)
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    out = set()
+    for layer in wanted:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise UsageError(f"layers: expected integers, found {layer!r}")
+        number_ = layer + known[-1] + 1 if layer < 0 else layer
+        if number_ not in known:
+            raise UsageError(f"layers: expected some of {known}, found {layer}")
+        out.add(number_)
+    if not out:
+        raise UsageError("layers: expected at least one layer, found none")
+    return out
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that match one of the comma-separated shell patterns, in order.
+
+    Raises:
+        UsageError: if one of the patterns matches none of them.
+    """
+    names = list(names)
+    if not isinstance(pattern, str) or not pattern.strip():
+        raise UsageError(f"select: expected a pattern such as '*mlp*', found {pattern!r}")
+    patterns = [p.strip() for p in pattern.split(",")]
+    for p in patterns:
+        if not any(fnmatchcase(name, p) for name in names):
+            raise UsageError(f"select: {p!r} matches none of the {len(names)} tensors: {listing(names)}")
+    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+
+
+def listing(names: Iterable[str], most: int = 8) -> str:
+    """The first few names, for an error message."""
+    names = list(names)
+    return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator, after a check that it is one of the CPU's.
+
+    Numbers are drawn on the CPU and moved, so that a seed gives the same weights on any device.
+
+    Raises:
+        UsageError: for another device's generator, or another object.
+    """
+    if generator is None:
+        return None
+    if not isinstance(generator, torch.Generator):
+        raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
+    if generator.device.type != "cpu":
+        raise UsageError(f"generator: expected one of the CPU (torch.Generator()), found one of {generator.device}")
+    return generator
+
+
+def normal(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers on the CPU."""
+    return torch.randn(*shape, generator=cpu_generator(generator), dtype=dtype)
+
+
+def uniform(*shape: int, bound: float, generator: torch.Generator | None) -> Tensor:
+    """Uniform numbers in [-bound, bound) on the CPU, float32."""
+    return torch.rand(*shape, generator=cpu_generator(generator)).mul_(2 * bound).sub_(bound)
+
+
+def frame(rows: int, columns: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`columns` orthonormal vectors of length `rows`, uniform (Haar) among all such frames, (rows, columns).
+
+    QR of a Gaussian matrix, with the signs that make it unique (Mezzadri 2007); needs columns <= rows.
+    """
+    q, r = torch.linalg.qr(normal(rows, columns, generator=generator, dtype=dtype))
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(dtype)
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Copy numbers into a parameter, whatever its type and device."""
+    tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
+
+
+# Modules that hold (in, out) matrices where torch holds (out, in): transformers' GPT-2.
+def transposed(module: nn.Module) -> bool:
+    """Whether this is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+_PACKED = ("qkv", "Wqkv", "to_qkv", "c_attn")
+_WEIGHTED = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def matrices(module: nn.Module) -> Iterator[tuple[str, list[Tensor], Tensor | None]]:
+    """The weights of linear and convolutional layers, fused ones taken apart.
+
+    A fused projection of queries, keys and values is three matrices: fusing must not change what an
+    initialiser that looks at the output width draws. The blocks are views in torch's (out, in, ...) layout.
+
+    Yields:
+        The weight's name, its blocks, and its bias (None where there is none).
+    """
+    seen: set[int] = set()
+    for path, inner in module.named_modules():
+        for key, bias in _weights(inner):
+            weight = getattr(inner, key)
+            if weight is None or id(weight) in seen:
+                continue
+            seen.add(id(weight))
+            matrix = weight.detach().T if transposed(inner) else weight.detach()
+            leaf = path.rpartition(".")[2]
+            fused = (key == "in_proj_weight" or leaf in _PACKED) and matrix.shape[0] == 3 * matrix.shape[1]
+            yield f"{path}.{key}".lstrip("."), list(matrix.chunk(3)) if fused else [matrix], bias
+
+
+def _weights(inner: nn.Module) -> list[tuple[str, Tensor | None]]:
+    if isinstance(inner, nn.MultiheadAttention):
+        bias = inner.in_proj_bias
+        keys = ["in_proj_weight"] if inner._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+        return [(key, bias if i == 0 else None) for i, key in enumerate(keys)]
+    if isinstance(inner, _WEIGHTED) or transposed(inner):
+        return [("weight", inner.bias)]
+    return []
+
+
+def fans(matrix: Tensor) -> tuple[int, int]:
+    """(fan in, fan out) of a weight (out, in, ...), as in torch: the inputs of one output, the outputs of one input."""
+    receptive = math.prod(matrix.shape[2:])
+    return matrix.shape[1] * receptive, matrix.shape[0] * receptive
+
+
+def each_matrix(
+    module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
+) -> M:
+    """Fill every selected weight, block by block, and its bias.
+
+    Args:
+        module: changed in place.
+        select: shell patterns of weight names, separated by commas.
+        fill: a block (out, in, ...) -> its new numbers.
+        bias: (old bias, fan in) -> new numbers, or None to leave it.
+
+    Raises:
+        AnatomyError: if the module has no linear or convolutional layer.
+        UsageError: if a pattern matches none of their weights.
+    """
+    found = list(matrices(module))
+    if not found:
+        raise AnatomyError(f"expected linear or convolutional layers, found none in {type(module).__name__}")
+    wanted = set(matching(select, (name for name, _, _ in found)))
+    for name, blocks, old in found:
+        if name not in wanted:
+            continue
+        for block in blocks:
+            put(block, fill(block))
+        new = None if old is None else bias(old, fans(blocks[0])[0])
+        if new is not None:
+            put(old.detach(), new)
+    return module

@@ -1,0 +1,316 @@
+"""Depthwise filters drawn from a closed-form covariance that widens with depth."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.errors import UsageError
+from weightscope.init._common import M, choice, normal, number, positive
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`sigma(d) = sigma0 + v d + a d^2 / 2` over the relative depth d in [0, 1] (thesis Eq. 3.11).
+
+    Attributes:
+        sigma0: at the first layer.
+        v: slope.
+        a: curvature.
+    """
+
+    sigma0: float
+    v: float
+    a: float
+
+    def __call__(self, depth: float) -> float:
+        """Sigma at a relative depth."""
+        return self.sigma0 + self.v * depth + 0.5 * self.a * depth**2
+
+
+# Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
+PRESETS: dict[str, Schedule] = {
+    "cifar-patch1": Schedule(0.16, 0.32, 2.88),
+    "cifar-patch2": Schedule(0.08, 0.37, 2.9),
+    "imagenet-frozen": Schedule(0.15, 0.5, 0.25),
+    "imagenet-thawed": Schedule(0.15, 0.25, 1.0),
+}
+
+
+def conv_covariance(k: int, sigma: float) -> np.ndarray:
+    """The covariance of a k x k filter's entries, in closed form.
+
+        Sigma = (M * (C - S) + S * C) / 2 = (diag(z) C + C diag(z) - z z^T) / 2
+
+    Here z (k^2,) holds the Gaussian bump `exp(-|x - centre|^2 / (2 sigma))` over the pixels x, and C the same
+    bump around every pixel, wrapped around: `C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma))`, with ones on the
+    diagonal. Sigma is symmetric and not positive semi-definite; `covariance_root` says what to do about it.
+
+    Args:
+        k: odd side length of the filter.
+        sigma: variance of the bumps, in square pixels, > 0.
+
+    Returns:
+        (k*k, k*k) in float64; row k*i + j and column k*l + m hold Cov(F[i, j], F[l, m]).
+
+    Raises:
+        UsageError: if k is not a positive odd integer, or sigma is not positive.
+
+    Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
+
+    Example:
+        >>> conv_covariance(3, 0.5).shape
+        (9, 9)
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
+        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
+    positive("sigma", sigma)
+    pixels, half = np.arange(k), k // 2
+    # In pixels: how far x is from the centre, and x from y on a ring of k.
+    ring = (pixels[:, None] - pixels[None, :] + half) % k - half
+    line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
+    around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
+    z = np.kron(line, line)  # (k^2,)
+    c = np.kron(around, around)  # (k^2, k^2)
+    return 0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z))
+
+
+def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
+    """A matrix R with `R R^T` = the positive semi-definite matrix made from a symmetric one, E diag(l) E^T.
+
+        abs    R = E diag(|l|^(1/2))         what NumPy's `multivariate_normal` samples from, by its SVD
+        clip   R = E diag(max(l, 0)^(1/2))   the nearest positive semi-definite matrix (Higham 1988)
+
+    The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
+
+    Args:
+        covariance: (n, n), symmetric.
+        psd: "abs" or "clip".
+
+    Returns:
+        (n, n) in float64.
+
+    Raises:
+        UsageError: if `psd` is another word.
+    """
+    choice("psd", psd, ("abs", "clip"))
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
+
+
+def relative_depths(parts: list[DepthwisePart], schedule: str) -> list[float]:
+    """The relative depth in [0, 1] of each layer, 0 where there is only one.
+
+    "depth" counts over the whole network, "sawtooth" starts again in every stage.
+    """
+    if schedule == "depth":
+        places = [(i, len(parts)) for i in range(len(parts))]
+    else:
+        stages = [part.stage for part in parts]
+        places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
+    return [i / (n - 1) if n > 1 else 0.0 for i, n in places]
+
+
+def settings(preset: str | None, sigma0: float | None, v: float | None, a: float | None) -> Schedule:
+    """The schedule meant by a preset's name or by three numbers.
+
+    Raises:
+        UsageError: if both or neither are given, or a number is not finite.
+    """
+    given = {"sigma0": sigma0, "v": v, "a": a}
+    if preset is not None:
+        choice("preset", preset, PRESETS)
+        both = [name for name, value in given.items() if value is not None]
+        if both:
+            raise UsageError(f"preset: {preset!r} sets sigma0, v and a; leave out {', '.join(both)}")
+        return PRESETS[preset]
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise UsageError(f"conv_covariance_: needs {', '.join(missing)}, or preset= one of {', '.join(PRESETS)}")
+    return Schedule(**{name: number(name, value) for name, value in given.items()})
+
+
+def checked_filters(parts: list[DepthwisePart], why: str) -> list[DepthwisePart]:
+    """The parts, after a check that all are two-dimensional, square and odd.
+
+    Raises:
+        UsageError: naming the first that is not.
+    """
+    for part in parts:
+        kh, kw = part.kernel
+        if part.ndim != 2:
+            raise UsageError(
+                f"`{part.name}`: expected two-dimensional filters, found {part.ndim}-D of size {kw}; {why}"
+            )
+        if kh != kw or kh % 2 == 0:
+            raise UsageError(f"`{part.name}`: expected square filters of odd size, found {kh} x {kw}; {why}")
+    return parts
+
+
+def conv_covariance_(
+    module: M,
+    *,
+    sigma0: float | None = None,
+    v: float | None = None,
+    a: float | None = None,
+    preset: str | None = None,
+    psd: str = "abs",
+    schedule: str = "depth",
+    generator: torch.Generator | None = None,
+) -> M:
+    """Draw every depthwise filter from `N(0, conv_covariance(k, sigma(d)))`, wider with depth.
+
+        sigma(d) = sigma0 + v d + a d^2 / 2,   d = i / (D - 1)  for layer i of D  (0 if D = 1)
+
+    Args:
+        module: changed in place: the weights of its depthwise convolutions, nothing else.
+        sigma0: variance of the bumps in the first layer.
+        v: its slope over the relative depth.
+        a: its curvature.
+        preset: published numbers instead: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
+        psd: "abs" or "clip", see `covariance_root`.
+        schedule: "depth", or "sawtooth" to start the schedule again in every stage, for networks that
+            downsample (thesis Fig. B.5, whose picture is lost: the restart is how we read the caption).
+        generator: of the CPU; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no depthwise convolution.
+        UsageError: if an argument cannot be meant, sigma is not positive at some layer, or a filter is
+            one-dimensional, not square or of even size.
+
+    Source: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
+
+    Example:
+        >>> conv_covariance_(convnext, sigma0=0.15, v=0.25, a=1.0, generator=torch.Generator().manual_seed(0))
+    """
+    curve = settings(preset, sigma0, v, a)
+    choice("psd", psd, ("abs", "clip"))
+    choice("schedule", schedule, ("depth", "sawtooth"))
+    parts = checked_filters(depthwise(module), "the covariance is a bump around a centre pixel of an image")
+    for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
+        if curve(d) <= 0:
+            raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
+    for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
+        part.write(draw_filters(part.channels, part.kernel[0], curve(d), psd, generator))
+    return module
+
+
+def draw_filters(channels: int, k: int, sigma: float, psd: str, generator: torch.Generator | None) -> Tensor:
+    """`channels` filters (channels, k, k), float32, from the closed-form covariance."""
+    root = torch.from_numpy(covariance_root(conv_covariance(k, sigma), psd))
+    draws = normal(channels, k * k, generator=generator, dtype=torch.float64) @ root.T
+    return draws.float().reshape(channels, k, k)
+
+
+def random_filters_(
+    module: M,
+    *,
+    distribution: str = "normal",
+    gain: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform with that variance.
+
+    With frozen filters and enough channels for k^2 independent filters, as good as trained ones.
+
+    Args:
+        module: changed in place: the weights of its depthwise convolutions, of any shape.
+        distribution: "normal" or "uniform".
+        gain: > 0.
+        generator: of the CPU; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no depthwise convolution.
+        UsageError: if an argument cannot be meant.
+
+    Source: impulse paper, Proposition 1 and section 5.6.
+
+    Example:
+        >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
+    """
+    choice("distribution", distribution, ("normal", "uniform"))
+    positive("gain", gain)
+    for part in depthwise(module):
+        shape = (part.channels, *part.kernel)
+        draws = normal(*shape, generator=generator)
+        if distribution == "uniform":
+            draws = (torch.special.ndtr(draws) * 2 - 1) * math.sqrt(3)
+        part.write(draws * (gain / math.sqrt(math.prod(part.kernel))))
+    return module
+
+
+def impulse_filters_(
+    module: M,
+    *,
+    filter_size: int | None = None,
+    order: str = "random",
+    generator: torch.Generator | None = None,
+) -> M:
+    """One pixel of every depthwise filter is 1, the others 0.
+
+    The pixels of a layer are dealt out evenly: each is taken by floor or ceil(C / f^2) of the C channels.
+
+    Args:
+        module: changed in place: the weights of its depthwise convolutions.
+        filter_size: f, the impulses lie in the central f x f pixels; None for the whole filter.
+        order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
+        generator: of the CPU; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no depthwise convolution.
+        UsageError: if an argument cannot be meant, or a filter is smaller than filter_size or of other parity.
+
+    Source: impulse paper, section 5.6.
+
+    Example:
+        >>> impulse_filters_(convmixer, filter_size=3, generator=torch.Generator().manual_seed(0))
+    """
+    choice("order", order, ("random", "given"))
+    if filter_size is not None:
+        number("filter_size", filter_size, least=1)
+    for part in depthwise(module):
+        pixels = _central(part, filter_size)
+        deal = torch.arange(part.channels)
+        if order == "random":
+            pixels = pixels[torch.randperm(len(pixels), generator=generator)]
+            deal = deal[torch.randperm(part.channels, generator=generator)]
+        taps = pixels[deal % len(pixels)]
+        filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
+        part.write(filters.reshape(part.channels, *part.kernel))
+    return module
+
+
+def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
+    """Flat indices of the central pixels of a part's filters, row by row."""
+    kh, kw = part.kernel
+    sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in (kh, kw)]
+    if any(f > n or (n - f) % 2 for f, n in zip(sizes, (kh, kw), strict=True)):
+        raise UsageError(f"`{part.name}`: filters of {kh} x {kw} have no central {sizes[0]} x {sizes[1]} pixels")
+    rows, columns = (torch.arange((n - f) // 2, (n + f) // 2) for f, n in zip(sizes, (kh, kw), strict=True))
+    return (rows[:, None] * kw + columns).reshape(-1)
+
+
+def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | None = None) -> M:
+    """Every entry of every depthwise filter is `value`: average pooling up to a factor, the control of rank one.
+
+    Args:
+        module: changed in place: the weights of its depthwise convolutions.
+        value: 1 as published.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has no depthwise convolution.
+        UsageError: if value is not a finite number.
+
+    Source: impulse paper, section 5.6.
+
+    Example:
+        >>> box_filters_(convmixer)
+    """
+    number("value", value)
+    for part in depthwise(module):
+        part.write(torch.full((part.channels, *part.kernel), value))
+    return module

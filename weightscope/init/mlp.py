@@ -1,0 +1,84 @@
+"""Mimetic initialisation of MLPs: a first layer whose entries share a mean."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from weightscope.anatomy import mlps
+from weightscope.errors import UsageError
+from weightscope.init._common import M, choice, chosen_layers, flag, normal, number
+
+_MODES = ("scalar", "rows", "anticorrelated")
+
+
+def shifted(w1: Tensor, b: float | Tensor) -> Tensor:
+    """`W1 + 1_p b^T` for a vector b (n,), Eq. 1, or `W1 + b 1_p 1_n^T` for a number, Eq. 2; W1 is (p, n)."""
+    return w1 + (b.unsqueeze(0) if isinstance(b, Tensor) else b)
+
+
+def anticorrelated(w1: Tensor, w2: Tensor) -> Tensor:
+    """`(W1 - W2^T) / 2` for W1 (p, n) and W2 (n, p): correlation -1/sqrt(2) with W2^T when both vary alike."""
+    return (w1 - w2.mT) / 2
+
+
+def mimetic_mlp_(
+    module: M,
+    *,
+    mode: str = "scalar",
+    b: float = 0.01,
+    sigma: float = 1e-4,
+    gate: bool = False,
+    layers: int | list[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Give the first layer of every MLP a mean, on top of the weights that are there.
+
+        scalar           W1 <- W1 + b 1_p 1_n^T                     (Eq. 2)
+        rows             W1 <- W1 + 1_p c^T,  c ~ N(0, sigma I_n)   (Eq. 1; sigma is a variance)
+        anticorrelated   W1 <- (W1 - W2^T) / 2                      (section 2, seen in ViTs)
+
+    W1 (p, n) is the weight of the first layer in torch's (out, in) layout: n inputs, p hidden units. In the
+    row-vector mode each layer draws one vector, so W1 has group means while its grand mean stays zero. The
+    paper prints no value of b or sigma; the defaults are a third of the deviation of torch's default entries
+    at n = 300.
+
+    Args:
+        module: changed in place: the first layers' weights only.
+        mode: "scalar", "rows" or "anticorrelated".
+        b: the mean in scalar mode.
+        sigma: the variance of the means in rows mode, >= 0.
+        gate: in gated MLPs, do the same to the gate (with a vector of its own).
+        layers: which MLPs, counted from 0; None for all.
+        generator: of the CPU; None for torch's global one. Only "rows" draws.
+
+    Raises:
+        AnatomyError: if the module has no MLP.
+        UsageError: if an argument cannot be meant, or `gate` is asked of an MLP without one.
+
+    Source: MLP paper, Eq. 1 and 2.
+
+    Example:
+        >>> mimetic_mlp_(vit, mode="rows", sigma=1e-4, generator=torch.Generator().manual_seed(0))
+    """
+    choice("mode", mode, _MODES)
+    number("b", b)
+    number("sigma", sigma, least=0)
+    flag("gate", gate)
+    parts = mlps(module)
+    wanted = chosen_layers(layers, (part.layer for part in parts))
+    for part in parts:
+        if part.layer not in wanted:
+            continue
+        if gate and part.kind != "gated":
+            raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
+        for name in ("w1", "gate") if gate else ("w1",):
+            w1 = part.read(name)  # (p, n)
+            if mode == "anticorrelated":
+                part.write(name, anticorrelated(w1, part.read("w2")))
+            elif mode == "rows":
+                vector = normal(w1.shape[1], generator=generator) * math.sqrt(sigma)
+                part.write(name, shifted(w1, vector.to(w1)))
+            else:
+                part.write(name, shifted(w1, b))
+    return module

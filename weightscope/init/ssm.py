@@ -1,0 +1,96 @@
+"""Mimetic initialisation of state-space layers: close to linear attention that recalls."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from weightscope.anatomy import SSMPart, ssms
+from weightscope.init._common import M, chosen_layers, flag, positive
+
+# softplus(b) = 1 for b = log(e - 1) = 0.5413
+UNIT_STEP = math.log(math.e - 1)
+
+
+def slow_decay(a_log: Tensor, c: float) -> Tensor:
+    """The A_log whose `A = -exp(A_log)` is `-exp(-c A_log)`, near zero where A_log is large: `-c A_log`."""
+    return -c * a_log
+
+
+def correlated(readout: Tensor, write: Tensor) -> Tensor:
+    """`W_C <- (W_C + W_B) / 2`."""
+    return (readout + write) / 2
+
+
+def identity_taps(shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """A causal convolution (channels, taps) that passes the current token on: the last tap 1, the others 0."""
+    taps = torch.zeros(shape)
+    taps[:, -1] = 1
+    return taps
+
+
+def mimetic_ssm_(
+    module: M,
+    *,
+    c: float = 8.0,
+    a: bool = True,
+    delta: bool = True,
+    cb: bool = True,
+    convolution: bool | None = None,
+    layers: int | list[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Make Mamba and Mamba-2 layers start close to linear attention between correlated tokens.
+
+        a            A_log <- -c A_log              A = -exp(A_log) near 0: states decay slowly
+        delta        W_Delta <- 0, b_Delta <- log(e - 1)      Delta = softplus(b) = 1 for every token
+        cb           W_C <- (W_C + W_B) / 2         W_C^T W_B near a multiple of I: tokens attend to their like
+        convolution  last tap 1, other taps and bias 0        the short convolution is the identity
+
+    The components work on the weights that are there: A_log as Mamba initialises it (log n, or log of U(1, 16)),
+    independent W_B and W_C. Applying them twice does them twice.
+
+    Args:
+        module: changed in place: the named parameters of its state-space layers.
+        c: factor on A_log, of the published {2, 4, 8}, > 0.
+        a: switch of the first component.
+        delta: of the second.
+        cb: of the third.
+        convolution: of the fourth; None does it for Mamba-2 only, as published.
+        layers: which layers, counted from 0; None for all.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has no state-space layer.
+        UsageError: if an argument cannot be meant.
+
+    Source: thesis 3.3.2 and Fig. 3.26.
+
+    Example:
+        >>> mimetic_ssm_(mamba, c=8, layers=3)
+    """
+    positive("c", c)
+    for name, value in (("a", a), ("delta", delta), ("cb", cb)):
+        flag(name, value)
+    if convolution is not None:
+        flag("convolution", convolution)
+    parts = ssms(module)
+    wanted = chosen_layers(layers, (part.layer for part in parts))
+    for part in parts:
+        if part.layer in wanted:
+            _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
+    return module
+
+
+def _set(part: SSMPart, c: float | None, delta: bool, cb: bool, convolution: bool) -> None:
+    if c is not None:
+        part.write("A_log", slow_decay(part.read("A_log"), c))
+    if delta:
+        part.write("dt_weight", torch.zeros_like(part.read("dt_weight")))
+        part.write("dt_bias", torch.full_like(part.read("dt_bias"), UNIT_STEP))
+    if cb:
+        part.write("C", correlated(part.read("C"), part.read("B")))
+    if convolution:
+        part.write("conv_weight", identity_taps(part.read("conv_weight").shape))
+        if "conv_bias" in part.parts:
+            part.write("conv_bias", torch.zeros_like(part.read("conv_bias")))
