@@ -1,0 +1,570 @@
+"""Data sets: what is read, where it is looked for, and what is refused."""
+
+import gzip
+import importlib.util
+import pickle
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weightscope.data import Dataset, catalog, fetch, load, sources
+from weightscope.data.plain_pickle import NUMPY_ARRAY, Call, loads, uint8_array
+from weightscope.errors import DataError, UsageError
+
+SIZES = {"fashion-mnist": (30, 10), "cifar10": (50, 10), "cifar100": (30, 10)}
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small data sets, no data on this machine, and no network."""
+    for name, (train, test) in SIZES.items():
+        monkeypatch.setitem(catalog.CATALOG, name, replace(catalog.CATALOG[name], train=train, test=test))
+    monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
+    monkeypatch.setattr(sources, "SHARED", tmp_path / "shared")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fetch, "_download", _no_network)
+
+
+def _no_network(location: object, part: str) -> Path:
+    raise OSError("no network")
+
+
+def _images(count: int, channels: int, size: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(count)
+    return random.integers(0, 256, (count, channels, size, size), dtype=np.uint8), np.arange(count) % classes
+
+
+# --- digits ----------------------------------------------------------------------------------------------
+
+
+def test_digits_are_split_1437_to_360_in_equal_proportions() -> None:
+    data = load("digits")
+    assert data.train_images.shape == (1437, 1, 8, 8)
+    assert data.test_images.shape == (360, 1, 8, 8)
+    train, test = data.train_labels.bincount(), data.test_labels.bincount()
+    assert ((train + test) / 5 - test).abs().max() < 1
+    together = torch.cat([data.train_images, data.test_images]).flatten(1)
+    assert len(together.unique(dim=0)) == len(np.unique(_sklearn_digits(), axis=0))
+
+
+def _sklearn_digits() -> np.ndarray:
+    from sklearn.datasets import load_digits
+
+    return load_digits().data
+
+
+def test_digits_keep_their_seventeen_levels() -> None:
+    levels = load("digits").train_images.unique()
+    assert levels.tolist() == [round(level * 255 / 16) for level in range(17)]
+
+
+def test_first_images_are_taken_and_classes_are_interleaved() -> None:
+    whole, part = load("digits"), load("digits", train=200, test=50)
+    assert torch.equal(part.train_images, whole.train_images[:200])
+    assert torch.equal(part.train_labels, whole.train_labels[:200])
+    assert torch.equal(part.test_images, whole.test_images[:50])
+    assert part.train_labels.bincount(minlength=10).min() >= 10
+
+
+def test_mean_and_deviation_equal_plain_ones() -> None:
+    data = load("digits", train=300)
+    pixels = data.train_images.double() / 255
+    torch.testing.assert_close(data.mean.double(), pixels.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(data.std.double(), pixels.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
+
+
+def test_a_dataset_is_typed_moved_and_told_apart() -> None:
+    data = load("digits")
+    assert isinstance(data, Dataset)
+    assert (data.train_images.dtype, data.train_labels.dtype) == (torch.uint8, torch.int64)
+    assert (data.test_images.dtype, data.test_labels.dtype) == (torch.uint8, torch.int64)
+    moved = data.to("meta")
+    assert {moved.train_images.device.type, moved.test_labels.device.type, moved.mean.device.type} == {"meta"}
+    assert data.fingerprint == load("digits").fingerprint != load("digits", test=359).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("mnist", {}, "no data set 'mnist'; there are digits, fashion-mnist"),
+        ("digits", {"train": 1438}, "data.train: digits has 1437 images.*found 1438"),
+        ("digits", {"test": 0}, "data.test: digits has 360 images.*found 0"),
+    ],
+)
+def test_impossible_requests_are_refused(name: str, options: dict, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        load(name, **options)
+
+
+def test_the_catalogue_is_read_without_torch() -> None:
+    code = "import sys; import weightscope.data.catalog; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- Fashion-MNIST ---------------------------------------------------------------------------------------
+
+IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def _idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def _write_fashion(folder: Path, *, compressed: bool = False, counts: tuple[int, int] = (30, 10)) -> list[np.ndarray]:
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = []
+    for count in counts:
+        images, labels = _images(count, 1, 28, 10)
+        arrays += [images, labels]
+    for name, array in zip(IDX, arrays, strict=True):
+        raw = _idx(array[:, 0] if array.ndim == 4 else array)
+        (folder / (name + ".gz" * compressed)).write_bytes(gzip.compress(raw) if compressed else raw)
+    return arrays
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_idx_files_are_read_plain_and_compressed(tmp_path: Path, compressed: bool) -> None:
+    arrays = _write_fashion(tmp_path / "here" / "fashion-mnist", compressed=compressed)
+    data = load("fashion-mnist", tmp_path / "here")
+    for tensor, array in zip(
+        (data.train_images, data.train_labels, data.test_images, data.test_labels), arrays, strict=True
+    ):
+        assert np.array_equal(tensor.numpy(), array)
+    part = load("fashion-mnist", tmp_path / "here", train=12, test=3)
+    assert torch.equal(part.train_images, data.train_images[:12])
+    assert torch.equal(part.test_labels, data.test_labels[:3])
+
+
+def test_a_smaller_copy_serves_those_who_ask_for_no_more(tmp_path: Path) -> None:
+    _write_fashion(tmp_path / "fashion-mnist", counts=(20, 10))
+    assert len(load("fashion-mnist", tmp_path, train=20).train_labels) == 20
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte: expected 30 items of shape \(28, 28\), found 20"):
+        load("fashion-mnist", tmp_path)
+    with pytest.raises(DataError, match=r"expected 21 to 30 items of shape \(28, 28\), found 20"):
+        load("fashion-mnist", tmp_path, train=21)
+
+
+@pytest.mark.parametrize("place", ["root", "WEIGHTSCOPE_DATA", "data", "shared"])
+@pytest.mark.parametrize("folder", ["fashion-mnist", "FashionMNIST/raw", ""])
+def test_files_are_found_in_each_place(tmp_path: Path, monkeypatch, place: str, folder: str) -> None:
+    _write_fashion(tmp_path / place / folder)
+    if place == "WEIGHTSCOPE_DATA":
+        monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / place))
+    assert len(load("fashion-mnist", tmp_path / "root").train_labels) == 30
+
+
+def test_the_named_folder_comes_first_then_the_environment(tmp_path: Path, monkeypatch) -> None:
+    for i, place in enumerate(("root", "environment", "data")):
+        _write_fashion(tmp_path / place, counts=(20 + i, 10))
+    monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "environment"))
+    shown = {p: load("fashion-mnist", p, train=20).train_images for p in (tmp_path / "root", None)}
+    assert torch.equal(shown[tmp_path / "root"], torch.from_numpy(_images(20, 1, 28, 10)[0]))
+    assert torch.equal(shown[None], torch.from_numpy(_images(21, 1, 28, 10)[0][:20]))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_missing_data_say_where_they_were_looked_for_and_how_to_get_them(
+    name: str, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "environment"))
+    with pytest.raises(DataError) as caught:
+        load(name, tmp_path / "root")
+    message = str(caught.value)
+    for part in (name, "root", "environment", "data", "shared", catalog.CATALOG[name].how_to_get, "--data"):
+        assert part in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 3
+
+
+def _spoil_fashion(folder: Path, how: str, compressed: bool) -> None:
+    path = folder / (IDX[0] + ".gz" * compressed)
+    raw = gzip.decompress(path.read_bytes()) if compressed else path.read_bytes()
+    spoilt = {
+        "truncated": raw[:-100],
+        "longer": raw + b"\0",
+        "empty": b"",
+        "header": raw[:11],
+        "magic": b"\x89PNG" + raw[4:],
+        "floats": b"\0\0\x0d\3" + raw[4:],
+        "axes": b"\0\0\x08\1" + raw[4:],
+        "huge": raw[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + raw[16:],
+        "size": raw[:8] + struct.pack(">2I", 2**31, 2**31) + raw[16:],
+    }[how]
+    path.write_bytes(gzip.compress(spoilt) if compressed else spoilt)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("truncated", "expected 23536 bytes as its header says, found 23436"),
+        ("longer", "expected 23536 bytes as its header says, found more"),
+        ("empty", "expected an IDX file beginning with 00 00 08 03, found nothing"),
+        ("header", "expected a header of 16 bytes, found 11"),
+        ("magic", "beginning with 00 00 08 03, found 89 50 4e 47"),
+        ("floats", "found 00 00 0d 03"),
+        ("axes", "found 00 00 08 01"),
+        ("huge", r"expected 30 items of shape \(28, 28\), found 4294967295 of \(28, 28\)"),
+        ("size", r"found 30 of \(2147483648, 2147483648\)"),
+    ],
+)
+def test_damaged_idx_files_are_refused(tmp_path: Path, how: str, match: str, compressed: bool) -> None:
+    folder = tmp_path / "fashion-mnist"
+    _write_fashion(folder, compressed=compressed)
+    _spoil_fashion(folder, how, compressed)
+    with pytest.raises(DataError, match=f"{IDX[0]}.*{match}"):
+        load("fashion-mnist", tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0.5, 0.999])
+def test_a_gzip_file_cut_short_is_refused(tmp_path: Path, cut: float) -> None:
+    _write_fashion(tmp_path, compressed=True)
+    path = tmp_path / (IDX[2] + ".gz")
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(cut * len(raw))])
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz: cannot be read .*get it again"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_a_flipped_bit_in_a_gzip_file_is_refused(tmp_path: Path) -> None:
+    _write_fashion(tmp_path, compressed=True)
+    path = tmp_path / (IDX[0] + ".gz")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz: cannot be read"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_wrong_labels_are_refused(tmp_path: Path) -> None:
+    _write_fashion(tmp_path)
+    labels = np.arange(30) % 11
+    (tmp_path / IDX[1]).write_bytes(_idx(labels))
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: expected labels from 0 to 9, found 10 at item 10"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_half_a_data_set_is_refused(tmp_path: Path) -> None:
+    _write_fashion(tmp_path)
+    (tmp_path / IDX[3]).unlink()
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz: expected a file of fashion-mnist, found none"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_a_data_set_of_one_colour_is_refused(tmp_path: Path) -> None:
+    _write_fashion(tmp_path)
+    (tmp_path / IDX[0]).write_bytes(_idx(np.full((30, 28, 28), 7)))
+    with pytest.raises(DataError, match="channel 0 of the training images is the same everywhere"):
+        load("fashion-mnist", tmp_path)
+
+
+# --- CIFAR -----------------------------------------------------------------------------------------------
+
+
+def _write_cifar(folder: Path, name: str, version: str, protocol: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """All images, training then test, of a small CIFAR in its official files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    classes = 10 if name == "cifar10" else 100
+    images, labels = _images(sum(SIZES[name]), 3, 32, classes)
+    ends = {"binary": ".bin", "python": ""}[version]
+    if name == "cifar10":
+        files = [(f"data_batch_{i + 1}", slice(10 * i, 10 * i + 10)) for i in range(5)] + [
+            ("test_batch", slice(50, 60))
+        ]
+    else:
+        files = [("train", slice(0, 30)), ("test", slice(30, 40))]
+    for file, part in files:
+        if version == "binary":
+            before = [labels[part, None]] if name == "cifar10" else [labels[part, None] // 5, labels[part, None]]
+            raw = np.concatenate([*before, images[part].reshape(-1, 3072)], 1).astype(np.uint8).tobytes()
+        else:
+            key = "labels" if name == "cifar10" else "fine_labels"
+            raw = _python_batch(images[part], labels[part], key, protocol)
+        (folder / (file + ends)).write_bytes(raw)
+    return images, labels
+
+
+def _python_batch(images: np.ndarray, labels: np.ndarray, key: str, protocol: int) -> bytes:
+    """As Python 2 wrote it for protocol 2 (byte strings), as Python 3 writes it otherwise."""
+    data = np.ascontiguousarray(images.reshape(len(images), -1))
+    batch = {"batch_label": "training batch", key: labels.tolist(), "data": data, "filenames": ["a.png"] * len(labels)}
+    if protocol != 2:
+        return pickle.dumps({name.encode(): value for name, value in batch.items()}, protocol=protocol)
+    return _python_2(batch)
+
+
+def _python_2(value: object) -> bytes:
+    """The bytes that Python 2's cPickle writes: `str` as byte strings, an array by `_reconstruct`."""
+
+    def write(x: object) -> bytes:
+        match x:
+            case dict():
+                items = b"".join(write(k) + write(v) for k, v in x.items())
+                return b"}(" + items + b"u"
+            case list():
+                return b"](" + b"".join(map(write, x)) + b"e"
+            case tuple():
+                return b"(" + b"".join(map(write, x)) + b"t"
+            case int() if 0 <= x < 256:
+                return b"K" + bytes([x])
+            case int():
+                return b"J" + struct.pack("<i", x)
+            case None:
+                return b"N"
+            case str():
+                return b"T" + struct.pack("<i", len(x)) + x.encode("latin-1")
+            case np.ndarray():
+                made = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + write((0,)) + write("b") + b"\x87R"
+                kind = (
+                    b"cnumpy\ndtype\n"
+                    + write("u1")
+                    + b"K\0K\1\x87R"
+                    + write((3, "|", None, None, None, -1, -1, 0))
+                    + b"b"
+                )
+                state = b"(K\1" + write(x.shape) + kind + b"I00\n" + write(x.tobytes().decode("latin-1")) + b"tb"
+                return made + state
+        raise TypeError(x)
+
+    return b"\x80\x02" + write(value) + b"."
+
+
+LAYOUTS = {
+    ("cifar10", "binary"): "cifar-10-batches-bin",
+    ("cifar10", "python"): "cifar-10-batches-py",
+    ("cifar100", "binary"): "cifar-100-binary",
+    ("cifar100", "python"): "cifar-100-python",
+}
+
+
+def test_the_python_2_writer_of_this_test_writes_what_pickle_reads() -> None:
+    images, labels = _images(3, 3, 32, 10)
+    value = pickle.loads(_python_batch(images, labels, "labels", 2), encoding="latin1")
+    assert np.array_equal(value["data"].reshape(images.shape), images)
+    assert value["labels"] == labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "protocol"), [(*k, p) for k in LAYOUTS for p in ((2, 3, 4) if k[1] == "python" else (0,))]
+)
+def test_cifar_is_read_in_each_version(tmp_path: Path, name: str, version: str, protocol: int) -> None:
+    images, labels = _write_cifar(tmp_path / LAYOUTS[name, version], name, version, protocol)
+    data = load(name, tmp_path)
+    n = SIZES[name][0]
+    assert np.array_equal(data.train_images, images[:n])
+    assert np.array_equal(data.train_labels, labels[:n])
+    assert np.array_equal(data.test_images, images[n:])
+    assert np.array_equal(data.test_labels, labels[n:])
+    part = load(name, tmp_path, train=13, test=2)
+    assert np.array_equal(part.train_images, images[:13])
+    assert np.array_equal(part.test_labels, labels[n : n + 2])
+
+
+def test_files_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
+    _write_cifar(tmp_path, "cifar10", "binary")
+    for i in (3, 4, 5):
+        (tmp_path / f"data_batch_{i}.bin").unlink()
+    assert len(load("cifar10", tmp_path, train=20).train_labels) == 20
+    with pytest.raises(DataError, match=r"data_batch_3.bin: expected a file of cifar10, found none"):
+        load("cifar10", tmp_path, train=21)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "match"),
+    [
+        ("data_batch_2.bin", lambda raw: raw[:-1], r"expected 30730 bytes \(10 records of 3073\), found 30729"),
+        ("data_batch_2.bin", lambda raw: raw[:-3073], "expected 30730 bytes .*found 27657"),
+        ("test_batch.bin", lambda raw: raw * 2, "expected 30730 bytes .*found 61460"),
+        ("test_batch.bin", lambda raw: b"", "expected 30730 bytes .*found 0"),
+        ("data_batch_5.bin", lambda raw: raw[:3073] + b"\x0a" + raw[3074:], "labels from 0 to 9, found 10 at item 1"),
+    ],
+)
+def test_damaged_binary_files_are_refused(tmp_path: Path, file: str, change, match: str) -> None:
+    _write_cifar(tmp_path, "cifar10", "binary")
+    (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
+    with pytest.raises(DataError, match=f"{file}: .*{match}"):
+        load("cifar10", tmp_path)
+
+
+def test_binary_cifar_100_under_the_name_of_cifar_10_is_refused(tmp_path: Path) -> None:
+    _write_cifar(tmp_path, "cifar100", "binary")
+    for i in range(1, 6):
+        (tmp_path / f"data_batch_{i}.bin").write_bytes((tmp_path / "train.bin").read_bytes())
+    with pytest.raises(DataError, match=r"data_batch_1.bin: expected 30730 bytes"):
+        load("cifar10", tmp_path)
+
+
+# --- pickles ---------------------------------------------------------------------------------------------
+
+
+class _Runs:
+    """Pickles to a call of `os.system`."""
+
+    def __reduce__(self) -> tuple:
+        import os
+
+        return os.system, ("touch was-run",)
+
+
+def _batch(**changes: object) -> dict:
+    images, labels = _images(10, 3, 32, 10)
+    return {b"data": images.reshape(10, -1), b"labels": labels.tolist()} | {k.encode(): v for k, v in changes.items()}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path, protocol: int) -> None:
+    _write_cifar(tmp_path, "cifar10", "python")
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({"data": _Runs()}, protocol=protocol))
+    with pytest.raises(DataError, match=r"data_batch_1: .*it calls posix\.system"):
+        load("cifar10", tmp_path)
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ([1, 2], "expected a dictionary with 'data' and 'labels', found another"),
+        ({b"data": np.zeros((10, 3072), np.uint8)}, r"'data' and 'labels', found \['data'\]"),
+        (_batch(data=np.zeros((10, 300))), "expected an array of unsigned bytes in C order"),
+        (
+            _batch(data=np.asfortranarray(np.zeros((10, 3072), np.uint8))),
+            "expected an array of unsigned bytes in C order",
+        ),
+        (_batch(data=np.zeros((10, 3071), np.uint8)), r"10 images of 3072 pixels, found data of shape \(10, 3071\)"),
+        (_batch(data=np.zeros((9, 3072), np.uint8)), r"found data of shape \(9, 3072\)"),
+        (_batch(data=np.zeros(30720, np.uint8)), r"found data of shape \(30720,\)"),
+        (_batch(data=[[0] * 3072] * 10), "expected an array of unsigned bytes"),
+        (_batch(labels=[0] * 9), "expected 10 labels"),
+        (_batch(labels=["0"] * 10), "expected 10 labels"),
+        (_batch(labels=[0] * 9 + [-1]), "expected 10 labels from 0 to 9"),
+        (_batch(labels=[0] * 9 + [17]), "expected labels from 0 to 9, found 17 at item 9"),
+        (_batch(labels=np.zeros(10, np.int64)), "expected 10 labels"),
+    ],
+)
+def test_python_files_of_another_kind_are_refused(tmp_path: Path, batch: object, match: str) -> None:
+    _write_cifar(tmp_path, "cifar10", "python")
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=3))
+    with pytest.raises(DataError, match=f"data_batch_1: .*{match}"):
+        load("cifar10", tmp_path)
+
+
+def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    _write_cifar(tmp_path, "cifar10", "python")
+    with (tmp_path / "data_batch_1").open("r+b") as stream:
+        stream.truncate(2**40)  # a sparse file
+    with pytest.raises(DataError, match=r"data_batch_1: expected at most .* bytes, found 1099511627776"):
+        load("cifar10", tmp_path)
+
+
+def test_every_prefix_of_a_pickle_is_refused() -> None:
+    raw = pickle.dumps(_batch(), protocol=3)
+    ends = {*range(200), *range(len(raw) - 200, len(raw))}
+    for end in ends:
+        with pytest.raises(DataError, match=r"here: .*pickle"):
+            loads(raw[:end], "here", NUMPY_ARRAY)
+
+
+def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
+    """Whatever a byte is changed to, the outcome is a value or a DataError, soon; 3,000 seeded changes."""
+    random = np.random.default_rng(0)
+    small = {b"data": np.arange(12, dtype=np.uint8), b"labels": [1, 2, 3]}
+    for protocol in (0, 2, 4):
+        raw = pickle.dumps(small, protocol=protocol)
+        for position, value in zip(random.integers(0, len(raw), 1000), random.integers(0, 256, 1000), strict=True):
+            spoilt = bytearray(raw)
+            spoilt[position] = value
+            try:
+                result = loads(bytes(spoilt), "here", NUMPY_ARRAY)
+                uint8_array(result[b"data"] if isinstance(result, dict) and b"data" in result else None, "here")
+            except DataError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        (b"\x80\x02c__builtin__\neval\nU\x011\x85R.", r"it calls __builtin__\.eval"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", r"it calls os\.system"),
+        (b"\x80\x02cnumpy\nndarray\nK\x01b.", "sets the state of something that is no object"),
+        (b"\x80\x02cnumpy\nndarray\nK\x01R.", "it calls something that is no function"),
+        (b"\x80\x02}K\x01K\x02\x86K\x03s.", "unusual keys"),
+        (b"\x80\x02}(K\x01u.", "no dictionary"),
+        (b"\x80\x02K\x01K\x02a.", "no list"),
+        (b"\x80\x02K\x01(lp0\n\x81.", "instruction NEWOBJ"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "not a pickle"),
+        (b"h\x07.", "not a pickle"),
+        (b".", "the stack is empty"),
+        (b"K\x01", "not a pickle"),
+    ],
+)
+def test_pickles_that_do_more_than_build_data_are_refused(raw: bytes, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        loads(raw, "here", NUMPY_ARRAY)
+
+
+def test_calls_are_left_as_data() -> None:
+    value = loads(pickle.dumps(np.arange(3, dtype=np.uint8), protocol=2), "here", NUMPY_ARRAY)
+    assert isinstance(value, Call)
+    assert np.array_equal(uint8_array(value, "here"), [0, 1, 2])
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_network_the_error_says_why(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(DataError, match=r"the Hugging Face Hub could not be used \(no network\)"):
+        load("cifar10", tmp_path)
+
+
+def test_without_pyarrow_nothing_is_fetched(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install pyarrow"):
+        load("cifar10", tmp_path)
+
+
+def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
+    paths, images, labels = _write_parquet(tmp_path, "cifar100")
+    monkeypatch.setattr(fetch, "_download", lambda location, part: paths[part])
+    data = load("cifar100", train=25)
+    assert np.array_equal(data.train_images, images[:25])
+    assert np.array_equal(data.test_labels, labels[30:])
+
+
+def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) -> None:
+    paths, *_ = _write_parquet(tmp_path, "cifar100")
+    monkeypatch.setattr(fetch, "_download", lambda location, part: paths["test"])
+    with pytest.raises(DataError, match="expected 30 rows of 'img' and 'fine_label', found 10"):
+        load("cifar100")
+    paths["test"].write_bytes(b"PAR1 but not really PAR1")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load("cifar100")
+
+
+def _write_parquet(folder: Path, name: str) -> tuple[dict[str, Path], np.ndarray, np.ndarray]:
+    import io
+
+    from PIL import Image
+
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    train, test = SIZES[name]
+    images, labels = _images(train + test, 3, 32, 100)
+    cells = []
+    for image in images:
+        stream = io.BytesIO()
+        Image.fromarray(image.transpose(1, 2, 0)).save(stream, "PNG")
+        cells.append({"bytes": stream.getvalue(), "path": None})
+    paths = {}
+    for part, rows in (("train", slice(0, train)), ("test", slice(train, None))):
+        table = {"img": cells[rows], "fine_label": labels[rows].tolist(), "coarse_label": [0] * len(labels[rows])}
+        paths[part] = folder / f"{part}.parquet"
+        parquet.write_table(pyarrow.table(table), paths[part])
+    return paths, images, labels
