@@ -12,6 +12,7 @@ from weightscope.init.convolution import (
     impulse_filters_,
     random_filters_,
 )
+from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
 from weightscope.init.registry import REGISTRY, compose, default_, get, parameters
@@ -26,6 +27,7 @@ __all__ = [
     "conv_covariance_",
     "default_",
     "get",
+    "impulse_attention_",
     "impulse_filters_",
     "kaiming_uniform_",
     "mimetic_attention_",

@@ -12,6 +12,7 @@ from weightscope.errors import UsageError
 from weightscope.init._common import Initialiser, M
 from weightscope.init.attention import mimetic_attention_
 from weightscope.init.convolution import box_filters_, conv_covariance_, impulse_filters_, random_filters_
+from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
 from weightscope.init.ssm import mimetic_ssm_
@@ -41,6 +42,7 @@ REGISTRY: Mapping[str, Callable[..., Any]] = {
     "impulse_filters": impulse_filters_,
     "box_filters": box_filters_,
     "mimetic_attention": mimetic_attention_,
+    "impulse_attention": impulse_attention_,
     "sinusoidal_positions": sinusoidal_positions_,
     "mimetic_mlp": mimetic_mlp_,
     "mimetic_ssm": mimetic_ssm_,

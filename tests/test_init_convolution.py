@@ -1,0 +1,202 @@
+import numpy as np
+import pytest
+import torch
+from references_init import conv_covariance as naive_covariance
+from references_init import wrapped_bumps
+from torch import nn
+
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init import box_filters_, conv_covariance, conv_covariance_, impulse_filters_, random_filters_
+from weightscope.init.convolution import PRESETS, Schedule, covariance_root, relative_depths
+
+SETTING = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def stack(*channels, k=7, stages=False):
+    layers = [nn.Conv2d(c, c, k, groups=c, padding="same") for c in channels]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 7, 9, 15])
+@pytest.mark.parametrize("sigma", [0.05, 0.5, np.pi / 2, 8.0])
+def test_covariance_equals_the_published_construction(k, sigma):
+    np.testing.assert_allclose(conv_covariance(k, sigma), naive_covariance(k, sigma), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [3, 7])
+def test_bumps_have_a_diagonal_of_ones_so_the_shift_is_forward(k):
+    # Sigma = ((z + z') C - z z') / 2, so C can be read off Sigma where z does not vanish.
+    z = np.sqrt(2 * np.diag(conv_covariance(k, 2.0)) + 1e-300)
+    np.testing.assert_allclose(np.diag(wrapped_bumps(k, 2.0)), 1)
+    sigma = conv_covariance(k, 2.0)
+    bump = np.exp(-((np.arange(k) - k // 2) ** 2) / 4)
+    z = np.kron(bump, bump)
+    c = (2 * sigma + np.outer(z, z)) / (z[:, None] + z[None, :])
+    np.testing.assert_allclose(np.diag(c), 1)
+    np.testing.assert_allclose(c, wrapped_bumps(k, 2.0), atol=1e-12)
+
+
+def test_covariance_is_symmetric_and_not_positive_semidefinite():
+    sigma = conv_covariance(7, 1.0)
+    np.testing.assert_array_equal(sigma, sigma.T)
+    assert np.linalg.eigvalsh(sigma)[0] < -0.01
+
+
+def test_sigma_is_a_variance():
+    """Eq. 3.5: the bump falls to exp(-1/2) at a distance of sqrt(sigma)."""
+    z = 2 * conv_covariance(9, 4.0)[4 * 9 + 4]  # row of the centre: (1 + z) C - z with C = z there
+    np.testing.assert_allclose(z[4 * 9 + 6], np.exp(-0.5) * (1 + np.exp(-0.5)) - np.exp(-0.5))
+
+
+def test_roots_give_the_absolute_or_the_clipped_eigenvalues():
+    sigma = conv_covariance(5, 1.0)
+    values, vectors = np.linalg.eigh(sigma)
+    for psd, kept in (("abs", np.abs(values)), ("clip", np.maximum(values, 0))):
+        root = covariance_root(sigma, psd)
+        np.testing.assert_allclose(root @ root.T, (vectors * kept) @ vectors.T, atol=1e-12)
+    # Theorem (Higham 1988): no positive semi-definite matrix is nearer in Frobenius norm than the clipped one.
+    clipped = covariance_root(sigma, "clip") @ covariance_root(sigma, "clip").T
+    absolute = covariance_root(sigma, "abs") @ covariance_root(sigma, "abs").T
+    assert np.linalg.norm(sigma - clipped) < np.linalg.norm(sigma - absolute)
+
+
+def test_abs_is_what_numpys_sampler_does():
+    """The published code samples by numpy's legacy multivariate_normal, an SVD; its covariance is |Sigma|."""
+    sigma = conv_covariance(3, 1.0)
+    u, s, vt = np.linalg.svd(sigma)
+    sampled = (vt.T * s) @ vt  # what x @ (sqrt(s)[:, None] * v) has as covariance
+    root = covariance_root(sigma, "abs")
+    np.testing.assert_allclose(root @ root.T, sampled, atol=1e-12)
+
+
+@pytest.mark.parametrize("psd", ["abs", "clip"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_filters_have_the_scheduled_covariance(psd, layer):
+    """Sample covariance of 60,000 filters; the largest of 25 * 26 / 2 deviations stays below 5.5 sigma (1e-5)."""
+    n = 60_000
+    net = stack(n if layer == 0 else 2, n if layer == 1 else 2, n if layer == 2 else 2, k=5)
+    conv_covariance_(net, **SETTING, psd=psd, generator=seeded(layer))
+    found = net[layer].weight.detach().double().reshape(n, 25).numpy()
+    root = covariance_root(conv_covariance(5, Schedule(*SETTING.values())(layer / 2)), psd)
+    wanted = root @ root.T
+    deviation = np.sqrt((np.outer(np.diag(wanted), np.diag(wanted)) + wanted**2) / n)
+    assert np.all(np.abs(found.T @ found / n - wanted) <= 5.5 * deviation + 1e-12)
+    assert np.all(np.abs(found.mean(0)) <= 5.5 * np.sqrt(np.diag(wanted) / n) + 1e-12)
+
+
+def test_schedule_and_presets_are_the_published_ones():
+    assert Schedule(0.5, 0.5, 3.0)(1.0) == 2.5
+    assert PRESETS["cifar-patch2"] == Schedule(0.08, 0.37, 2.9)
+    assert PRESETS["cifar-patch1"] == Schedule(0.16, 0.32, 2.88)
+    assert PRESETS["imagenet-frozen"] == Schedule(0.15, 0.5, 0.25)
+    assert PRESETS["imagenet-thawed"] == Schedule(0.15, 0.25, 1.0)
+    one, other = stack(4, 4), stack(4, 4)
+    conv_covariance_(one, preset="imagenet-thawed", generator=seeded())
+    conv_covariance_(other, **SETTING, generator=seeded())
+    assert torch.equal(one[1].weight, other[1].weight)
+
+
+def test_sawtooth_starts_again_in_every_stage():
+    class Part:
+        def __init__(self, stage):
+            self.stage = stage
+
+    parts = [Part(s) for s in (0, 0, 0, 1, 1, 2)]
+    assert relative_depths(parts, "depth") == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert relative_depths(parts, "sawtooth") == [0, 0.5, 1, 0, 1, 0]
+
+
+def test_one_layer_has_depth_zero():
+    net = stack(4)
+    conv_covariance_(net, **SETTING, generator=seeded())
+    assert torch.isfinite(net[0].weight).all()
+
+
+def test_only_filters_change_and_bits_follow_the_generator():
+    nets = [stack(6, 6, k=3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    bias = nets[0][0].bias.clone()
+    for net in nets:
+        assert conv_covariance_(net, **SETTING, generator=seeded(3)) is net
+    assert torch.equal(nets[0][1].weight, nets[1][1].weight)
+    assert torch.equal(nets[0][0].bias, bias)
+    torch.manual_seed(5)
+    first = conv_covariance_(nets[0], **SETTING)[0].weight.clone()
+    torch.manual_seed(5)
+    assert torch.equal(conv_covariance_(nets[0], **SETTING)[0].weight, first)
+
+
+@pytest.mark.parametrize(
+    ("net", "arguments", "message"),
+    [
+        (nn.Linear(2, 2), SETTING, "depthwise"),
+        (stack(4, k=4), SETTING, "odd size, found 4 x 4"),
+        (nn.Conv1d(4, 4, 3, groups=4), SETTING, "two-dimensional filters, found 1-D"),
+        (nn.Conv2d(4, 4, (3, 5), groups=4), SETTING, "square"),
+        (stack(4), {"sigma0": 0.1}, "needs v, a"),
+        (stack(4), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
+        (stack(4), {"preset": "cifar"}, "cifar-patch1"),
+        (stack(4), {**SETTING, "psd": "none"}, "'abs', 'clip'"),
+        (stack(4, 4), {"sigma0": 0.1, "v": -0.5, "a": 0.0}, "expected > 0 at every depth"),
+        (stack(4), {**SETTING, "sigma0": float("nan")}, "finite"),
+        (stack(4), {**SETTING, "schedule": "linear"}, "sawtooth"),
+    ],
+)
+def test_refusals(net, arguments, message):
+    with pytest.raises((UsageError, AnatomyError), match=message):
+        conv_covariance_(net, **arguments)
+
+
+@pytest.mark.parametrize(("k", "sigma", "message"), [(4, 1.0, "odd"), (0, 1.0, "odd"), (3, 0.0, "> 0"), (3.0, 1, "odd")])
+def test_covariance_refusals(k, sigma, message):
+    with pytest.raises(UsageError, match=message):
+        conv_covariance(k, sigma)
+
+
+@pytest.mark.parametrize("distribution", ["normal", "uniform"])
+def test_random_filters_have_unit_energy_on_average(distribution):
+    net = nn.Conv2d(20_000, 20_000, 3, groups=20_000)
+    random_filters_(net, distribution=distribution, gain=2.0, generator=seeded())
+    energy = net.weight.detach().square().sum((1, 2, 3))
+    # mean of 20,000 energies of mean 4 and deviation below 4 * sqrt(2/9): within 5 standard errors
+    assert abs(energy.mean() - 4) < 5 * 4 * np.sqrt(2 / 9 / 20_000)
+    if distribution == "uniform":
+        assert net.weight.abs().max() <= 2 / 3 * np.sqrt(3) + 1e-6
+
+
+def test_impulse_filters_are_impulses_dealt_evenly():
+    net = stack(50, k=7)
+    impulse_filters_(net, filter_size=3, generator=seeded())
+    filters = net[0].weight.detach()[:, 0]
+    assert torch.equal(filters.sum((1, 2)), torch.ones(50))
+    assert torch.equal(filters.amax((1, 2)), torch.ones(50))
+    taken = filters.sum(0)
+    assert taken[2:5, 2:5].sum() == 50
+    assert set(taken[2:5, 2:5].reshape(-1).tolist()) == {5.0, 6.0}  # 50 = 9 * 5 + 5
+
+
+def test_impulse_filters_span_all_filters():
+    """Proposition 1 needs f^2 linearly independent filters; box filters have rank 1."""
+    net = stack(60, k=5)
+    impulse_filters_(net, generator=seeded())
+    assert torch.linalg.matrix_rank(net[0].weight.detach().reshape(60, 25)) == 25
+    box_filters_(net)
+    assert torch.linalg.matrix_rank(net[0].weight.detach().reshape(60, 25)) == 1
+    assert torch.equal(net[0].weight, torch.ones_like(net[0].weight))
+
+
+def test_impulse_filters_in_given_order():
+    net = stack(10, k=3)
+    impulse_filters_(net, order="given")
+    assert net[0].weight.detach().reshape(10, 9).argmax(1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0]
+
+
+def test_impulse_filters_refuse_a_size_that_does_not_fit():
+    with pytest.raises(UsageError, match="no central 9 x 9"):
+        impulse_filters_(stack(4, k=7), filter_size=9)
+    with pytest.raises(UsageError, match="no central 2 x 2"):
+        impulse_filters_(stack(4, k=7), filter_size=2)

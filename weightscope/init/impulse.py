@@ -1,0 +1,207 @@
+"""Queries and keys whose attention map is an impulse: every token looks at the one at a fixed offset.
+
+The map of a head depends on its offset only, so each offset is solved once. Three facts make that fast. Position
+codes are smooth: all but a few of their singular values vanish, so the problem lives in a space of about 20
+dimensions instead of d. Sinusoidal codes turn a shift into a rotation: with R the linear map that shifts codes,
+`(R Q_0, K_0)` looks at the offset where `(Q_0, K_0)` looks at the token itself. And (Q R', K R') has the same
+logits for every orthogonal R', so heads with one offset share a solution without sharing weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightscope.errors import UsageError
+from weightscope.init._lbfgs import minimise
+
+Offset = tuple[int, int]
+
+_CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
+_RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
+_PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
+_START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where tokens lie: `prefix` special ones (class token, registers), then a grid row by row.
+
+    A sequence is a grid of one row.
+
+    Attributes:
+        rows: of the grid.
+        columns: of the grid.
+        prefix: special tokens at the start.
+        causal: whether a token sees itself and earlier ones only.
+    """
+
+    rows: int
+    columns: int
+    prefix: int = 0
+    causal: bool = False
+
+    @property
+    def total(self) -> int:
+        """N, all tokens."""
+        return self.prefix + self.rows * self.columns
+
+    def targets(self, offset: Offset) -> Tensor:
+        """For each token (N,) the index of the one that lies `offset` = (dy, dx) away, -1 where there is none.
+
+        Special tokens look at none.
+        """
+        y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
+        y, x = y + offset[0], x + offset[1]
+        inside = (y >= 0) & (y < self.rows) & (x >= 0) & (x < self.columns)
+        index = torch.where(inside, y * self.columns + x + self.prefix, -1).reshape(-1)
+        index = torch.cat([torch.full((self.prefix,), -1), index])
+        if self.causal:
+            index = torch.where(index > torch.arange(self.total), -1, index)
+        return index
+
+
+def impulse_matrix(tokens: Tokens, offset: Offset) -> Tensor:
+    """The wanted attention map H (N, N): row i is 1 at the token `offset` away, zero where that is outside."""
+    index = tokens.targets(offset)
+    out = torch.zeros(tokens.total, tokens.total)
+    rows = (index >= 0).nonzero()[:, 0]
+    out[rows, index[rows]] = 1
+    return out
+
+
+def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causal: bool = False) -> Tensor:
+    """`softmax(scale X Q K^T X^T)` for codes X (N, d), Q and K (d, k): (N, N), rows sum to one."""
+    logits = (codes @ query) @ (codes @ key).mT * scale
+    return torch.softmax(_masked(logits) if causal else logits, dim=-1)
+
+
+def normalised(codes: Tensor, eps: float = 1e-6) -> Tensor:
+    """Rows with mean 0 and variance 1, as LayerNorm gives attention to read; zero rows stay zero. float64."""
+    return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=eps)
+
+
+def solve(
+    codes: Tensor,
+    tokens: Tokens,
+    offsets: Sequence[Offset],
+    head_width: int,
+    *,
+    scale: float | None = None,
+    iterations: int = 80,
+    shared_key: bool = False,
+) -> dict[Offset, tuple[Tensor, Tensor]]:
+    """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
+
+    The offset (0, 0) is solved from a multiple of the identity in the space of the codes, every other one from its
+    solution, shifted; both by L-BFGS. The penalty halves the norm that Adam ends with and keeps rows whose target
+    lies outside the image from fixing on one token.
+
+    Args:
+        codes: X (N, d), what attention reads: position codes after LayerNorm, or another pseudo input.
+        tokens: where they lie.
+        offsets: (dy, dx), token (y, x) is to look at (y + dy, x + dx).
+        head_width: k.
+        scale: on the logits; None for `1 / sqrt(k)`.
+        iterations: of L-BFGS per offset.
+        shared_key: solve for Q only and give every offset the K of (0, 0), for heads that share a key.
+
+    Returns:
+        Offset -> (Q, K), each float64 (d, k), in the row-vector convention X @ Q. Columns beyond the rank of the
+        codes are zero: rotate them (`Q @ R`, `K @ R`) before use.
+
+    Raises:
+        UsageError: if the codes and tokens do not fit.
+
+    Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
+
+    Example:
+        >>> x = normalised(sinusoidal_codes(16, 16, 192))
+        >>> q, k = solve(x, Tokens(16, 16), [(0, 1)], head_width=64)[0, 1]
+    """
+    if codes.ndim != 2 or len(codes) != tokens.total:
+        raise UsageError(f"codes: expected one row for each of {tokens.total} tokens, found {tuple(codes.shape)}")
+    codes = codes.double()
+    left, values, directions = torch.linalg.svd(codes, full_matrices=False)
+    rank = int((values > _CUT * values[0]).sum())
+    if rank == 0:
+        raise UsageError("codes: expected position codes that differ from each other, found zeros")
+    problem = _Problem(left[:, :rank] * values[:rank], tokens, scale or 1 / math.sqrt(head_width), iterations)
+    start = problem.start(min(rank, head_width))
+    home = problem.polish((0, 0), start, start)
+    found = {}
+    for offset in dict.fromkeys(offsets):
+        inner = home
+        if offset != (0, 0):
+            shift = problem.shift(offset)
+            inner = problem.polish(offset, shift @ home[0], home[1], move_key=not shared_key)
+        found[offset] = tuple(_outer(factor, directions[:rank], head_width) for factor in inner)
+    return found
+
+
+def _outer(factor: Tensor, directions: Tensor, head_width: int) -> Tensor:
+    """A factor (r, k') in the space of the codes as a weight (d, k)."""
+    weight = directions.T @ factor
+    return torch.nn.functional.pad(weight, (0, head_width - weight.shape[1]))
+
+
+def _masked(logits: Tensor) -> Tensor:
+    n = logits.shape[-1]
+    return logits.masked_fill(torch.ones(n, n, dtype=torch.bool, device=logits.device).triu(1), -math.inf)
+
+
+class _Problem:
+    """The fit of one attention map in coordinates Y (N, r) of the codes: logits `scale Y A B^T Y^T`."""
+
+    def __init__(self, coordinates: Tensor, tokens: Tokens, scale: float, iterations: int) -> None:
+        self.y, self.tokens, self.scale, self.iterations = coordinates, tokens, scale, iterations
+
+    def start(self, k: int) -> Tensor:
+        """A multiple of the identity (r, k) on the leading directions, the best of a few for the offset (0, 0)."""
+        eye = torch.eye(self.y.shape[1], k, dtype=self.y.dtype)
+        peak = (self.y[:, :k].square().sum(1).mean() * self.scale).item()
+        index = self.tokens.targets((0, 0))
+        trials = [eye * math.sqrt(s / peak) for s in _START_SCALES]
+        losses = [self._evaluate(index, trial, trial)[0] for trial in trials]
+        return trials[min(range(len(trials)), key=losses.__getitem__)]
+
+    def shift(self, offset: Offset) -> Tensor:
+        """The linear map (r, r) that takes codes nearest to those `offset` away: ridge least squares."""
+        index = self.tokens.targets(offset)
+        here = self.y[index >= 0]
+        there = self.y[index[index >= 0]]
+        ridge = _RIDGE * torch.eye(self.y.shape[1], dtype=self.y.dtype)
+        return torch.linalg.solve(here.T @ here + ridge, here.T @ there)
+
+    def polish(self, offset: Offset, a: Tensor, b: Tensor, move_key: bool = True) -> tuple[Tensor, Tensor]:
+        """Minimise the objective by L-BFGS from (a, b)."""
+        index = self.tokens.targets(offset)
+
+        def both(x: Tensor) -> tuple[float, Tensor]:
+            loss, *gradients = self._evaluate(index, x[0], x[1])
+            return loss, torch.stack(gradients)
+
+        def queries(x: Tensor) -> tuple[float, Tensor]:
+            return self._evaluate(index, x, b)[:2]
+
+        if move_key:
+            return tuple(minimise(both, torch.stack([a, b]), self.iterations))
+        return minimise(queries, a, self.iterations), b
+
+    def _evaluate(self, index: Tensor, a: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Objective, in units where the uniform map scores about 1, and its gradients, in closed form."""
+        n = len(index)
+        unit = float(n)  # the uniform map has a mean squared error of 1/N
+        u, v = self.y @ a, self.y @ b
+        logits = (u @ v.T).mul_(self.scale)
+        p = torch.softmax(_masked(logits) if self.tokens.causal else logits, dim=1)
+        rows = (index >= 0).nonzero()[:, 0]
+        error = p.clone()
+        error[rows, index[rows]] -= 1
+        penalty = _PENALTY * unit
+        loss = (error.square().sum() * (unit / n**2) + penalty * (a.square().sum() + b.square().sum())).item()
+        error.mul_(p)
+        error.sub_(p * error.sum(1, keepdim=True)).mul_(2 * unit / n**2 * self.scale)
+        return loss, self.y.T @ (error @ v) + 2 * penalty * a, self.y.T @ (error.T @ u) + 2 * penalty * b

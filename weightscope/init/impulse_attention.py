@@ -1,0 +1,250 @@
+"""Impulse initialisation of self-attention: heads that start as convolutions with one non-zero pixel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weightscope.anatomy import AttentionPart, PositionEmbedding, positions
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init._common import M, choice, chosen_layers, count, flag, frame, normal
+from weightscope.init.attention import self_attention
+from weightscope.init.impulse import Offset, Tokens, normalised, solve
+from weightscope.init.positions import sinusoidal_codes
+from weightscope.init.univariate import truncated
+
+PSEUDO_INPUTS = ("positions", "gaussian", "uniform", "positions+gaussian", "positions+uniform")
+
+
+def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
+    """The f^2 offsets (dy, dx) of an f x f filter, row by row; the f offsets (0, dx) for a sequence.
+
+    Raises:
+        UsageError: if filter_size is not odd and positive.
+    """
+    if count("filter_size", filter_size) % 2 == 0:
+        raise UsageError(f"filter_size: expected an odd number (offsets lie around the token), found {filter_size}")
+    reach = range(-(filter_size // 2), filter_size // 2 + 1)
+    return [(dy, dx) for dy in (reach if grid else (0,)) for dx in reach]
+
+
+def impulse_attention_(
+    module: M,
+    *,
+    filter_size: int = 3,
+    offsets: str | Sequence[Sequence[int]] = "random",
+    pseudo_input: str = "positions",
+    following: str | None = None,
+    same_layers: bool = False,
+    normalise: bool = True,
+    grid: int | Sequence[int] | None = None,
+    layers: int | list[int] | None = None,
+    iterations: int = 80,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Give each head queries and keys whose attention map is an impulse: token (y, x) looks at (y + dy, x + dx).
+
+        softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
+
+    Each offset is solved once (see `impulse.solve`) and every head gets its own random rotation of the solution,
+    (Q R, K R), which has the same map. The pseudo input is by default the module's own position table, so the
+    maps hold for the codes that the module adds to its tokens: run `sinusoidal_positions_` before, if at all.
+
+    Args:
+        module: changed in place: query and key weights of self-attention, and their biases, which become zero.
+        filter_size: f, odd; offsets of an f x f filter (f for a sequence; with a causal mask those <= 0).
+        offsets: "random" deals the offsets to the heads of a layer without repeating one before all are used;
+            "cycle" gives them out row by row, on through the layers; or a list of (dy, dx), used in a cycle.
+        pseudo_input: what the first layer is solved for: "positions", "gaussian" (deviation 0.5, cut at 2),
+            "uniform" in [-1, 1], "positions+gaussian" or "positions+uniform".
+        following: the same for all later layers; None for that of the first.
+        same_layers: give every layer the offsets and rotations of the first.
+        normalise: pass the pseudo input through LayerNorm, as in networks that normalise before attention.
+        grid: for a module without a position table: (rows, columns) of its tokens, or the length of a sequence;
+            the pseudo input is then the sinusoidal code.
+        layers: which layers, counted from 0; None for all.
+        iterations: of L-BFGS per offset.
+        generator: of the CPU; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no attention, or no position table and no `grid` is given.
+        UsageError: if an argument cannot be meant, or queries and keys are rotated by position (RoPE) or
+            normalised, so that their product is not the map.
+
+    Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
+
+    Example:
+        >>> impulse_attention_(vit, filter_size=3, generator=torch.Generator().manual_seed(0))
+    """
+    choice("pseudo_input", pseudo_input, PSEUDO_INPUTS)
+    if following is not None:
+        choice("following", following, PSEUDO_INPUTS)
+    flag("same_layers", same_layers)
+    flag("normalise", normalise)
+    count("iterations", iterations)
+    found = self_attention(module)
+    wanted = chosen_layers(layers, (part.layer for part in found))
+    for tower in _towers(module, [part for part in found if part.layer in wanted], grid):
+        dealer = _Dealer(offsets, filter_size, tower.tokens, same_layers, generator)
+        plans = [(part, dealer.offsets(part.heads), dealer.rotations(part)) for part in tower.parts]
+        split = len(plans) if following is None else sum(part.name == tower.first for part, _, _ in plans)
+        for kind, chosen in ((pseudo_input, plans[:split]), (following, plans[split:])):
+            if chosen:
+                _solve_and_write(_pseudo(kind, tower.codes, normalise, generator), tower.tokens, chosen, iterations)
+    return module
+
+
+class _Tower:
+    """Self-attention parts that read one position table, and that table's codes and tokens."""
+
+    def __init__(self, codes: Tensor, tokens: Tokens, first: str) -> None:
+        self.codes, self.tokens, self.first = codes, tokens, first
+        self.parts: list[AttentionPart] = []
+
+
+def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Sequence[int] | None) -> list[_Tower]:
+    try:
+        tables = positions(module)
+    except AnatomyError:
+        if grid is None:
+            raise AnatomyError(
+                "expected a position table to solve impulse attention for, found none; "
+                "give grid=(rows, columns) or grid=length to take sinusoidal codes"
+            ) from None
+        tables = []
+    if tables and grid is not None:
+        raise UsageError(f"grid: leave it out, the module has the position table `{tables[0].name}`")
+    everything = self_attention(module)
+    towers: dict[tuple[str, bool], _Tower] = {}
+    for part in parts:
+        if part.rotary or part.normalised:
+            why = "rotated by position (RoPE)" if part.rotary else "normalised"
+            raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
+        table = _table(part, tables)
+        key = (table.name if table else f"width {part.width}", bool(part.causal))
+        if key not in towers:
+            mates = (p.name for p in everything if _table(p, tables) is table and p.width == part.width)
+            codes, tokens = _codes(part, table, grid)
+            towers[key] = _Tower(codes, tokens, next(mates))
+        towers[key].parts.append(part)
+    return list(towers.values())
+
+
+def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
+    """The table of a part: of those of its width, the one whose name shares most leading words with it."""
+    fitting = [table for table in tables if table.width == part.width]
+    if tables and not fitting:
+        raise AnatomyError(f"`{part.name}` has width {part.width}, and no position table has: `{tables[0].name}`")
+
+    def shared(table: PositionEmbedding) -> int:
+        pairs = zip(table.name.split("."), part.name.split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), 99)
+
+    return max(fitting, key=shared) if fitting else None
+
+
+def _codes(
+    part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
+) -> tuple[Tensor, Tokens]:
+    causal = bool(part.causal)
+    if table is not None:
+        shape = table.grid or (1, table.tokens - table.prefix)
+        return table.read(), Tokens(*shape, table.prefix, causal)
+    if isinstance(grid, int):
+        return sinusoidal_codes(count("grid", grid, 2), None, part.width), Tokens(1, grid, 0, causal)
+    if len(grid) != 2:
+        raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
+    rows, columns = (count("grid", n) for n in grid)
+    return sinusoidal_codes(rows, columns, part.width), Tokens(rows, columns, 0, causal)
+
+
+def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generator | None) -> Tensor:
+    """The pseudo input of a kind (N, d), float64; the paper's Gaussian has deviation 0.5 and is cut at 2."""
+    out = codes.double() if kind.startswith("positions") else torch.zeros_like(codes, dtype=torch.float64)
+    if kind.endswith("gaussian"):
+        out = out + truncated(*codes.shape, std=0.5, cut=2.0, generator=generator)
+    elif kind.endswith("uniform"):
+        out = out + (torch.special.ndtr(normal(*codes.shape, generator=generator)) * 2 - 1)
+    return normalised(out) if normalise else out
+
+
+class _Dealer:
+    """Which offset and which rotation each head gets."""
+
+    def __init__(
+        self,
+        rule: str | Sequence[Sequence[int]],
+        filter_size: int,
+        tokens: Tokens,
+        same_layers: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.random, self.same, self.generator, self.next = rule == "random", same_layers, generator, 0
+        self.kept: dict[tuple[int, ...], list[Tensor]] = {}
+        self.layer: dict[int, list[Offset]] = {}
+        if isinstance(rule, str):
+            choice("offsets", rule, ("random", "cycle"))
+            self.known = filter_offsets(filter_size, tokens.rows > 1)
+            if tokens.causal:
+                self.known = [offset for offset in self.known if offset <= (0, 0)]
+        else:
+            self.known = [_offset(item) for item in rule]
+        for offset in self.known:
+            if not bool((tokens.targets(offset) >= 0).any()):
+                raise UsageError(f"offsets: {offset} leads outside the {tokens.rows} x {tokens.columns} tokens")
+        if not self.known:
+            raise UsageError("offsets: expected at least one (dy, dx), found none")
+
+    def offsets(self, heads: int) -> list[Offset]:
+        """The offsets of the next layer's heads."""
+        if self.same and heads in self.layer:
+            return self.layer[heads]
+        out: list[Offset] = []
+        while len(out) < heads:
+            if self.random:
+                order = torch.randperm(len(self.known), generator=self.generator).tolist()
+                out += [self.known[i] for i in order]
+            else:
+                out.append(self.known[self.next % len(self.known)])
+                self.next += 1
+        self.layer[heads] = out[:heads]
+        return self.layer[heads]
+
+    def rotations(self, part: AttentionPart) -> list[Tensor]:
+        """A random rotation (k, k) for each key head of the next layer."""
+        shape = (part.kv_heads, part.head_width)
+        if not (self.same and shape in self.kept):
+            k = part.head_width
+            self.kept[shape] = [frame(k, k, self.generator, torch.float64) for _ in range(part.kv_heads)]
+        return self.kept[shape]
+
+
+def _offset(item: Sequence[int]) -> Offset:
+    if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
+        raise UsageError(f"offsets: expected 'random', 'cycle' or pairs (dy, dx), found {item!r}")
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in item):
+        raise UsageError(f"offsets: expected pairs of integers, found {item!r}")
+    return item[0], item[1]
+
+
+def _solve_and_write(
+    x: Tensor, tokens: Tokens, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]], iterations: int
+) -> None:
+    """Solve every offset that the planned heads need, and give each head its rotation of the solution."""
+    needs: dict[tuple[int, float, bool], list[Offset]] = {}
+    for part, offsets, _ in plans:
+        needs.setdefault((part.head_width, part.scale, part.kv_heads < part.heads), []).extend(offsets)
+    solutions = {
+        (k, scale, shared): solve(x, tokens, offsets, k, scale=scale, iterations=iterations, shared_key=shared)
+        for (k, scale, shared), offsets in needs.items()
+    }
+    for part, offsets, rotations in plans:
+        solved = solutions[part.head_width, part.scale, part.kv_heads < part.heads]
+        turned = [rotations[part.kv_head(h)] for h in range(part.heads)]
+        first = [offsets[h * (part.heads // part.kv_heads)] for h in range(part.kv_heads)]
+        pairs = zip(offsets, turned, strict=True)
+        part.write("q", torch.stack([solved[o][0] @ r for o, r in pairs]).float())
+        part.write("k", torch.stack([solved[o][1] @ r for o, r in zip(first, rotations, strict=True)]).float())
+        for name in ("q", "k"):
+            if name in part.bias_parameters:
+                part.write_bias(name, torch.zeros_like(part.read_bias(name)))
