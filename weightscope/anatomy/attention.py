@@ -1,7 +1,7 @@
 """Queries, keys, values and output projections, per layer and head, whatever their names and packing.
 
-An adapter is a row of `SCHEMES`: the names under which a family keeps the three input projections, and how
-they are packed. Head counts come from attributes or the config, never from a guess.
+An adapter is a row of `attention_schemes.SCHEMES`: the names under which a family keeps the three input
+projections, and how they are packed. Head counts come from attributes or the config, never from a guess.
 """
 
 import re
@@ -12,73 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
 from weightscope.anatomy.source import Slot, Source
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 PartName = Literal["q", "k", "v", "o"]
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How one family names and packs its projections, relative to the attention module.
-
-    Attributes:
-        q: name of the query weight; equal names mean packed rows, in the order q, k, v.
-        k: of the key weight.
-        v: of the value weight.
-        interleaved: packed rows go head by head (q, k, v of head 0, then of head 1, ...).
-        conv1d: the tensors may be transformers' Conv1D, stored (in, out); the packed shape tells.
-        bias: names of the three biases; None derives them from the weights' names.
-    """
-
-    q: str
-    k: str
-    v: str
-    interleaved: bool = False
-    conv1d: bool = False
-    bias: tuple[str, str, str] | None = None
-
-
-def _packed(name: str, **options: Any) -> Scheme:
-    return Scheme(name, name, name, **options)
-
-
-def _separate(q: str, k: str, v: str) -> Scheme:
-    return Scheme(f"{q}.weight", f"{k}.weight", f"{v}.weight")
-
-
-_IN_PROJ_BIAS = ("in_proj_bias", "in_proj_bias", "in_proj_bias")
-
-SCHEMES: tuple[Scheme, ...] = (
-    _packed("qkv.weight"),  # timm, ours, SAM
-    _packed("Wqkv.weight"),  # ModernBERT, MPT
-    _packed("to_qkv.weight"),  # lucidrains
-    _packed("qkv_proj.weight"),  # Phi-3: rows q, k, v with fewer k and v
-    _packed("in_proj_weight", bias=_IN_PROJ_BIAS),  # nn.MultiheadAttention
-    Scheme("q_proj_weight", "k_proj_weight", "v_proj_weight", bias=_IN_PROJ_BIAS),  # the same with kdim or vdim
-    _packed("c_attn.weight", conv1d=True),  # GPT-2; nanoGPT keeps it as Linear
-    Scheme("q_attn.weight", "c_attn.weight", "c_attn.weight", conv1d=True),  # GPT-2's cross-attention
-    _packed("query_key_value.weight", interleaved=True),  # GPT-NeoX, BLOOM
-    _separate("q_proj", "k_proj", "v_proj"),  # Llama, CLIP, Whisper, transformers' ViT from 5.0
-    _separate("query", "key", "value"),  # BERT, transformers' ViT before 5.0
-    _separate("query_proj", "key_proj", "value_proj"),  # DeBERTa
-    _separate("q_lin", "k_lin", "v_lin"),  # DistilBERT
-    _separate("to_q", "to_k", "to_v"),  # diffusers
-    _separate("wq", "wk", "wv"),  # Llama as published
-    _separate("q", "k", "v"),  # T5, CaiT
-    Scheme("q.weight", "kv.weight", "kv.weight"),  # PVT, Segformer, timm's attention pooling
-    Scheme("to_q.weight", "to_kv.weight", "to_kv.weight"),
-)
-
-# The output projection, relative to the attention module; ^ stands for its parent.
-OUTPUTS = (
-    *(f"{n}.weight" for n in ("proj", "out_proj", "o_proj", "to_out.0", "to_out", "Wo", "wo", "dense", "c_proj")),
-    *(f"{n}.weight" for n in ("o", "out_lin", "out", "^output.dense", "^dense")),
-)
-
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
-HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "head_width")
 _CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^attn_pool", re.IGNORECASE)
 
 
@@ -214,9 +154,11 @@ def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
     taken: set[str] = set()
     for name in source.names:
         for scheme in SCHEMES:
-            prefix = name.removesuffix(scheme.q)
-            fits = name.endswith(scheme.q) and (not prefix or prefix.endswith(".")) and prefix not in taken
-            if fits and all(prefix + other in source for other in (scheme.k, scheme.v)):
+            keys = {scheme.q, scheme.k, scheme.v}
+            prefix = next((name.removesuffix(key) for key in keys if name.endswith(key)), None)
+            if prefix is None or (prefix and not prefix.endswith(".")) or prefix in taken:
+                continue
+            if all(prefix + key in source for key in keys):
                 taken.add(prefix)
                 yield prefix, scheme
                 break
@@ -338,31 +280,8 @@ def _part(
     query_rows: int,
 ) -> AttentionPart:
     path = prefix.removesuffix(".")
-    sizes = {}
-    for part in "qkvo":
-        shape = source.shape(weights[part].name)
-        sizes[part] = (shape[1], shape[0]) if weights[part].transposed else shape[:2]
-    counted = {
-        part: sizes[part][0] if slot.rows is None else len(range(sizes[part][0])[slot.rows])
-        if isinstance(slot.rows, slice) else len(slot.rows)
-        for part, slot in weights.items()
-    }  # fmt: skip
-    heads, width = source.hint(path, HEADS), source.hint(path, HEAD_WIDTHS)
-    if heads is None and width is None:
-        raise AnatomyError(
-            f"`{path}`: found {query_rows} query rows and neither an attribute nor a config that tells the number of "
-            "heads; give config={'num_attention_heads': H}"
-        )
-    heads = heads or query_rows // width
-    k = query_rows // heads
-    kv_heads = counted["k"] // k if k else 0
-    good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
-    values = counted["v"] // kv_heads if good else 0
-    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][1]:
-        raise AnatomyError(
-            f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
-            f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
-        )
+    sizes = {part: _size(source, slot) for part, slot in weights.items()}
+    heads, kv_heads, k, values = _heads(source, path, query_rows, sizes)
     return AttentionPart(
         layer=layer,
         name=path,
@@ -382,6 +301,37 @@ def _part(
         _weights=weights,
         _biases=biases,
     )
+
+
+def _size(source: Source, slot: Slot) -> tuple[int, int]:
+    """(rows, columns) of a slot's (out, in) matrix."""
+    shape = source.shape(slot.name)
+    rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
+    if isinstance(slot.rows, slice):
+        return len(range(rows)[slot.rows]), columns
+    return rows if slot.rows is None else len(slot.rows), columns
+
+
+def _heads(source: Source, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]) -> tuple[int, int, int, int]:
+    """(heads, kv_heads, head width, value width) from hints, held against every projection's shape."""
+    heads, width = source.hint(path, HEADS), source.hint(path, HEAD_WIDTHS)
+    if heads is None and width is None:
+        raise AnatomyError(
+            f"`{path}`: found {query_rows} query rows and neither an attribute nor a config that tells the number of "
+            "heads; give config={'num_attention_heads': H}"
+        )
+    heads = heads or query_rows // width
+    k = query_rows // heads
+    counted = {part: rows for part, (rows, _) in sizes.items()}
+    kv_heads = counted["k"] // k if k else 0
+    good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
+    values = counted["v"] // kv_heads if good else 0
+    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][1]:
+        raise AnatomyError(
+            f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
+            f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
+        )
+    return heads, kv_heads, k, values
 
 
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")

@@ -193,9 +193,7 @@ def _slots(source: Source, prefix: str, scheme: Scheme) -> dict[str, Slot] | Non
 
 
 def _glu_gate_first(source: Source, prefix: str) -> bool:
-    last = source.own(prefix.removesuffix("."), "gate_last")
-    if last is None:
-        last = source.hint(prefix.removesuffix("."), ("gate_last",), (bool,))
+    last = source.hint(prefix.removesuffix("."), ("gate_last",), bool)
     if last is None:
         raise AnatomyError(
             f"`{prefix}fc1.weight` packs a gate and the names do not tell which half; give the module, or "

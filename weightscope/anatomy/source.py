@@ -141,7 +141,7 @@ class ModuleSource(Source):
                 value = _first(holder, keys, kind)
                 if value is not None:
                     return value
-        return next((v for k in keys if isinstance(v := self.config.get(k), kind) and not isinstance(v, bool)), None)
+        return next((v for k in keys if _is(v := self.config.get(k), kind)), None)
 
     def own(self, path: str, key: str) -> Any | None:
         """See `Source.own`."""
@@ -208,7 +208,7 @@ class MappingSource(Source):
             for key in keys:
                 sided = f"{side}_{key.removeprefix('num_')}" if side else key
                 for value in (scope.get(sided), scope.get(key)):
-                    if isinstance(value, kind) and not isinstance(value, bool):
+                    if _is(value, kind):
                         return value
         return None
 
@@ -252,9 +252,14 @@ def _first(holder: Any, keys: Iterable[str], kind: type | tuple[type, ...]) -> A
         return None
     for key in keys:
         value = getattr(holder, key, None)
-        if isinstance(value, kind) and not isinstance(value, bool):
+        if _is(value, kind):
             return value
     return None
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """isinstance, without counting a bool as an integer."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

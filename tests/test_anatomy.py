@@ -1,0 +1,677 @@
+"""One contract suite for every family: views read what the model uses, and write only that."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import shims
+import torch
+from families import DEPTH, FAMILIES, HEADS, HIDDEN, WIDTH, Family, rows, scramble
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weightscope import anatomy
+from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
+
+torch.set_num_threads(1)
+KINDS = {
+    "attention": anatomy.attention,
+    "depthwise": anatomy.depthwise,
+    "mlps": anatomy.mlps,
+    "patch_embeddings": anatomy.patch_embeddings,
+    "positions": anatomy.positions,
+    "ssms": anatomy.ssms,
+}
+DEIT = ("timm-deit", "timm-eva", "hf-deit", "hf-dinov2")
+REAL = Path(__file__).resolve().parents[2] / "shared" / "models" / "vit-small-patch14"
+
+
+def ids(families: list[Family]) -> dict:
+    return {"argvalues": families, "ids": [f.name for f in families]}
+
+
+@functools.cache
+def built(name: str) -> nn.Module:
+    """A model that tests only read."""
+    return FAMILIES[name].build()
+
+
+def slots(part) -> list[tuple]:
+    """(read, write) of every number that a part shows, as pairs of functions."""
+    if isinstance(part, anatomy.AttentionPart):
+        names = list("qkvo")
+        out = [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in names]
+        biases = [n for n in names if part.read_bias(n) is not None]
+        return out + [(functools.partial(part.read_bias, n), functools.partial(part.write_bias, n)) for n in biases]
+    if isinstance(part, anatomy.MLPPart):
+        out = [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in part.names]
+        biases = [n for n in part.names if part.read_bias(n) is not None]
+        return out + [(functools.partial(part.read_bias, n), functools.partial(part.write_bias, n)) for n in biases]
+    if isinstance(part, anatomy.SSMPart):
+        return [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in part.parts]
+    return [(part.read, part.write)]
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- counts and errors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", **ids(list(FAMILIES.values())))
+def test_counts_and_a_missing_kind_raises_with_what_was_found(family):
+    model = built(family.name)
+    for kind, find in KINDS.items():
+        if kind in family.parts:
+            assert len(find(model)) == family.parts[kind], kind
+        else:
+            with pytest.raises(AnatomyError, match=r"expected .* found .* tensors \(`"):
+                find(model)
+
+
+@pytest.mark.parametrize("family", **ids(rows("attention")))
+def test_heads_and_widths(family):
+    for part in anatomy.attention(built(family.name)):
+        assert (part.heads, part.kv_heads) == family.heads
+        assert part.width == WIDTH
+        assert part.head_width == part.value_width == WIDTH // part.heads
+        assert part.read("q").shape == (part.heads, part.width, part.head_width)
+        assert part.read("k").shape == (part.kv_heads, part.kv_width, part.head_width)
+        assert part.read("v").shape[0] == part.kv_heads
+        assert part.read("o").shape == (part.heads, part.value_width, part.width)
+        assert part.rotary == (family.name in ("hf-llama", "hf-phi3", "hf-neox"))
+
+
+def test_layers_kinds_and_masks():
+    whisper = [(p.layer, p.kind, p.causal) for p in anatomy.attention(built("hf-whisper"))]
+    encoder = [(0, "self", False), (1, "self", False)]
+    assert whisper == [*encoder, (2, "self", True), (2, "cross", False), (3, "self", True), (3, "cross", False)]
+    decoder = [(p.layer, p.kind) for p in anatomy.attention(built("torch-decoder"))]
+    assert decoder == [(0, "self"), (0, "cross"), (1, "self"), (1, "cross")]
+    assert [p.kind for p in anatomy.attention(built("torch-kdim"))] == ["cross"]
+    assert [p.kind for p in anatomy.attention(built("hf-t5"))] == ["self"] * 2 + ["self", "cross"] * 2
+    assert {p.causal for p in anatomy.attention(built("hf-llama")) + anatomy.attention(built("hf-gpt2"))} == {True}
+
+
+def test_stages():
+    assert [p.stage for p in anatomy.depthwise(built("timm-convnext"))] == [0, 1, 2, 2, 3]
+    assert [p.stage for p in anatomy.depthwise(built("torchvision-convnext"))] == [0, 1, 1, 2]
+    assert [p.stage for p in anatomy.depthwise(built("ours-convnext"))] == [0, 0, 1]
+    assert [p.stage for p in anatomy.depthwise(built("ours-convmixer"))] == [0, 0, 0]
+    stages = [p.stage for p in anatomy.depthwise(built("timm-efficientnet"))]
+    assert stages == [0] + [1] * 2 + [2] * 2 + [3] * 3 + [4] * 3 + [5] * 4 + [6]
+    parts = anatomy.depthwise(built("timm-efficientnet"))
+    assert [p.layer for p in parts] == list(range(16))
+    assert {p.depth for p in parts} == {16}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "prefix", "grid"),
+    [
+        ("ours-vit", 16, 0, (4, 4)),
+        ("ours-vit-token", 17, 1, (4, 4)),
+        ("timm-vit", 17, 1, (4, 4)),
+        ("timm-deit", 18, 2, (4, 4)),
+        ("torchvision-vit", 17, 1, (4, 4)),
+        ("hf-vit", 17, 1, (4, 4)),
+        ("hf-deit", 18, 2, (4, 4)),
+        ("hf-dinov2", 17, 1, (4, 4)),
+        ("hf-bert", 20, 0, None),
+        ("hf-gpt2", 20, 0, None),
+    ],
+)
+def test_positions_know_their_grid(name, tokens, prefix, grid):
+    (table,) = anatomy.positions(built(name))
+    assert (table.tokens, table.prefix, table.grid) == (tokens, prefix, grid)
+    model = built(name)
+    (from_state,) = anatomy.positions(model.state_dict(), getattr(getattr(model, "config", None), "to_dict", dict)())
+    assert (from_state.tokens, from_state.prefix, from_state.grid) == (tokens, prefix, grid)
+
+
+def test_clip_and_whisper_have_two_towers():
+    text, vision = anatomy.positions(built("hf-clip"))
+    assert (text.grid, text.prefix, vision.grid, vision.prefix) == (None, 0, (4, 4), 1)
+    encoder, decoder = anatomy.positions(built("hf-whisper"))
+    assert (encoder.trained, decoder.trained) == (False, True)
+
+
+def test_a_rectangular_grid_comes_from_the_patch_embedding():
+    shims.timm()
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=(32, 16), patch_size=8, embed_dim=8, depth=1, num_heads=1, reg_tokens=2)
+    (table,) = anatomy.positions(model)
+    assert (table.prefix, table.grid) == (3, (4, 2))
+
+
+# --- reading and writing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_write_is_the_inverse_of_read(kind, dtype):
+    for family in rows(kind):
+        model = family.build().to(dtype)
+        before = state(model)
+        for part in KINDS[kind](model):
+            for read, write in slots(part):
+                value = read()
+                assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+                write(value)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), f"{family.name} {name}"
+        for part in KINDS[kind](model):
+            for read, write in slots(part):
+                old = read()
+                new = torch.randn(old.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(old)
+                write(new)
+                assert torch.equal(read(), new), family.name
+                write(old)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]), f"{family.name} {name}"
+
+
+@pytest.mark.parametrize("family", **ids(rows("attention")))
+def test_writing_one_head_changes_its_numbers_and_no_others(family):
+    model = family.build()
+    tied = len(model.state_dict()) != len(dict(model.named_parameters()) | dict(model.named_buffers()))
+    part = anatomy.attention(model)[-1]
+    for name in "qkvo":
+        before = state(model)
+        value = part.read(name)
+        head = len(value) - 1
+        value[head] += 1.0
+        part.write(name, value)
+        changed = {
+            n: int((v != before[n]).sum()) for n, v in model.state_dict().items() if not torch.equal(v, before[n])
+        }
+        assert changed == {part.parameters[name][0]: value[head].numel()} or tied
+        others = {other: part.read(other) for other in "qkvo" if other != name}
+        part.write(name, part.read(name) * 2)
+        assert all(torch.equal(part.read(other), kept) for other, kept in others.items())
+
+
+@pytest.mark.parametrize("kind", ["depthwise", "mlps", "patch_embeddings", "positions", "ssms"])
+def test_writing_one_part_changes_only_the_named_tensors(kind):
+    for family in rows(kind):
+        model = family.build()
+        part = KINDS[kind](model)[0]
+        for read, write in slots(part):
+            before, kept = state(model), [other() for other, _ in slots(part)]
+            write(read() + 1.0)
+            changed = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
+            assert len(changed) == 1
+            again = [other() for other, _ in slots(part)]
+            assert sum(not torch.equal(a, b) for a, b in zip(kept, again, strict=True)) == 1
+
+
+def test_reading_never_shares_memory():
+    model = FAMILIES["timm-vit"].build()
+    before = state(model)
+    for kind in FAMILIES["timm-vit"].parts:
+        for part in KINDS[kind](model):
+            for read, _ in slots(part):
+                read().zero_()
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+# --- the effective operators ---------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Inputs, outputs and scaled-dot-product calls of modules, from a real forward pass."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inputs: dict[str, tuple] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.calls: list[dict] = []
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(functools.partial(self._before, path), with_kwargs=True)
+            module.register_forward_hook(functools.partial(self._after, path))
+        real = F.scaled_dot_product_attention
+
+        def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+            self.calls.append(
+                {"q": query, "k": key, "v": value, "mask": attn_mask, "causal": is_causal, "scale": scale}
+            )
+            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+
+    def _before(self, path, module, args, kwargs):
+        self.inputs[path] = (args, kwargs)
+
+    def _after(self, path, module, args, output):
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            self.outputs[path] = first
+
+
+def tokens_of(recorder: Recorder, part) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that queries, keys and values read: (n, d), (m, d_kv), (m, d_v)."""
+    args, kwargs = recorder.inputs[part.name]
+    x = args[0] if args else kwargs.get("hidden_states", kwargs.get("query"))
+    if part.kind == "self":
+        return x[0], x[0], x[0]
+    others = [a for a in args[1:3] if isinstance(a, Tensor)] or [kwargs.get("key_value_states")]
+    return x[0], others[0][0], others[-1][0]
+
+
+@pytest.mark.parametrize("family", **ids([f for f in rows("attention") if f.extra.get("emulate", True)]))
+def test_the_views_reproduce_the_real_attention(family, monkeypatch):
+    """softmax(X Wq Wk^T X^T) X Wv Wo from the views equals the model's own forward, head by head."""
+    # nn.MultiheadAttention takes a compiled shortcut in evaluation mode; without dropout training is the same.
+    model = family.build().train("torch" in family.name and "hf" not in family.name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    recorder = Recorder(model, monkeypatch)
+    family.call(model)
+    parts = anatomy.attention(model)
+    assert len(recorder.calls) == len(parts)
+    order = sorted(parts, key=lambda p: list(recorder.inputs).index(p.name))
+    for part, call in zip(order, recorder.calls, strict=True):
+        xq, xk, xv = tokens_of(recorder, part)
+        group = part.heads // part.kv_heads
+        zero = torch.zeros(())
+        bias = {n: b if (b := part.read_bias(n)) is not None else zero for n in "qkvo"}
+        q, k, v = (
+            x @ part.read(n) + (bias[n].unsqueeze(1) if bias[n].ndim else zero)
+            for n, x in zip("qkv", (xq, xk, xv), strict=True)
+        )  # (H, n, k), (kv, m, k), (kv, m, v)
+        k, v = (t.repeat_interleave(group, 0) for t in (k, v))
+        logits = q @ k.mT * part.scale
+        scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(part.head_width)
+        theirs = call["q"][0] @ call["k"][0].repeat_interleave(part.heads // call["k"].shape[1], 0).mT * scale
+        torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+        assert logits.std() > 1e-2
+        if call["mask"] is not None:
+            mask = call["mask"][0] if call["mask"].ndim == 4 else call["mask"]
+            logits = logits.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else logits + mask
+        if call["causal"] and logits.shape[-2] > 1:
+            logits = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -math.inf)
+        out = (logits.softmax(-1) @ v @ part.read("o")).sum(0) + bias["o"]
+        owner = part.parameters["o"][0].rpartition(".")[0]
+        real = recorder.outputs[owner if owner in recorder.outputs else part.name][0]
+        torch.testing.assert_close(out, real.reshape(out.shape), rtol=1e-4, atol=1e-4)
+        assert out.std() > 1e-2
+
+
+def test_t5_projections_by_their_own_layers():
+    """T5's biases hide its logits, so its four projections are compared layer by layer."""
+    model = built("hf-t5")
+    for part in anatomy.attention(model):
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(3))
+        inner = model.get_submodule(part.name)
+        for name in "qkv":
+            theirs = getattr(inner, name)(x).reshape(5, HEADS, -1).transpose(0, 1)
+            torch.testing.assert_close(x @ part.read(name), theirs)
+        y = torch.randn(5, HEADS, 16, generator=torch.Generator().manual_seed(4))
+        torch.testing.assert_close((y.transpose(0, 1) @ part.read("o")).sum(0), inner.o(y.reshape(5, -1)))
+        assert part.scale == 1.0
+
+
+@pytest.mark.parametrize("family", **ids(rows("mlps")))
+def test_the_views_reproduce_the_real_mlps(family, monkeypatch):
+    model = family.build()
+    recorder = Recorder(model, monkeypatch)
+    family.call(model)
+    for part in anatomy.mlps(model):
+        assert (part.hidden, part.width) == tuple(part.read("w1").shape)
+        assert part.read("w2").shape[1] == part.hidden
+        if family.name not in ("timm-vit-packed", "timm-vit-swiglu") and "conv" not in family.name:
+            assert (part.width, part.hidden) in ((WIDTH, HIDDEN), (WIDTH, 4 * WIDTH))
+        inner = {n: part.names[n][0].removesuffix(".weight") for n in part.names}
+        if inner["w1"] not in recorder.inputs:  # nn.TransformerEncoder's compiled shortcut
+            pytest.fail(f"{inner['w1']} was not called")
+
+        def apply(name, x, part=part):
+            bias = part.read_bias(name)
+            return x @ part.read(name).T + (0 if bias is None else bias)
+
+        convolution = model.get_parameter(part.names["w1"][0]).ndim == 4
+
+        def channels_last(x, convolution=convolution):
+            return x.movedim(1, -1) if convolution else x
+
+        x, y = (channels_last(recorder.inputs[inner[n]][0][0]) for n in ("w1", "w2"))
+        hidden = apply("w1", x)
+        if part.kind == "plain":
+            torch.testing.assert_close(hidden, channels_last(recorder.outputs[inner["w1"]]), rtol=1e-4, atol=1e-4)
+        else:
+            inner_module = model.get_submodule(part.name)
+            activation = next(
+                getattr(inner_module, n) for n in ("act", "act_fn", "activation_fn") if hasattr(inner_module, n)
+            )
+            expected = activation(apply("gate", x)) * hidden
+            torch.testing.assert_close(expected, y, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(apply("w2", y), channels_last(recorder.outputs[inner["w2"]]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", **ids(rows("depthwise")))
+def test_the_views_reproduce_the_real_depthwise_convolutions(family, monkeypatch):
+    model = family.build()
+    recorder = Recorder(model, monkeypatch)
+    family.call(model)
+    for part in anatomy.depthwise(model):
+        if part.name not in recorder.inputs:
+            continue  # Mamba's slow path calls the kernel with the weight itself
+        inner = model.get_submodule(part.name)
+        x, filters = recorder.inputs[part.name][0][0], part.read()
+        weight = filters.unsqueeze(1) if part.ndim == 2 else filters
+        bias, groups = inner.bias, part.channels
+        if part.ndim == 1:
+            y = F.conv1d(x, weight, bias, inner.stride, inner.padding, part.dilation, groups)
+        else:
+            y = F.conv2d(x, weight, bias, inner.stride, inner.padding, part.dilation, groups)
+        torch.testing.assert_close(y, recorder.outputs[part.name])
+
+
+def test_mamba_scan_from_the_views(monkeypatch):
+    """Eq. 3.29-3.34 of the thesis with A, Delta, B, C from the views equals transformers' own scan."""
+    model = FAMILIES["hf-mamba"].build()
+    recorder = Recorder(model, monkeypatch)
+    FAMILIES["hf-mamba"].call(model)
+    for part in anatomy.ssms(model):
+        mixer = model.get_submodule(part.name)
+        u = recorder.inputs[f"{part.name}.x_proj"][0][0][0]  # (T, channels), after the convolution
+        gate = mixer.in_proj(recorder.inputs[part.name][0][0])[0].chunk(2, dim=-1)[1]
+        rank = part.read("dt_weight").shape[1]
+        delta = F.softplus(u @ mixer.x_proj.weight[:rank].T @ part.read("dt_weight").T + part.read("dt_bias"))
+        a, b, c = -part.read("A_log").exp(), u @ part.read("B").T, u @ part.read("C").T
+        h, ys = torch.zeros(part.channels, part.state), []
+        for t in range(len(u)):
+            h = torch.exp(delta[t, :, None] * a) * h + delta[t, :, None] * b[t] * u[t, :, None]
+            ys.append(h @ c[t] + part.read("D") * u[t])
+        expected = torch.stack(ys) * F.silu(gate)
+        torch.testing.assert_close(expected, recorder.inputs[f"{part.name}.out_proj"][0][0][0], rtol=1e-4, atol=1e-4)
+        assert part.read("conv_weight").shape == (part.channels, 4)
+
+
+def test_mamba2_scan_from_the_views(monkeypatch):
+    model = FAMILIES["hf-mamba2"].build()
+    recorder = Recorder(model, monkeypatch)
+    FAMILIES["hf-mamba2"].call(model)
+    for part in anatomy.ssms(model):
+        mixer = model.get_submodule(part.name)
+        args, kwargs = recorder.inputs[part.name]
+        x = (args[0] if args else kwargs["hidden_states"])[0]  # (T, d)
+        n, d = part.state * part.groups, part.channels
+        inner = x @ mixer.in_proj.weight[d : 2 * d].T
+        mixed = torch.cat([inner, x @ part.read("B").T, x @ part.read("C").T], dim=1)
+        padded = F.pad(mixed.T, (part.read("conv_weight").shape[1] - 1, 0))
+        mixed = F.silu(
+            F.conv1d(padded, part.read("conv_weight").unsqueeze(1), part.read("conv_bias"), groups=d + 2 * n).T
+        )
+        u, b, c = mixed.split([d, n, n], dim=1)
+        delta = F.softplus(x @ part.read("dt_weight").T + part.read("dt_bias"))  # (T, heads)
+        a = -part.read("A_log").exp()
+        u = u.reshape(len(x), part.heads, -1)
+        b, c = (
+            t.reshape(len(x), part.groups, part.state).repeat_interleave(part.heads // part.groups, 1) for t in (b, c)
+        )
+        h, ys = torch.zeros(part.heads, u.shape[-1], part.state), []
+        for t in range(len(x)):
+            h = torch.exp(delta[t] * a)[:, None, None] * h + delta[t, :, None, None] * u[t, :, :, None] * b[t, :, None]
+            ys.append((h * c[t, :, None]).sum(-1) + part.read("D")[:, None] * u[t])
+        expected = torch.stack(ys).reshape(len(x), d)
+        torch.testing.assert_close(expected, recorder.inputs[f"{part.name}.norm"][0][0][0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", **ids([f for f in rows("positions") if "vit" in f.name or f.name in DEIT]))
+def test_a_position_row_moves_its_own_token(family):
+    """Changing row i of the table changes token i, and only that one, where the first block reads it."""
+    model = family.build()
+    (table,) = anatomy.positions(model)
+    seen: list[Tensor] = []
+    first = anatomy.attention(model)[0].name.rsplit(".", 1)[0]
+    model.get_submodule(first).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    family.call(model)
+    value = table.read()
+    value[table.prefix + 5] += 1.0
+    table.write(value)
+    family.call(model)
+    moved = (seen[1] - seen[0])[0].abs().sum(-1)
+    assert moved.nonzero().flatten().tolist() == [table.prefix + 5]
+    assert len(moved) == table.tokens
+
+
+# --- wrappers, ties and sources ------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("family", **ids(list(FAMILIES.values())))
+def test_wrapper_prefixes_do_not_matter(family):
+    model = family.build()
+    for wrapped, prefix in ((Wrapped(model), "module."), (Wrapped(Wrapped(model)), "module.module.")):
+        for kind in family.parts:
+            for part, same in zip(KINDS[kind](wrapped), KINDS[kind](model), strict=True):
+                assert part.name == prefix + same.name
+                for (read, _), (other, _) in zip(slots(part), slots(same), strict=True):
+                    assert torch.equal(read(), other())
+
+
+def test_torch_compile_prefix():
+    model = FAMILIES["timm-vit"].build()
+    compiled = torch.compile(model, backend="eager")
+    for part, same in zip(anatomy.attention(compiled), anatomy.attention(model), strict=True):
+        assert part.name == f"_orig_mod.{same.name}"
+        part.write("q", part.read("q") * 2)
+        assert torch.equal(part.read("q"), same.read("q"))
+    assert len(anatomy.mlps(compiled)) == DEPTH
+
+
+@pytest.mark.parametrize("family", **ids([f for f in FAMILIES.values() if f.name not in ("torch-kdim",)]))
+def test_a_state_dict_with_its_config_gives_the_same_parts_in_any_order(family):
+    model = built(family.name)
+    config = model.config.to_dict() if hasattr(model, "config") else {"num_heads": family.heads[0], "gate_last": False}
+    shuffled = dict(sorted(model.state_dict().items(), reverse=True))
+    for kind in family.parts:
+        mine, theirs = KINDS[kind](shuffled, config), KINDS[kind](model)
+        assert [p.name for p in mine] == [p.name for p in theirs], kind
+        for a, b in zip(mine, theirs, strict=True):
+            for (read, _), (other, _) in zip(slots(a), slots(b), strict=True):
+                assert torch.equal(read(), other())
+        if kind == "attention":
+            assert [(p.layer, p.kind, p.rotary, p.scale) for p in mine] == [
+                (p.layer, p.kind, p.rotary, p.scale) for p in theirs
+            ]
+        if kind == "depthwise":
+            assert [(p.layer, p.stage) for p in mine] == [(p.layer, p.stage) for p in theirs]
+        if kind == "ssms":
+            assert [(p.version, p.state, p.groups) for p in mine] == [(p.version, p.state, p.groups) for p in theirs]
+
+
+def test_names_of_transformers_before_5():
+    """Checkpoints keep the old names: encoder.layer.N.attention.attention.query and attention.output.dense."""
+    model = built("hf-vit")
+    old = {}
+    for name, value in model.state_dict().items():
+        renamed = "vit." + name.replace("layers.", "encoder.layer.").replace(
+            "attention.o_proj", "attention.output.dense"
+        )
+        for short, long in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+            renamed = renamed.replace(f"attention.{short}", f"attention.attention.{long}")
+        renamed = renamed.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")
+        old[renamed] = value
+    config = model.config.to_dict()
+    for part, same in zip(anatomy.attention(old, config), anatomy.attention(model), strict=True):
+        assert all(torch.equal(part.read(n), same.read(n)) for n in "qkvo")
+        assert all(torch.equal(part.read_bias(n), same.read_bias(n)) for n in "qkvo")
+    for part, same in zip(anatomy.mlps(old), anatomy.mlps(model), strict=True):
+        assert all(torch.equal(part.read(n), same.read(n)) for n in ("w1", "w2"))
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="needs ../shared/models")
+def test_a_real_checkpoint_read_lazily():
+    from safetensors import safe_open
+
+    class Lazy(dict):
+        def __init__(self, file):
+            super().__init__(dict.fromkeys(file.keys()))
+            self.file, self.read = file, []
+
+        def shape(self, name):
+            return self.file.get_slice(name).get_shape()
+
+        def __getitem__(self, name):
+            self.read.append(name)
+            return self.file.get_tensor(name)
+
+    with safe_open(REAL / "model.safetensors", "pt") as file:
+        lazy = Lazy(file)
+        parts = anatomy.attention(lazy, json.loads((REAL / "config.json").read_text()))
+        assert not lazy.read, "finding the parts must read no tensor"
+        assert [p.layer for p in parts] == list(range(12))
+        assert [p.name.split(".")[2] for p in parts] == [str(i) for i in range(12)]
+        assert {(p.heads, p.kv_heads, p.width, p.head_width) for p in parts} == {(6, 6, 384, 64)}
+        diagonals = torch.stack([(p.read("q") * p.read("k")).sum((1, 2)) for p in parts])  # traces, (12, 6)
+        assert int((diagonals > 0).sum()) == 65
+        traces = torch.stack([(p.read("v") * p.read("o").mT).sum() for p in parts])
+        assert int((traces < 0).sum()) == 8
+        assert set(lazy.read) == {n for p in parts for names in p.parameters.values() for n in names}
+        (table,) = anatomy.positions(lazy, json.loads((REAL / "config.json").read_text()))
+        assert (table.prefix, table.grid) == (1, (37, 37))
+        with pytest.raises(DataError, match="cannot be written"):
+            parts[0].write("q", parts[0].read("q"))
+
+
+def test_tied_layers_are_one_part():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.ModuleList([layer, layer])
+    assert len(anatomy.attention(model)) == len(anatomy.mlps(model)) == 1
+
+
+def test_gpt2_cross_attention_and_a_square_conv1d():
+    transformers = shims.transformers()
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8, n_inner=8, add_cross_attention=True
+    )
+    config.bos_token_id = config.eos_token_id = 1
+    model = scramble(transformers.GPT2Model(config).eval())
+    own, cross = anatomy.attention(model)
+    assert (own.kind, cross.kind, own.layer, cross.layer) == ("self", "cross", 0, 0)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    k, v = model.h[0].crossattention.c_attn(x).chunk(2, -1)
+    for name, theirs in (("q", model.h[0].crossattention.q_attn(x)), ("k", k), ("v", v)):
+        mine = x @ cross.read(name) + cross.read_bias(name).unsqueeze(1)
+        torch.testing.assert_close(mine.transpose(0, 1).reshape(3, -1), theirs)
+    (mlp,) = anatomy.mlps(model)  # n_inner == n_embd: the shapes do not tell the layout
+    torch.testing.assert_close(x @ mlp.read("w1").T + mlp.read_bias("w1"), model.h[0].mlp.c_fc(x))
+
+
+def test_nanogpt_keeps_the_same_names_in_linear_layers():
+    attn = nn.Module()
+    attn.c_attn, attn.c_proj, attn.n_head = nn.Linear(8, 24), nn.Linear(8, 8), 2
+    (part,) = anatomy.attention(nn.ModuleDict({"attn": attn}))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    theirs = attn.c_attn(x).chunk(3, -1)[1].reshape(3, 2, 4).transpose(0, 1)
+    torch.testing.assert_close(x @ part.read("k") + part.read_bias("k").unsqueeze(1), theirs)
+
+
+def test_what_only_looks_like_a_part():
+    shims.timm()
+    models = pytest.importorskip("torchvision.models")
+    squeeze = models.efficientnet_b0(num_classes=3).features[2][0]  # fc1 and fc2 of squeeze-and-excitation
+    with pytest.raises(AnatomyError, match="expected MLPs, found 1 depthwise"):
+        anatomy.mlps(squeeze)
+    grey = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8))
+    assert [p.name for p in anatomy.depthwise(grey)] == ["1"]
+    upsampling = nn.Sequential(nn.ConvTranspose2d(8, 8, 4, groups=8))
+    with pytest.raises(AnatomyError, match="expected depthwise"):
+        anatomy.depthwise(upsampling)
+    xcit = shims.timm().create_model("xcit_nano_12_p16_224", img_size=32, depth=1, cls_attn_layers=1, num_classes=2)
+    names = [p.name for p in anatomy.attention(xcit)]
+    assert names == ["cls_attn_blocks.0.attn"], "attention between channels is no attention between tokens"
+    stem = nn.ModuleDict({"stem": nn.Sequential(nn.Conv2d(3, 8, 3, stride=2))})
+    with pytest.raises(AnatomyError, match="expected patch"):
+        anatomy.patch_embeddings(stem)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_unknown_head_count():
+    state_dict = built("timm-vit").state_dict()
+    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`.*config=\{'num_attention_heads'"):
+        anatomy.attention(state_dict)
+    with pytest.raises(AnatomyError, match="5 heads do not divide"):
+        anatomy.attention(state_dict, {"num_heads": 5})
+    assert anatomy.attention(state_dict, {"num_heads": HEADS})[0].heads == HEADS
+
+
+def test_wrong_shapes_names_and_types():
+    model = FAMILIES["timm-vit"].build()
+    part, mlp = anatomy.attention(model)[0], anatomy.mlps(model)[0]
+    (table,) = anatomy.positions(model)
+    with pytest.raises(SpecError, match=r"`blocks.0.attn` q: expected 3 heads of width 16"):
+        part.write("q", torch.zeros(3, 16, WIDTH))
+    with pytest.raises(SpecError, match="expected values of shape"):
+        part.write("q", torch.zeros(3, WIDTH + 1, 16))
+    with pytest.raises(SpecError, match="expected values of shape"):
+        mlp.write("w1", mlp.read("w1").T)
+    with pytest.raises(SpecError, match="`pos_embed`: expected values of shape"):
+        table.write(torch.zeros(1, 17, WIDTH))
+    with pytest.raises(UsageError, match="one of 'q', 'k', 'v', 'o', found 'w'"):
+        part.read("w")
+    with pytest.raises(UsageError, match="plain MLP and has the matrices w1, w2"):
+        mlp.read("gate")
+    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+        anatomy.attention([1, 2])
+    with pytest.raises(AnatomyError, match="found none of the parts"):
+        anatomy.attention(nn.Linear(2, 2))
+
+
+def test_no_bias():
+    (part,) = [p for p in anatomy.attention(FAMILIES["hf-llama"].build()) if p.layer == 0]
+    assert part.read_bias("q") is None
+    with pytest.raises(SpecError, match="no bias for q"):
+        part.write_bias("q", torch.zeros(4, 12))
+    (mlp, _) = anatomy.mlps(FAMILIES["hf-llama"].build())
+    assert mlp.read_bias("w1") is None
+    with pytest.raises(SpecError, match="no bias for w1"):
+        mlp.write_bias("w1", torch.zeros(HIDDEN))
+
+
+def test_values_that_overflow_in_half_precision_are_refused():
+    part = anatomy.attention(FAMILIES["timm-vit"].build().half())[0]
+    before = part.read("q")
+    with pytest.raises(DataError, match=r"overflow in torch\.float16"):
+        part.write("q", torch.full_like(before, 1e6))
+    assert torch.equal(part.read("q"), before)
+
+
+def test_meta_tensors_are_found_but_not_written():
+    with torch.device("meta"):
+        model = nn.TransformerEncoderLayer(8, 2, 16)
+    (part,) = anatomy.attention(model)
+    assert part.width == 8
+    with pytest.raises(DataError, match="meta device"):
+        part.write("q", torch.zeros(2, 8, 4))
+
+
+def test_inventory():
+    counts = anatomy.inventory(built("hf-whisper"))
+    assert counts["attention modules"] == 6
+    assert counts["MLPs"] == 4
+    assert counts["depthwise convolutions"] == 0
+
+
+def test_no_model_library_is_imported():
+    import re
+
+    package = Path(anatomy.__file__).parent
+    for file in package.glob("*.py"):
+        assert not re.search(r"^\s*(import|from) (timm|transformers|torchvision|mamba)", file.read_text(), re.MULTILINE)
