@@ -1,0 +1,288 @@
+"""One contract for every structure: a new one adds a row to CASES."""
+
+import numpy as np
+import pytest
+import references_statistics as naive
+from scipy.stats import multivariate_normal
+from sklearn.covariance import LedoitWolf
+
+from weightscope.errors import DataError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.structures import STRUCTURES, Dense, Diagonal, GroupMeans, Isotropic, Kronecker, LowRank, named
+from weightscope.structures.base import fit_mean
+
+MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight", (3, 4))])
+MIXED = WeightSpec([TensorSpec("conv.weight", (4, 1, 2, 2)), TensorSpec("bias", (5,)), TensorSpec("scale", ())])
+VECTOR = WeightSpec([TensorSpec("bias", (6,))])
+COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
+
+# structure, options, spec
+CASES = [
+    *[
+        (cls, {}, spec)
+        for cls in (Isotropic, Diagonal, Dense, GroupMeans)
+        for spec in (MATRICES, MIXED, VECTOR, COLUMN)
+    ],
+    *[(LowRank, {"rank": rank}, spec) for rank in (1, 3) for spec in (MATRICES, MIXED, VECTOR)],
+    (Kronecker, {}, MATRICES),
+    (Kronecker, {}, COLUMN),
+]
+IDS = [f"{c.name}-{'-'.join(map(str, o.values()))}-{s.tensors[0].name}" for c, o, s in CASES]
+contract = pytest.mark.parametrize(("cls", "options", "spec"), CASES, ids=IDS)
+
+
+def data_of(spec, n=40, seed=0):
+    """Correlated data with different variances and means."""
+    rng = np.random.default_rng(seed)
+    mixing = naive.random_covariance(spec.size, rng) * np.linspace(0.5, 2, spec.size)
+    return rng.standard_normal((n, spec.size)) @ mixing + np.linspace(-1, 1, spec.size)
+
+
+@pytest.fixture
+def fitted(cls, options, spec):
+    return cls.fit(data_of(spec), spec, **options)
+
+
+def test_every_structure_is_under_the_contract():
+    assert {cls for cls, _, _ in CASES} == set(STRUCTURES.values())
+    assert all(cls.name == name and cls.summary for name, cls in STRUCTURES.items())
+
+
+@contract
+def test_density_equals_the_dense_normal(fitted, spec):
+    x = data_of(spec, 12, seed=1)
+    expected = multivariate_normal(fitted.mean, fitted.covariance()).logpdf(x)
+    np.testing.assert_allclose(fitted.log_prob(x), expected, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(fitted.log_prob(x.reshape(3, 4, -1)), expected.reshape(3, 4), rtol=1e-8, atol=1e-8)
+    assert fitted.log_prob(x[0]).shape == ()
+
+
+@contract
+def test_noise_has_the_covariance(fitted, spec):
+    # deviation is linear in the noise: its matrix L, found column by column, must satisfy L L^T = Cov exactly.
+    shapes = fitted.noise_shapes
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    columns = np.eye(sum(sizes))
+    noise = [
+        part.reshape(-1, *shape)
+        for part, shape in zip(np.split(columns, np.cumsum(sizes)[:-1], axis=1), shapes, strict=True)
+    ]
+    linear = fitted.deviation(noise).T
+    np.testing.assert_allclose(linear @ linear.T, fitted.covariance(), atol=1e-12)
+
+
+@contract
+def test_samples_have_the_moments(fitted, spec):
+    # |z| < 5.5 for each of at most 27 * 28 / 2 covariances of 20,000 samples: false-alarm rate below 1e-4.
+    n = 20_000
+    samples = fitted.sample(np.random.default_rng(2), n)
+    assert samples.shape == (n, spec.size)
+    covariance = fitted.covariance()
+    spread = np.sqrt((np.outer(np.diag(covariance), np.diag(covariance)) + covariance**2) / n)
+    assert (np.abs(naive.covariance(samples) - covariance) < 5.5 * spread).all()
+    assert (np.abs(samples.mean(axis=0) - fitted.mean) < 5.5 * np.sqrt(np.diag(covariance) / n)).all()
+
+
+@contract
+def test_fit_after_sample_recovers_the_distribution(cls, options, spec, fitted):
+    # The Kullback-Leibler divergence of a maximum-likelihood fit from n samples is about parameters / (2 n) nats;
+    # ten times that leaves room for shrinkage and for the largest of these rows.
+    n = 4000
+    again = cls.fit(fitted.sample(np.random.default_rng(3), n), spec, **options)
+    fresh = fitted.sample(np.random.default_rng(4), 4000)
+    divergence = (fitted.log_prob(fresh) - again.log_prob(fresh)).mean()
+    assert divergence < 10 * fitted.parameters / (2 * n)
+    np.testing.assert_allclose(again.covariance(), fitted.covariance(), atol=0.15 * np.diag(fitted.covariance()).max())
+
+
+@contract
+def test_round_trip_is_bit_exact(cls, fitted, spec):
+    stored = {name: np.array(array) for name, array in fitted.to_tensors().items()}
+    again = cls.from_tensors(stored, spec, fitted.parameters, fitted.diagnostics)
+    x = data_of(spec, 5, seed=5)
+    np.testing.assert_array_equal(again.log_prob(x), fitted.log_prob(x))
+    np.testing.assert_array_equal(again.sample(np.random.default_rng(6), 3), fitted.sample(np.random.default_rng(6), 3))
+    assert (again.parameters, again.diagnostics) == (fitted.parameters, fitted.diagnostics)
+    with pytest.raises(ValueError, match="read-only"):
+        again.mean[0] = 1.0
+
+
+@contract
+def test_order_of_networks_changes_nothing(cls, options, spec, fitted):
+    data = np.random.default_rng(7).permutation(data_of(spec))
+    again = cls.fit(data, spec, **options)
+    np.testing.assert_allclose(again.covariance(), fitted.covariance(), rtol=0, atol=1e-10)
+    x = data_of(spec, 5, seed=8)
+    np.testing.assert_allclose(again.log_prob(x), fitted.log_prob(x), rtol=1e-10, atol=1e-9)
+    ours, theirs = (s.sample(np.random.default_rng(9), 2) for s in (fitted, again))
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-8)
+
+
+@contract
+def test_scaling_the_weights_scales_the_structure(cls, options, spec, fitted):
+    again = cls.fit(100.0 * data_of(spec), spec, **options)
+    np.testing.assert_allclose(again.covariance(), 1e4 * fitted.covariance(), rtol=1e-6, atol=1e-2)
+
+
+@contract
+def test_damaged_arrays_are_refused(cls, fitted, spec):
+    good = fitted.to_tensors()
+    for name, array in good.items():
+        with pytest.raises(DataError, match=r"missing|shape"):
+            cls.from_tensors({k: v for k, v in good.items() if k != name} | {"x": array}, spec)
+        with pytest.raises(DataError, match="finite"):
+            cls.from_tensors(good | {name: np.full_like(array, np.nan)}, spec)
+        with pytest.raises(DataError, match="expected the shape"):
+            cls.from_tensors(good | {name: array[..., None]}, spec)
+
+
+@pytest.mark.parametrize("cls", [Isotropic, Diagonal, Dense, GroupMeans, LowRank, Kronecker])
+def test_fewer_networks_than_entries(cls):
+    spec = WeightSpec([TensorSpec("fc1.weight", (12, 10))])
+    fitted = cls.fit(np.random.default_rng(0).standard_normal((20, 120)), spec)
+    assert np.linalg.eigvalsh(fitted.covariance()).min() > 0
+    assert np.isfinite(fitted.log_prob(np.zeros(120)))
+
+
+@pytest.mark.parametrize("cls", STRUCTURES.values())
+def test_bad_data(cls):
+    spec = WeightSpec([TensorSpec("w", (3, 2))])
+    with pytest.raises(DataError, match=r"expected weight vectors \(N, 6\), found \(9, 5\)"):
+        cls.fit(np.ones((9, 5)), spec)
+    with pytest.raises(DataError, match="at least 2 networks, found 1"):
+        cls.fit(np.ones((1, 6)), spec)
+    bad = np.random.default_rng(0).standard_normal((30, 6))
+    bad[3, 3] = np.nan
+    with pytest.raises(DataError, match="found NaN or infinity"):
+        cls.fit(bad, spec)
+    options = {"rank": 2} if cls is LowRank else {}
+    with pytest.raises(UsageError, match="do not vary"):
+        cls.fit(np.ones((9, 6)), spec, **options)
+
+
+def test_registry():
+    assert named("dense") is Dense
+    with pytest.raises(UsageError, match="no structure 'full'; there are isotropic, group_means, diagonal"):
+        named("full")
+
+
+@pytest.mark.parametrize("n", [25, 200])
+def test_dense_is_ledoit_wolf(n):
+    # Means that differ by far more than their errors are fitted entry by entry, as scikit-learn always does.
+    spec = WeightSpec([TensorSpec("w", (6, 10))])
+    data = data_of(spec, n) + 10 * np.arange(60)
+    expected = LedoitWolf().fit(data)
+    fitted = Dense.fit(data, spec)
+    assert fitted.diagnostics["shrinkage"] == pytest.approx(expected.shrinkage_, abs=1e-10)
+    np.testing.assert_allclose(fitted.covariance(), expected.covariance_, atol=1e-10)
+    np.testing.assert_allclose(fitted.mean, expected.location_, atol=1e-12)
+
+
+def test_dense_shrinks_tensors_of_different_size_alike():
+    spec = WeightSpec([TensorSpec("small", (4, 5)), TensorSpec("large", (4, 5))])
+    data = np.random.default_rng(0).standard_normal((20, 40)) * np.repeat([1e-3, 10.0], 20)
+    variances = np.diag(Dense.fit(data, spec).covariance())
+    assert variances[:20].mean() == pytest.approx(1e-6, rel=0.3)
+    assert variances[20:].mean() == pytest.approx(100, rel=0.3)
+
+
+def test_group_means_finds_the_variance_components():
+    # Var of an estimated component is 2 l^2 / (N (n - 1)); 20 % is more than five of those standard errors.
+    rng = np.random.default_rng(1)
+    p, n, size = 12, 8, 3000
+    effects = (
+        0.5 * rng.standard_normal((size, 1, 1)),
+        0.4 * rng.standard_normal((size, p, 1)),
+        0.3 * rng.standard_normal((size, 1, n)),
+    )
+    data = sum(effects) + rng.standard_normal((size, p, n))
+    fitted = GroupMeans.fit(data.reshape(size, -1), WeightSpec([TensorSpec("w1", (p, n))]))
+    found = fitted.diagnostics["components"]["w1"]
+    assert found == pytest.approx({"residual": 1, "row": 0.16, "column": 0.09, "grand": 0.25}, rel=0.2)
+    assert fitted.diagnostics["negative_components"] == []
+    assert fitted.parameters == 5
+
+
+def test_group_means_with_less_variation_than_independence():
+    rng = np.random.default_rng(2)
+    data = rng.standard_normal((2000, 9, 7))
+    data -= 0.7 * data.mean(axis=1, keepdims=True)
+    fitted = GroupMeans.fit(data.reshape(2000, -1), WeightSpec([TensorSpec("w2", (9, 7))]))
+    assert "w2: column" in fitted.diagnostics["negative_components"]
+    assert np.linalg.eigvalsh(fitted.covariance()).min() > 0
+    samples = fitted.sample(rng, 4000).reshape(-1, 9, 7)
+    ratio = samples.mean(axis=1).var() / (samples.var() / 9)
+    assert ratio == pytest.approx(0.09, rel=0.15)
+
+
+def test_group_means_is_the_maximum_among_its_covariances():
+    spec = WeightSpec([TensorSpec("w", (4, 3))])
+    data = data_of(spec, 30)
+    fitted = GroupMeans.fit(data, spec)
+    rng = np.random.default_rng(3)
+    best = fitted.log_prob(data).sum()
+    for _ in range(100):
+        other = GroupMeans(spec, fitted.mean, fitted.eigenvalues * np.exp(0.1 * rng.standard_normal((1, 4))))
+        assert other.log_prob(data).sum() < best
+
+
+def test_low_rank_is_a_stationary_maximum_and_grows_with_rank():
+    spec = WeightSpec([TensorSpec("w", (4, 6))])
+    data = data_of(spec, 200)
+    likelihoods = [LowRank.fit(data, spec, rank=rank).log_prob(data).sum() for rank in (1, 2, 4, 8)]
+    assert sorted(likelihoods) == likelihoods
+    fitted = LowRank.fit(data, spec, rank=2)
+    assert fitted.diagnostics["converged"]
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        factor = fitted.factor * (1 + 0.05 * rng.standard_normal(fitted.factor.shape))
+        other = LowRank(spec, fitted.mean, fitted.variance * np.exp(0.05 * rng.standard_normal(24)), factor)
+        assert other.log_prob(data).sum() < fitted.log_prob(data).sum()
+
+
+def test_low_rank_equals_scikit_learns_factor_analysis():
+    from sklearn.decomposition import FactorAnalysis
+
+    spec = WeightSpec([TensorSpec("w", (10,))])
+    rng = np.random.default_rng(5)
+    data = (
+        rng.standard_normal((500, 3)) @ rng.standard_normal((3, 10))
+        + rng.standard_normal((500, 10))
+        + 9 * np.arange(10)
+    )
+    theirs = FactorAnalysis(3, tol=1e-8, max_iter=5000, svd_method="lapack").fit(data)
+    ours = LowRank.fit(data, spec, rank=3)
+    assert ours.log_prob(data).mean() == pytest.approx(theirs.score(data), abs=1e-4)
+    np.testing.assert_allclose(ours.covariance(), theirs.get_covariance(), rtol=0.02, atol=0.02)
+
+
+def test_low_rank_ranks():
+    spec = WeightSpec([TensorSpec("w", (4, 6))])
+    for rank in (0, 24, -1):
+        with pytest.raises(UsageError, match="rank: expected 1 to 23"):
+            LowRank.fit(data_of(spec, 200), spec, rank=rank)
+    assert [c["rank"] for c in LowRank.candidates(300, 1024)] == [1, 2, 4, 8, 16, 32, 64]
+    assert [c["rank"] for c in LowRank.candidates(40, 6)] == [1]
+    assert [c["rank"] for c in LowRank.candidates(3, 6)] == [1]
+
+
+def test_kronecker_order_and_shapes():
+    spec = WeightSpec([TensorSpec("conv.weight", (4, 1, 3, 3))])
+    rng = np.random.default_rng(6)
+    rows, columns = naive.random_covariance(4, rng), naive.random_covariance(9, rng)
+    data = rng.standard_normal((3000, 36)) @ np.linalg.cholesky(np.kron(rows, columns)).T
+    fitted = Kronecker.fit(data, spec)
+    np.testing.assert_allclose(fitted.covariance(), np.kron(rows, columns), atol=0.1)
+    with pytest.raises(UsageError, match="two or more axes, found `bias`"):
+        Kronecker.fit(data_of(MIXED), MIXED)
+
+
+def test_the_mean_is_scalar_unless_entries_differ():
+    spec = WeightSpec([TensorSpec("same", (20,)), TensorSpec("different", (20,))])
+    data = np.random.default_rng(7).standard_normal((200, 40)) + np.repeat([0.3, 0.0], 20)
+    data[:, 20:] += np.arange(20)
+    mean, parameters, kinds = fit_mean(data, spec)
+    assert kinds == {"same": "scalar", "different": "entries"}
+    assert parameters == 21
+    assert len(set(mean[:20])) == 1
+    np.testing.assert_allclose(mean, data.mean(axis=0), atol=0.5)
