@@ -52,15 +52,6 @@ def usable_cores() -> int:
     return int(joblib.cpu_count())
 
 
-def resolve_device(device: str = "auto") -> str:
-    """`"auto"` as the device that it stands for here: `"cuda"` where there is a GPU, else `"cpu"`."""
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @cache
 def _processor() -> str:
     info = Path("/proc/cpuinfo")

@@ -30,14 +30,15 @@ class Manifest:
         environment: of the machine that began it; see `weightscope.environment`.
         sizes: every number of networks that was ever asked for, rising; the last is the present one. Only a
             tile in which an earlier size ended can hold fewer networks than it should.
-        artifacts: file -> sha256 of each initialiser artifact that the recipe names.
+        inputs: hash of everything that the recipe names and does not contain: the data set's images, the
+            files of initialisers.
     """
 
     recipe: Recipe
     spec: WeightSpec
     environment: dict[str, Any]
     sizes: tuple[int, ...]
-    artifacts: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
 
     @property
     def networks(self) -> int:
@@ -56,10 +57,10 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of everything that a network's bits depend on: recipe without N, spec, artifacts."""
+        """16 hex digits of everything that a network's bits depend on: recipe without N, spec, inputs."""
         values = self.recipe.to_dict()
         del values["population"]["networks"]
-        text = json.dumps([values, self.spec.to_json(), self.artifacts], sort_keys=True)
+        text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows(self, tile: int) -> int:
@@ -91,7 +92,7 @@ class Manifest:
                     "sizes": list(self.sizes),
                     "recipe": values,
                     "recipe_toml": _toml.dumps(values),
-                    "artifacts": self.artifacts,
+                    "inputs": self.inputs,
                     "spec": json.loads(self.spec.to_json()),
                     "environment": self.environment,
                 },
@@ -136,7 +137,7 @@ def _parse(values: Any, file: Path) -> Manifest:
             spec=WeightSpec.from_json(json.dumps(values["spec"])),
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
-            artifacts={str(k): str(v) for k, v in values["artifacts"].items()},
+            inputs={str(k): str(v) for k, v in values["inputs"].items()},
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error
@@ -199,28 +200,29 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
             f"{path}: this version of weightscope builds another network from the same recipe: "
             f"{'; '.join(lines[:3])}; collect into another folder"
         )
-    for name, digest in there.artifacts.items():
-        if wanted.artifacts.get(name) != digest:
+    for name in sorted(there.inputs.keys() | wanted.inputs.keys()):
+        expected, found = there.inputs.get(name, "none"), wanted.inputs.get(name, "none")
+        if expected != found:
             raise DataError(
-                f"{path} was collected with another `{name}`: expected sha256 {digest[:16]}, found "
-                f"{str(wanted.artifacts.get(name))[:16]}; put the file back, or collect into another folder"
+                f"{path} was collected with another {name}: expected hash {expected}, found {found}; "
+                "put the original back, or collect into another folder"
             )
 
 
 def artifact_hashes(recipe: Recipe) -> dict[str, str]:
-    """File -> sha256 of each initialiser artifact that a recipe names.
+    """`"init FILE"` -> 16 hex digits of the sha256 of each initialiser artifact that a recipe names.
 
     Raises:
         DataError: if one cannot be read.
     """
     hashes = {}
-    for name in {init.artifact for init in recipe.init if init.artifact is not None}:
+    for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
         try:
             with open(name, "rb") as file:
-                hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         except OSError as error:
             raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
-    return dict(sorted(hashes.items()))
+    return hashes
 
 
 def _refuse_other_folder(path: Path) -> None:

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from weightscope import _atomic
-from weightscope.errors import DataError
+from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 from weightscope.seeding import Purpose, torch_seed
 
@@ -139,7 +139,12 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> t
     digest = hashlib.sha256(data).hexdigest()
     old = [_digest(file)] if there.kind == "short" else []
     _write_hashes(file, [digest, *old])
-    _atomic.write(file, data)
+    try:
+        _atomic.write(file, data)
+    except WeightscopeError:
+        if there.kind == "missing":
+            _hash_file(file).unlink(missing_ok=True)
+        raise
     if old:
         _write_hashes(file, [digest])
     return file, digest

@@ -1,0 +1,71 @@
+"""`describe` says what is in a population, in plain data and in text."""
+
+import json
+from pathlib import Path
+
+import fake_training as fake
+import numpy as np
+import pytest
+
+from weightscope.errors import DataError
+from weightscope.inspect import describe
+from weightscope.population import Population
+
+
+def test_a_complete_population(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe())
+    found, population = describe(path), Population(path)
+    assert (found.networks, found.done, found.diverged, found.missing_tiles) == (20, 20, 2, ())
+    assert found.dimension == fake.SPEC.size
+    assert [t.name for t in found.tensors] == list(fake.SPEC.names)
+    assert found.tensors[-1].stop == fake.SPEC.size
+    kept = population.metrics["learning_rate"][~population.diverged]
+    assert found.quantiles["learning_rate"]["0.5"] == pytest.approx(np.median(kept))
+    assert "test_accuracy" not in found.quantiles  # (n, E)
+    assert found.bytes_on_disk == sum(p.stat().st_size for p in path.rglob("*.*") if p.is_file())
+    assert len(found.made_on) == 1
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["recipe"] == fake.recipe().to_dict()
+
+
+def test_the_text_names_everything(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe(), tiles=[0, 2])
+    text = describe(path).text()
+    for part in (
+        "12 of 20 networks",
+        "1 missing",
+        "1 of the networks diverged",
+        "weightscope collect",
+        "mlp.fc1.weight",
+        "8x4",
+        "statistic",
+        "scalar",
+        "median",
+        "root seed 7",
+        "python: 3",
+        'type = "convnext"',
+    ):
+        assert part in text
+
+
+def test_diverged_networks_are_left_out_of_the_quantiles(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    recipe = fake.recipe()
+    manifest = fake.write_population(path, recipe, tiles=[])
+    for index in range(manifest.tiles):
+        tile = fake.train_tile(recipe, index)
+        tile.metrics["test_loss"] = np.where(tile.metrics["diverged"], np.nan, 1.0)
+        fake.shards.save(path, manifest, tile, "cpu")
+    assert set(describe(path).quantiles["test_loss"].values()) == {1.0}
+
+
+def test_an_empty_and_a_damaged_population(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    manifest = fake.write_population(path, fake.recipe(), tiles=[])
+    assert "0 of 20 networks" in describe(path).text()
+    assert "no metrics yet" in describe(path).text()
+    fake.shards.save(path, manifest, fake.train_tile(fake.recipe(), 0), "cpu")
+    (path / "shards/00000.h5").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"00000.h5: damaged"):
+        describe(path)
