@@ -138,7 +138,6 @@ def _timm_vit(**options: Any) -> Callable[[], nn.Module]:
             "embed_dim": WIDTH,
             "depth": DEPTH,
             "num_heads": HEADS,
-            "num_classes": 5,
         }
         return VisionTransformer(**sizes, num_classes=5, **options)
 
