@@ -1,0 +1,186 @@
+"""RandAugment's operations (Cubuk et al. 2020) as tables.
+
+A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256
+values, so one gather each does whatever every image has drawn. Strengths are those of the paper at its
+largest magnitude times `magnitude` in [0, 1]; signs are random. All of its operations are here but sharpness.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Strength at magnitude 1.
+ENHANCE = 0.9  # brightness, contrast and saturation are multiplied by 1 -+ this
+POSTERIZE = 4  # bits taken away, of 8
+SHEAR = 0.3
+ROTATE = math.radians(30)
+TRANSLATE = 150 / 331  # of the side length: the paper's 150 pixels in images of 331
+
+COLOURS = ("autocontrast", "equalize", "brightness", "contrast", "saturation", "posterize", "solarize")
+GEOMETRY = ("translate_x", "translate_y", "shear_x", "shear_y", "rotate")
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What K operations with either sign do to images of one size; row 2 i + s is operation i with sign s.
+
+    Attributes:
+        names: of the K operations.
+        source: int64 (2 K, S * S), the pixel that each pixel is taken from.
+        inside: bool (2 K, S * S), whether there is such a pixel.
+        values: uint8 (2 K, 256), the value that each value becomes, where this does not depend on the image.
+        contrast: float32 (2 K,), the factor of the distance from the image's mean; 1 for other operations.
+        saturation: float32 (2 K,), the factor of the distance from grey; 1 for other operations.
+    """
+
+    names: tuple[str, ...]
+    source: Tensor
+    inside: Tensor
+    values: Tensor
+    contrast: Tensor
+    saturation: Tensor
+
+
+def operations(channels: int) -> tuple[str, ...]:
+    """The operations that can be drawn; saturation needs colour."""
+    return ("identity", *(name for name in COLOURS if name != "saturation" or channels == 3), *GEOMETRY)
+
+
+@lru_cache(maxsize=16)
+def tables(channels: int, height: int, width: int, magnitude: float, device: torch.device) -> Tables:
+    """The operations' tables for images (n, c, height, width).
+
+    Args:
+        channels: c.
+        height: of an image, in pixels.
+        width: of an image, in pixels.
+        magnitude: strength, in [0, 1].
+        device: of the images.
+    """
+    names = operations(channels)
+    signed = [(name, sign) for name in names for sign in (-1.0, 1.0)]
+    geometry = [_source(name, sign * magnitude, height, width) for name, sign in signed]
+    return Tables(
+        names,
+        torch.stack([source for source, _ in geometry]).to(device),
+        torch.stack([inside for _, inside in geometry]).to(device),
+        torch.stack([_values(name, sign, magnitude) for name, sign in signed]).to(device),
+        _factors(signed, "contrast", magnitude).to(device),
+        _factors(signed, "saturation", magnitude).to(device),
+    )
+
+
+def apply(images: Tensor, which: Tensor, sign: Tensor, prepared: Tables) -> Tensor:
+    """One operation on each image.
+
+    Args:
+        images: uint8 (n, c, S, S).
+        which: float32 (n,) in [0, 1), chooses the operation.
+        sign: float32 (n,) in [0, 1), chooses its sign.
+        prepared: from `tables`.
+
+    Returns:
+        uint8 (n, c, S, S).
+    """
+    count = len(prepared.names)
+    kind = (which * count).long().clamp_(max=count - 1)
+    row = 2 * kind + (sign < 0.5)
+    pixels = images.flatten(2)  # (n, c, S * S)
+    pixels = pixels.gather(2, prepared.source[row][:, None].expand_as(pixels)).mul_(prepared.inside[row][:, None])
+    index, grey = pixels.long(), _grey(pixels)
+    values = prepared.values[row][:, None].expand(-1, pixels.shape[1], -1)  # (n, c, 256)
+    for name, made in (
+        ("autocontrast", _autocontrast(pixels)),
+        ("equalize", _equalize(pixels, index)),
+        ("contrast", _contrast(grey, prepared.contrast[row][:, None, None])),
+    ):
+        values = torch.where((kind == prepared.names.index(name))[:, None, None], made, values)
+    pixels = values.gather(2, index)
+    if "saturation" in prepared.names:
+        pixels = _blend(grey, pixels, prepared.saturation[row][:, None, None])
+    return pixels.reshape(images.shape)
+
+
+def _source(name: str, strength: float, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which pixel each pixel is taken from, (S * S,), and whether there is one; about the image's centre."""
+    y, x = torch.meshgrid(
+        torch.arange(height, dtype=torch.float64) - (height - 1) / 2,
+        torch.arange(width, dtype=torch.float64) - (width - 1) / 2,
+        indexing="ij",
+    )
+    cos, sin = math.cos(strength * ROTATE), math.sin(strength * ROTATE)
+    from_y, from_x = {
+        "translate_x": (y, x - strength * TRANSLATE * width),
+        "translate_y": (y - strength * TRANSLATE * height, x),
+        "shear_x": (y, x - strength * SHEAR * y),
+        "shear_y": (y - strength * SHEAR * x, x),
+        "rotate": (cos * y + sin * x, cos * x - sin * y),
+    }.get(name, (y, x))
+    row = torch.floor(from_y + (height - 1) / 2 + 0.5).long()
+    column = torch.floor(from_x + (width - 1) / 2 + 0.5).long()
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    return torch.where(inside, row * width + column, 0).flatten(), inside.flatten()
+
+
+def _values(name: str, sign: float, magnitude: float) -> Tensor:
+    """The value that each value becomes, uint8 (256,); the identity for what depends on the image."""
+    v = torch.arange(256)
+    if name == "brightness":
+        v = (v * (1 + sign * ENHANCE * magnitude) + 0.5).floor().clamp(0, 255)
+    elif name == "posterize":
+        v = v & ~((1 << round(POSTERIZE * magnitude)) - 1)
+    elif name == "solarize":
+        v = torch.where(v >= 256 * (1 - magnitude), 255 - v, v)
+    return v.to(torch.uint8)
+
+
+def _factors(signed: list[tuple[str, float]], name: str, magnitude: float) -> Tensor:
+    return torch.tensor([1 + sign * ENHANCE * magnitude if name == other else 1.0 for other, sign in signed])
+
+
+def _blend(origin: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+    """`origin + factor * (value - origin)`, rounded and kept in 0 .. 255, uint8; exact where factor is 1."""
+    origin = origin.float()
+    moved = (value - origin).mul_(factor).add_(origin).add_(0.5)
+    return moved.clamp_(0, 255).to(torch.uint8)  # the conversion rounds down
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """Luma of ITU-R 601 in whole numbers as Pillow computes it, int32 (n, 1, S * S)."""
+    if pixels.shape[1] != 3:
+        return pixels[:, :1].int()
+    red, green, blue = pixels.int().split(1, dim=1)
+    return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
+
+
+def _autocontrast(pixels: Tensor) -> Tensor:
+    """Values that stretch each channel to 0 .. 255, uint8 (n, c, 256)."""
+    low, high = (extreme.int() for extreme in (pixels.amin(2, keepdim=True), pixels.amax(2, keepdim=True)))
+    v = torch.arange(256, device=pixels.device, dtype=torch.int32)
+    stretched = (255 * (v - low)).div((high - low).clamp(min=1), rounding_mode="floor").clamp(0, 255)
+    return torch.where(high > low, stretched, v).to(torch.uint8)
+
+
+def _contrast(grey: Tensor, factor: Tensor) -> Tensor:
+    """Values at `factor` times their distance from the image's mean grey, which is rounded, uint8 (n, 1, 256)."""
+    count = grey.shape[2]
+    mean = (2 * grey.sum(2, keepdim=True) + count).div(2 * count, rounding_mode="floor")
+    return _blend(mean, torch.arange(256, device=grey.device), factor)
+
+
+def _equalize(pixels: Tensor, index: Tensor) -> Tensor:
+    """Values that level each channel's histogram as Pillow does, uint8 (n, c, 256); `index` is int64 pixels.
+
+    Images of fewer than 256 pixels stay as they are, as in Pillow.
+    """
+    counts = torch.zeros(*pixels.shape[:2], 256, dtype=torch.int32, device=pixels.device)
+    counts.scatter_add_(2, index, torch.ones((), dtype=torch.int32, device=pixels.device).expand(pixels.shape))
+    brightest = counts.gather(2, pixels.amax(2, keepdim=True).long())
+    step = (pixels.shape[2] - brightest).div(255, rounding_mode="floor")
+    below = counts.cumsum(2, dtype=torch.int32) - counts
+    leveled = (below + step // 2).div(step.clamp(min=1), rounding_mode="floor").clamp(0, 255)
+    v = torch.arange(256, device=pixels.device, dtype=torch.int32)
+    return torch.where(step > 0, leveled, v).to(torch.uint8)
