@@ -16,7 +16,10 @@ from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
 from weightscope.init.registry import REGISTRY, compose, default_, get, parameters
+from weightscope.init.residual import delta_orthogonal_, layer_scale_identity_, t_fixup_, zero_init_
+from weightscope.init.selection import select_weights_
 from weightscope.init.ssm import mimetic_ssm_
+from weightscope.init.transfer import permute_, transfer_, transfer_singular_
 from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 __all__ = [
@@ -26,16 +29,24 @@ __all__ = [
     "conv_covariance",
     "conv_covariance_",
     "default_",
+    "delta_orthogonal_",
     "get",
     "impulse_attention_",
     "impulse_filters_",
     "kaiming_uniform_",
+    "layer_scale_identity_",
     "mimetic_attention_",
     "mimetic_mlp_",
     "mimetic_ssm_",
     "parameters",
+    "permute_",
     "random_filters_",
+    "select_weights_",
     "sinusoidal_positions_",
+    "t_fixup_",
+    "transfer_",
+    "transfer_singular_",
     "trunc_normal_",
     "xavier_",
+    "zero_init_",
 ]

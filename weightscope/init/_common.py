@@ -1,7 +1,8 @@
 """What every initialiser needs: checked arguments, and random numbers that do not depend on the device."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
@@ -161,26 +162,57 @@ _PACKED = ("qkv", "Wqkv", "to_qkv", "c_attn")
 _WEIGHTED = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def matrices(module: nn.Module) -> Iterator[tuple[str, list[Tensor], Tensor | None]]:
-    """The weights of linear and convolutional layers, fused ones taken apart.
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of a linear or convolutional layer.
+
+    Attributes:
+        name: of the parameter, from the root of the module.
+        weight: the parameter.
+        bias: the layer's bias, None where there is none.
+        layer: the module that holds both.
+        is_transposed: whether the parameter is stored (in, out).
+        fused: into how many matrices of equal height the (out, in) matrix falls.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    layer: nn.Module
+    is_transposed: bool
+    fused: int
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a tensor of the weight's shape as the matrices (out, in, ...) that it holds."""
+        tensor = tensor.detach()
+        return list((tensor.T if self.is_transposed else tensor).chunk(self.fused))
+
+
+def matrices(module: nn.Module) -> list[Matrix]:
+    """The weights of linear and convolutional layers, tied ones once.
 
     A fused projection of queries, keys and values is three matrices: fusing must not change what an
-    initialiser that looks at the output width draws. The blocks are views in torch's (out, in, ...) layout.
+    initialiser that looks at the output width draws.
 
-    Yields:
-        The weight's name, its blocks, and its bias (None where there is none).
+    Raises:
+        AnatomyError: if there is none.
     """
     seen: set[int] = set()
+    out = []
     for path, inner in module.named_modules():
         for key, bias in _weights(inner):
             weight = getattr(inner, key)
             if weight is None or id(weight) in seen:
                 continue
             seen.add(id(weight))
-            matrix = weight.detach().T if transposed(inner) else weight.detach()
-            leaf = path.rpartition(".")[2]
-            fused = (key == "in_proj_weight" or leaf in _PACKED) and matrix.shape[0] == 3 * matrix.shape[1]
-            yield f"{path}.{key}".lstrip("."), list(matrix.chunk(3)) if fused else [matrix], bias
+            rows, columns = weight.shape[:2][:: -1 if transposed(inner) else 1]
+            packed = key == "in_proj_weight" or path.rpartition(".")[2] in _PACKED
+            fused = 3 if packed and rows == 3 * columns else 1
+            name = f"{path}.{key}".lstrip(".")
+            out.append(Matrix(name, weight, bias, inner, transposed(inner), fused))
+    if not out:
+        raise AnatomyError(f"expected linear or convolutional layers, found none in {type(module).__name__}")
+    return out
 
 
 def _weights(inner: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -214,16 +246,15 @@ def each_matrix(
         AnatomyError: if the module has no linear or convolutional layer.
         UsageError: if a pattern matches none of their weights.
     """
-    found = list(matrices(module))
-    if not found:
-        raise AnatomyError(f"expected linear or convolutional layers, found none in {type(module).__name__}")
-    wanted = set(matching(select, (name for name, _, _ in found)))
-    for name, blocks, old in found:
-        if name not in wanted:
+    found = matrices(module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    for matrix in found:
+        if matrix.name not in wanted:
             continue
+        blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))
-        new = None if old is None else bias(old, fans(blocks[0])[0])
+        new = None if matrix.bias is None else bias(matrix.bias, fans(blocks[0])[0])
         if new is not None:
-            put(old.detach(), new)
+            put(matrix.bias.detach(), new)
     return module

@@ -15,7 +15,10 @@ from weightscope.init.convolution import box_filters_, conv_covariance_, impulse
 from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
+from weightscope.init.residual import delta_orthogonal_, layer_scale_identity_, t_fixup_, zero_init_
+from weightscope.init.selection import select_weights_
 from weightscope.init.ssm import mimetic_ssm_
+from weightscope.init.transfer import permute_, transfer_, transfer_singular_
 from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 
@@ -46,6 +49,14 @@ REGISTRY: Mapping[str, Callable[..., Any]] = {
     "sinusoidal_positions": sinusoidal_positions_,
     "mimetic_mlp": mimetic_mlp_,
     "mimetic_ssm": mimetic_ssm_,
+    "zero_init": zero_init_,
+    "t_fixup": t_fixup_,
+    "delta_orthogonal": delta_orthogonal_,
+    "layer_scale_identity": layer_scale_identity_,
+    "select_weights": select_weights_,
+    "transfer": transfer_,
+    "transfer_singular": transfer_singular_,
+    "permute": permute_,
 }
 
 
@@ -56,10 +67,10 @@ def parameters(name: str) -> dict[str, Any]:
         UsageError: if there is no such initialiser; lists those that there are.
     """
     if name not in REGISTRY:
-        known = "; ".join(f"{n}({', '.join(_names(n))})" for n in REGISTRY)
+        known = "; ".join(f"{n}({', '.join(parameters(n))})" for n in REGISTRY)
         raise UsageError(f"no initialiser {name!r}; there are {known}. Join several by '+'")
     signature = inspect.signature(REGISTRY[name]).parameters
-    return {p.name: p.default for p in signature.values() if p.kind is p.KEYWORD_ONLY and p.name != "generator"}
+    return {p.name: p.default for p in signature.values() if p.name not in ("module", "generator")}
 
 
 def get(name: str, **numbers: Any) -> Initialiser:
@@ -122,9 +133,3 @@ def compose(*initialisers: str | Initialiser) -> Initialiser:
         return module
 
     return composed
-
-
-def _names(name: str) -> list[str]:
-    return [
-        p.name for p in inspect.signature(REGISTRY[name]).parameters.values() if p.name not in ("module", "generator")
-    ]
