@@ -1,5 +1,73 @@
-"""weightscope: the distribution of trained weights, and initialisers made from it."""
+"""weightscope: the distribution of trained weights, and initialisers made from it.
+
+The public names below are imported when they are first used, so `import weightscope` needs neither torch nor
+matplotlib nor h5py.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from weightscope._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from weightscope.audit import audit
+    from weightscope.bench import bench
+    from weightscope.collect import collect
+    from weightscope.covariance import covariance
+    from weightscope.fit import fit
+    from weightscope.init import load_init
+    from weightscope.population import Population
+    from weightscope.recipe import Recipe
+    from weightscope.spec import TensorSpec, WeightSpec
+    from weightscope.statistics.moments import Moments
+    from weightscope.tracking import track
+
+_HOMES = {
+    "Moments": "weightscope.statistics.moments",
+    "Population": "weightscope.population",
+    "Recipe": "weightscope.recipe",
+    "TensorSpec": "weightscope.spec",
+    "WeightSpec": "weightscope.spec",
+    "audit": "weightscope.audit",
+    "bench": "weightscope.bench",
+    "collect": "weightscope.collect",
+    "covariance": "weightscope.covariance",
+    "fit": "weightscope.fit",
+    "load_init": "weightscope.init",
+    "track": "weightscope.tracking",
+}
+
+__all__ = [
+    "Moments",
+    "Population",
+    "Recipe",
+    "TensorSpec",
+    "WeightSpec",
+    "__version__",
+    "audit",
+    "bench",
+    "collect",
+    "covariance",
+    "fit",
+    "load_init",
+    "track",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """Keeps `weightscope.fit` the function, also after the module of the same name was imported."""
+
+    def __getattribute__(self, name: str) -> Any:
+        homes = super().__getattribute__("__dict__").get("_HOMES", {})
+        if name in homes:
+            return getattr(importlib.import_module(homes[name]), name)
+        return super().__getattribute__(name)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -9,7 +9,18 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError, UsageError
@@ -144,7 +155,23 @@ class Range(_Section):
         return self
 
 
-Swept = Range | NonNegative | Annotated[list[NonNegative], Field(min_length=1)]
+def _swept(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """One message for the union; pydantic's own would list the errors of every alternative."""
+    try:
+        return handler(value)
+    except ValidationError as error:
+        if isinstance(value, dict):
+            raise
+        raise ValueError("expected a finite number >= 0, a list of these, or {low, high}") from error
+
+
+Swept = Annotated[
+    Annotated[Range, Tag("range")]
+    | Annotated[NonNegative, Tag("number")]
+    | Annotated[Annotated[list[NonNegative], Field(min_length=1)], Tag("list")],
+    Discriminator(lambda v: "range" if isinstance(v, dict | Range) else "list" if isinstance(v, list) else "number"),
+    WrapValidator(_swept),
+]
 
 
 class TrainingConfig(_Section):
@@ -300,7 +327,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 def _explain(error: Any) -> str:
     """One pydantic error as `path: what is allowed, found what`."""
-    tags = {"convmixer", "convnext", "vit"}
+    tags = {"convmixer", "convnext", "vit", "range", "number", "list"}  # of unions, not of the recipe
     path = ".".join(str(part) for part in error["loc"] if part not in tags) or "(top level)"
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key"

@@ -213,6 +213,8 @@ class WeightSpec:
         """
         try:
             rows = json.loads(text)
+            if not isinstance(rows, list):
+                raise TypeError(f"a {type(rows).__name__}")
             return cls(TensorSpec(name, tuple(shape), role) for name, shape, role in rows)
         except (ValueError, TypeError, RecursionError) as error:
             raise SpecError(f"expected a JSON list of [name, shape, role], found something else: {error}") from error

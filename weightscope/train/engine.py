@@ -23,7 +23,7 @@ from weightscope.data.augment import augment, draws_needed, normalise
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import UsageError
 from weightscope.recipe import Range, Recipe
-from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.seeding import Purpose, numpy_generator
 from weightscope.spec import WeightSpec
 from weightscope.train.initial import initial_weights
 from weightscope.train.memory import keep_freed_memory
@@ -54,9 +54,7 @@ class Tile:
 def build_network(recipe: Recipe) -> torch.nn.Module:
     """One plain network of the recipe, with torch's default initial weights from the global generator."""
     info = dataset_info(recipe.data.name)
-    return networks.build(
-        recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes
-    )
+    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 
 def spec_of(recipe: Recipe) -> WeightSpec:
@@ -200,7 +198,9 @@ class _Run:
         weights = self.nets.weights.cpu().numpy().copy()
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
-        finite = np.isfinite(weights).all(axis=1) & np.isfinite(metrics["train_loss"]) & np.isfinite(metrics["test_loss"])
+        finite = (
+            np.isfinite(weights).all(axis=1) & np.isfinite(metrics["train_loss"]) & np.isfinite(metrics["test_loss"])
+        )
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         return Tile(self.tile, weights, self.seeds, metrics)
@@ -225,9 +225,7 @@ class _Run:
             logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
             losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
             self.nets.backward(losses.sum())
-            factor = schedule_factor(
-                training.schedule, epoch * steps + step, training.epochs * steps, training.warmup
-            )
+            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
             self.optimiser.step(factor, training.clip_norm)
             loss_sum += losses.detach()
             correct += (logits.detach().argmax(2) == labels).float().mean(1)

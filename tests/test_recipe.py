@@ -1,0 +1,93 @@
+"""Recipes: strict, with the field's path in every error; they survive the round trip through plain data."""
+
+from pathlib import Path
+
+import pytest
+
+from weightscope.errors import RecipeError
+from weightscope.recipe import Range, Recipe
+
+GOOD = """
+[network]
+type = "convnext"
+width = 16
+depth = 4
+[data]
+name = "digits"
+[training]
+epochs = 3
+learning_rate = { low = 1e-3, high = 1e-1 }
+weight_decay = [0.0, 0.1]
+[[init]]
+name = "default"
+[[init]]
+name = "mimetic_mlp"
+b = 0.1
+[population]
+networks = 8
+"""
+
+
+def test_a_recipe_survives_the_round_trip() -> None:
+    recipe = Recipe.parse(GOOD)
+    assert Recipe.parse(recipe.to_dict()) == recipe
+    assert recipe.training.learning_rate == Range(low=1e-3, high=1e-1)
+    assert recipe.init[1].parameters == {"b": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[training]\nepochs = -1", "training.epochs: input should be greater than or equal to 1, found -1"),
+        ("[training]\nepochs = 3.5", "training.epochs: input should be a valid integer"),
+        ("[training]\nepochs = 1\nlearning_rate = nan", "training.learning_rate: expected a finite number >= 0"),
+        ("[training]\nepochs = 1\nlearning_rate = -0.1", "training.learning_rate: expected a finite number >= 0"),
+        ("[training]\nepochs = 1\nlearning_rate = []", "training.learning_rate: expected a finite number >= 0"),
+        ("[training]\nepochs = 1\nlearning_rate = {low = 2.0, high = 1.0}", "low must not exceed high"),
+        ("[training]\nepochs = 1\nspeed = 3", "training.speed: unknown key"),
+        ("[training]\nepochs = 1\nschedule = 'linear'", "training.schedule: input should be 'triangular'"),
+        ("[training]\nepochs = 1\n[data]\nname = 'digit'", "data.name: no data set 'digit'; there are digits"),
+        ("[training]\nepochs = 1\n[data]\nname = 'digits'\ntrain = 5000", "train may be at most 1437"),
+        ("[training]\nepochs = 1\n[population]\nnetworks = 0", "population.networks: input should be greater"),
+        ("[training]\nepochs = 1\n[init]\nname = 'default'\nb = inf", "init.0: b must be finite"),
+        ("[training]\nepochs = 1\n[extra]", "extra: unknown key"),
+        ("", "training: missing"),
+        ("[training", "not TOML"),
+    ],
+)
+def test_errors_name_the_path_and_what_is_allowed(line: str, message: str) -> None:
+    head = "[network]\ntype = 'convnext'\nwidth = 16\ndepth = 4\n"
+    head += "" if "[data]" in line else "[data]\nname = 'digits'\n"
+    with pytest.raises(RecipeError, match=message.replace("[", r"\[")):
+        Recipe.parse(head + line)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("type = 'resnet'", "network: .*'convmixer'"),
+        ("type = 'convnext'\nwidth = 16\ndepth = 4\npatch_size = 3", "must divide digits's 8 pixels"),
+        ("type = 'convnext'\nwidth = [8, 16]\ndepth = [1, 1]\npatch_size = 8", "reduces the image 16 times"),
+        ("type = 'convnext'\nwidth = [8, 16]\ndepth = 4", "one entry for each stage"),
+        ("type = 'vit'\nwidth = 10\ndepth = 1\nheads = 3", "heads must divide width"),
+        ("type = 'convmixer'\nwidth = 4\ndepth = 2\nheads = 1", "network.heads: unknown key"),
+    ],
+)
+def test_networks_that_make_no_sense(network: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Recipe.parse(f"[network]\n{network}\n[data]\nname = 'digits'\n[training]\nepochs = 1\n")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot read the recipe"):
+        Recipe.load(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b"# \xff\n")
+    with pytest.raises(RecipeError, match="cannot read the recipe"):
+        Recipe.load(tmp_path / "latin.toml")
+
+
+def test_differences_show_both_values() -> None:
+    recipe = Recipe.parse(GOOD)
+    other = recipe.replace({"training.epochs": 4, "population.networks": 16})
+    assert recipe.differences(other) == ["population.networks: 8 -> 16", "training.epochs: 3 -> 4"]
+    assert recipe.differences(recipe) == []

@@ -1,0 +1,78 @@
+"""`WeightSpec`: pack and unpack are exact inverses; anything that does not fit is refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from weightscope.errors import SpecError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+
+SPEC = WeightSpec([TensorSpec("a.weight", (2, 3)), TensorSpec("a.bias", (2,)), TensorSpec("s", (), "statistic")])
+
+shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
+
+
+@given(shapes)
+def test_unpack_inverts_pack_exactly(sizes: list[tuple[int, ...]]) -> None:
+    spec = WeightSpec(TensorSpec(f"t{i}", shape) for i, shape in enumerate(sizes))
+    rng = np.random.default_rng(0)
+    tensors = {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in spec.tensors}
+    vector = spec.pack(tensors)
+    assert vector.shape == (spec.size,)
+    for name, value in spec.unpack(vector).items():
+        np.testing.assert_array_equal(value, tensors[name])
+    assert spec.pack(spec.unpack(vector)).tobytes() == vector.tobytes()
+    assert WeightSpec.from_json(spec.to_json()) == spec
+    assert WeightSpec.from_json(spec.to_json()).fingerprint == spec.fingerprint
+
+
+def test_a_batch_of_vectors_unpacks_to_a_batch_of_tensors() -> None:
+    rows = torch.arange(18.0).view(2, 9)
+    assert SPEC.unpack(rows)["a.weight"].shape == (2, 2, 3)
+    torch.testing.assert_close(SPEC.unpack(rows)["a.bias"], rows[:, 6:8])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    good = {"a.weight": np.zeros((2, 3)), "a.bias": np.zeros(2), "s": np.zeros(())}
+    with pytest.raises(SpecError, match=r"`a.weight`: expected \(2, 3\), found \(3, 2\)"):
+        SPEC.pack(good | {"a.weight": np.zeros((3, 2))})
+    with pytest.raises(SpecError, match="missing `a.bias`; not in the spec `b`"):
+        SPEC.pack({"a.weight": np.zeros((2, 3)), "s": np.zeros(()), "b": np.zeros(1)})
+    with pytest.raises(SpecError, match="expected vectors of length 9, found 8"):
+        SPEC.unpack(np.zeros(8))
+    with pytest.raises(SpecError, match="stands twice"):
+        WeightSpec([TensorSpec("a", (1,)), TensorSpec("a", (2,))])
+    for bad in ("x", "{}", '[["a"]]', '[["a", [-1], "parameter"]]', '[["a", [1], "weight"]]', "[" * 5000):
+        with pytest.raises(SpecError):
+            WeightSpec.from_json(bad)
+
+
+def test_select_keeps_the_order_and_refuses_patterns_without_a_match() -> None:
+    assert SPEC.select("s,a.w*").names == ("a.weight", "s")
+    assert SPEC.select("*", role="statistic").names == ("s",)
+    assert SPEC.columns(SPEC.select("a.bias,s")).tolist() == [6, 7, 8]
+    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; the names are `a.weight`, `a.bias`, `s`"):
+        SPEC.select("a.*,b*")
+    with pytest.raises(UsageError, match="no tensor of role"):
+        SPEC.select("a.bias", role="statistic")
+
+
+def test_the_spec_of_a_module_names_statistics_and_leaves_out_ties_and_counters() -> None:
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module[2].weight = module[0].weight
+    spec = WeightSpec.of(module)
+    assert spec.names == ("0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var")
+    assert [t.role for t in spec.tensors][-2:] == ["statistic", "statistic"]
+
+
+def test_differences_name_every_tensor() -> None:
+    other = WeightSpec([TensorSpec("a.weight", (3, 2)), TensorSpec("b", (1,)), TensorSpec("s", (), "statistic")])
+    text = "\n".join(SPEC.differences(other))
+    assert "`a.bias`: expected (2,), found none" in text
+    assert "`b`: not expected" in text
+    assert "`a.weight`: expected (2, 3) parameter, found (3, 2) parameter" in text
+    assert SPEC.differences(SPEC) == []
+    assert SPEC.differences(WeightSpec(reversed(SPEC.tensors))) == ["the same tensors in another order"]

@@ -1,0 +1,204 @@
+"""The trainer: equal to training each network alone with torch's own parts, and the tile rule."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weightscope.data import load
+from weightscope.data.augment import normalise
+from weightscope.errors import UsageError
+from weightscope.recipe import Recipe
+from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.train import build_network, spec_of, train_tile
+from weightscope.train.engine import smooth, swept
+from weightscope.train.optimiser import StackedAdamW, schedule_factor
+
+BASE = {
+    "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+    "data": {"name": "digits", "train": 96, "test": 50},
+    "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
+    "population": {"networks": 4, "tile": 2, "seed": 7},
+}
+NETWORKS = {
+    "convnext": BASE["network"],
+    "convmixer": {"type": "convmixer", "width": 4, "depth": 2, "kernel_size": 3, "patch_size": 2},
+    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4, "pool": "token"},
+}
+
+
+def recipe(**changes: object) -> Recipe:
+    return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
+
+
+def train_alone(plan: Recipe, k: int) -> torch.nn.Module:
+    """Network k of a recipe in plain PyTorch: its own module, torch.optim.AdamW, one network at a time."""
+    data, training, root = load(plan.data.name, train=plan.data.train), plan.training, plan.population.seed
+    torch.manual_seed(torch_seed(root, k, Purpose.INIT))
+    network = build_network(plan)
+    optimiser = torch.optim.AdamW(
+        network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
+    )
+    order = numpy_generator(root, k, Purpose.ORDER)
+    steps = len(data.train_images) // training.batch_size
+    for epoch in range(training.epochs):
+        batches = order.permutation(len(data.train_images))[: steps * training.batch_size].reshape(steps, -1)
+        for step, index in enumerate(batches):
+            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
+            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            logits = network(normalise(data.train_images[index], data.mean, data.std))
+            loss = F.cross_entropy(logits, data.train_labels[index], label_smoothing=training.label_smoothing)
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
+            optimiser.step()
+    return network
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_tile_equals_networks_trained_one_by_one(name: str) -> None:
+    plan = recipe(network=NETWORKS[name], training__label_smoothing=0.1)
+    tile = train_tile(plan, 1, device="cpu")
+    spec = spec_of(plan)
+    for row, k in zip(tile.weights, (2, 3), strict=True):
+        alone = dict(train_alone(plan, k).named_parameters())
+        for tensor, values in spec.unpack(row).items():
+            if spec[tensor].role == "statistic":  # calibrated here, averaged over training there
+                continue
+            expected = alone[tensor].detach().numpy()
+            if tensor.endswith("qkv.bias"):
+                # Attention does not depend on the keys' bias: its gradient is rounding error, which Adam scales up.
+                queries_and_values = np.r_[0:8, 16:24]
+                values, expected = values[queries_and_values], expected[queries_and_values]
+            np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str) -> None:
+    plan = recipe(network=NETWORKS[name], data__augment={"crop": 1, "flip": True}, training__mixup=0.5)
+    first = train_tile(plan, 1, device="cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(123)  # the global generator is not part of a network's seed
+    try:
+        train_tile(plan, 0, device="cpu")
+        again = train_tile(plan.replace({"population.networks": 400}), 1, device="cpu")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert first.weights.tobytes() == again.weights.tobytes()
+    for key, values in first.metrics.items():
+        np.testing.assert_array_equal(values, again.metrics[key])
+
+
+def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour() -> None:
+    calm = train_tile(recipe(training__learning_rate=[0.02, 0.02]), 0, device="cpu")
+    wild = train_tile(recipe(training__learning_rate=[0.02, 1e30], training__clip_norm=0.0), 0, device="cpu")
+    unclipped = train_tile(recipe(training__learning_rate=[0.02, 0.02], training__clip_norm=0.0), 0, device="cpu")
+    assert wild.metrics["diverged"].tolist() == [False, True]
+    assert wild.weights[0].tobytes() == unclipped.weights[0].tobytes()
+    assert not calm.metrics["diverged"].any()
+
+
+def test_frozen_tensors_keep_their_initial_bits() -> None:
+    plan = recipe(training__frozen=["*.conv_dw.*"])
+    tile = train_tile(plan, 0, device="cpu")
+    torch.manual_seed(torch_seed(7, 0, Purpose.INIT))
+    start = build_network(plan).state_dict()
+    found = spec_of(plan).unpack(tile.weights[0])
+    for name, value in start.items():
+        same = np.array_equal(found[name], value.numpy())
+        assert same == ("conv_dw" in name), name
+
+
+def test_a_frozen_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"no tensor matches 'conv\*'"):
+        train_tile(recipe(training__frozen=["conv*"]), 0, device="cpu")
+
+
+def test_the_device_must_exist() -> None:
+    with pytest.raises(UsageError, match="no device 'gpu'"):
+        train_tile(recipe(), 0, device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="use --device cpu"):
+            train_tile(recipe(), 0, device="cuda")
+
+
+def test_networks_learn_and_metrics_have_one_entry_for_each_network_and_epoch() -> None:
+    tile = train_tile(recipe(network__width=8, data__train=1000, data__test=360, training__epochs=8), 0, device="cpu")
+    assert (tile.metrics["test_accuracy"] > 0.5).all()
+    assert tile.metrics["test_accuracy_per_epoch"].shape == (2, 8)
+    np.testing.assert_array_equal(tile.metrics["test_accuracy_per_epoch"][:, -1], tile.metrics["test_accuracy"])
+    at_end = train_tile(recipe(training__evaluate="end"), 0, device="cpu").metrics
+    assert np.isnan(at_end["test_loss_per_epoch"][:, 0]).all()
+    assert np.isfinite(at_end["test_loss"]).all()
+
+
+def test_a_sweep_gives_each_network_its_own_rates_and_initialiser() -> None:
+    plan = recipe(
+        training__learning_rate={"low": 1e-3, "high": 1e-1},
+        training__weight_decay=[0.0, 0.1],
+        init=[{"name": "default"}, {"name": "kaiming_uniform"}],
+    )
+    tile = train_tile(plan, 0, device="cpu")
+    rates = tile.metrics["learning_rate"]
+    assert ((rates >= 1e-3) & (rates <= 1e-1)).all()
+    assert rates[0] != rates[1]
+    assert tile.metrics["weight_decay"].tolist() == [0.0, 0.1]
+    assert tile.metrics["init"].tolist() == [0, 1]
+
+
+def test_swept_ranges_are_log_uniform() -> None:
+    """Kolmogorov-Smirnov on 2,000 draws; false-alarm rate 1e-3, seed fixed."""
+    from scipy import stats
+
+    low_high = recipe(training__learning_rate={"low": 1e-4, "high": 1e-1}).training.learning_rate
+    draws = [np.log10(swept(low_high, 0, k, 0)) for k in range(2000)]
+    assert stats.kstest(draws, stats.uniform(-4, 3).cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_stacked_adamw_equals_torch_on_each_network(clip: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(3, 11, generator=generator, dtype=torch.float64)
+    rates, decays = torch.tensor([0.1, 0.01, 0.3]).double(), torch.tensor([0.0, 0.1, 0.02]).double()
+    weights, gradient = start.clone(), torch.zeros_like(start)
+    trained = torch.ones(11, dtype=torch.bool)
+    trained[4] = False
+    ours = StackedAdamW(weights, gradient, trained, learning_rate=rates, weight_decay=decays, betas=(0.8, 0.95))
+    peers = [torch.nn.Parameter(row.clone()) for row in start]
+    optimisers = [
+        torch.optim.AdamW([p], lr=lr.item(), weight_decay=wd.item(), betas=(0.8, 0.95))
+        for p, lr, wd in zip(peers, rates, decays, strict=True)
+    ]
+    for _ in range(20):
+        g = torch.randn(3, 11, generator=generator, dtype=torch.float64)
+        g[:, 4] = 0
+        gradient.copy_(g)
+        ours.step(1.0, clip)
+        for peer, optimiser, row in zip(peers, optimisers, g, strict=True):
+            peer.grad = row.clone()
+            if clip:
+                torch.nn.utils.clip_grad_norm_([peer], clip)
+            optimiser.step()
+    expected = torch.stack([p.detach() for p in peers])
+    expected[:, 4] = start[:, 4]
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["triangular", "cosine", "constant"])
+def test_schedules_rise_then_fall_and_stay_positive(schedule: str) -> None:
+    factors = np.array([schedule_factor(schedule, step, 1000, 0.2) for step in range(1000)])
+    assert (factors > 0).all()
+    assert (factors <= 1).all()
+    assert (np.diff(factors[:200]) > 0).all()
+    assert factors[200] == pytest.approx(1, abs=1e-2)
+    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.0, abs=1e-2)
+    with pytest.raises(ValueError, match="found 'step'"):
+        schedule_factor("step", 0, 10, 0.0)
+
+
+def test_smoothed_targets_are_distributions() -> None:
+    targets = smooth(torch.tensor([[0, 3]]), 0.1, 5)
+    torch.testing.assert_close(targets.sum(-1), torch.ones(1, 2))
+    assert targets[0, 1, 3] == pytest.approx(0.92)

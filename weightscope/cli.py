@@ -1,0 +1,294 @@
+"""The command line. A command parses, calls one function of the library, and prints.
+
+Nothing heavy is imported here: each command imports what it needs when it runs, so that `--help` answers at once.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weightscope._version import __version__
+from weightscope.errors import UsageError, WeightscopeError
+
+if TYPE_CHECKING:
+    from weightscope.population import Population
+    from weightscope.recipe import Recipe
+
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """Lists commands in the order of the chain, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="weightscope")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    r"""The distribution of trained weights, and initialisers made from it.
+
+    \b
+    weightscope demo                              the whole chain on embedded data, in minutes
+    weightscope collect RECIPE.toml -o NAME.pop   train a population
+    weightscope covariance NAME.pop               look at its structure
+    weightscope fit-init NAME.pop -o INIT         turn the structure into an initialiser
+    weightscope bench RECIPE.toml --init default --init INIT
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; every error leaves as one line and an exit code (see `weightscope.errors`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.exit(cli.main(args=arguments, prog_name="weightscope", standalone_mode=False) or 0)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        click.echo("weightscope: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has had enough
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        known = isinstance(error, WeightscopeError)
+        text = str(error) if known else f"internal error, {type(error).__name__}: {error} (--debug shows where)"
+        click.echo(f"weightscope: {' '.join(text.split())}", err=True)
+        sys.exit(error.exit_code if known else 1)
+
+
+def _training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of every command that trains."""
+    options = [
+        click.option("--data", type=click.Path(path_type=Path), help="Folder to look for the data set in first."),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+        click.option("--workers", type=int, help="Worker processes; by default one for each core, or one on a GPU."),
+    ]
+
+    @wraps(command)
+    def wrapped(**arguments: Any) -> Any:
+        return command(**arguments)
+
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+_json_option = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the table here.")
+
+
+def _write_json(path: Path | None, values: Any) -> None:
+    if path is None:
+        return
+    from weightscope import _atomic
+
+    _atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def _recipe(source: str) -> "Recipe":
+    """A recipe file, or the recipe of a population."""
+    from weightscope.recipe import Recipe
+
+    if Path(source).is_dir():
+        return _population(source).recipe
+    return Recipe.load(source)
+
+
+def _population(source: str) -> "Population":
+    from weightscope.population import Population
+
+    if not Path(source).is_dir():
+        raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {source}")
+    return Population(source)
+
+
+@cli.command()
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("weightscope-demo"), show_default=True)
+@click.option("--networks", type=int, default=256, show_default=True, help="Size of the population.")
+@click.option("--epochs", type=int, default=12, show_default=True, help="Epochs of the population's training.")
+@click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark.")
+@_training_options
+def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
+    r"""The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.
+
+    Runs on scikit-learn's handwritten digits and leaves a self-contained report.html. Stopped and started again,
+    it goes on where it was.
+
+    \b
+    Example:
+      weightscope demo -o weightscope-demo
+    """
+    from weightscope.demo import run_demo
+
+    report = run_demo(out, networks=networks, epochs=epochs, seeds=seeds, say=click.echo, **options)
+    click.echo(f"\nThe report: {report}")
+
+
+@cli.command()
+@click.argument("recipe")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The population's folder.")
+@click.option("-n", "--networks", type=int, help="How many networks; a population may grow, never shrink.")
+@click.option("--shard", type=int, help="Train this tile alone, for job arrays.")
+@click.option("--backend", default="loky", show_default=True, help="loky, dask or ray.")
+@click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
+@_training_options
+def collect(recipe: str, out: Path, **options: Any) -> None:
+    r"""Train a population of networks, or go on training one.
+
+    RECIPE is a TOML file. Ctrl-C leaves a valid population; the same command goes on with it.
+
+    \b
+    Example:
+      weightscope collect populations/digits-convnext.toml -o digits.pop -n 512
+    """
+    from weightscope.collect import collect as train
+    from weightscope.inspect import describe
+
+    train(_recipe(recipe), out, **options)
+    click.echo(describe(out).text())
+
+
+@cli.command()
+@click.argument("source")
+@_json_option
+def inspect(source: str, json_file: Path | None) -> None:
+    r"""Show what is in a population or an initialiser's artifact.
+
+    \b
+    Example:
+      weightscope inspect digits.pop
+    """
+    from weightscope.inspect import describe
+
+    description = describe(source)
+    click.echo(description.text())
+    _write_json(json_file, description.to_dict())
+
+
+@cli.command()
+@click.argument("source")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The HDF5 file to write.")
+@click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
+def export(source: str, out: Path, select: str) -> None:
+    r"""Write a population's weights as one (N, D) matrix with its spec, for sharing.
+
+    \b
+    Example:
+      weightscope export digits.pop digits.h5 --select "*.mlp.*"
+    """
+    from weightscope.population import export as write
+
+    click.echo(f"wrote {write(_population(source), out, select)}")
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Patterns of tensor names.")
+@click.option("--compute", multiple=True, metavar="EXPR", help="A computed coordinate, such as 'diag(A @ B)'.")
+@click.option("--correlation", is_flag=True, help="Correlations instead of covariances.")
+@click.option("--fold-norms", is_flag=True, help="Fold each normalisation's gain into the next linear map.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("covariance.png"), show_default=True)
+@click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix here (.npz).")
+@_json_option
+def covariance(
+    source: str,
+    select: str,
+    compute: tuple[str, ...],
+    correlation: bool,
+    fold_norms: bool,
+    out: Path,
+    matrix: Path | None,
+    json_file: Path | None,
+) -> None:
+    r"""Compute and plot the joint covariance of tensors across a population.
+
+    Also prints how much more the means of rows and columns of each matrix vary than those of independent entries.
+
+    \b
+    Examples:
+      weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
+      weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \
+          --compute "center(stages.0.blocks.0.conv_dw.weight)" --correlation
+    """
+    from weightscope.study import study
+
+    kind = "correlation" if correlation else "covariance"
+    found = study(_population(source), select, kind=kind, computed=compute, fold_norms=fold_norms)
+    click.echo(found.text())
+    found.plot(out)
+    click.echo(f"wrote {out}")
+    if matrix is not None:
+        found.save_matrix(matrix)
+        click.echo(f"wrote {matrix}")
+    _write_json(json_file, found.to_dict())
+
+
+@cli.command("fit-init")
+@click.argument("source")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The artifact (.safetensors).")
+@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
+@click.option("--structure", default="auto", show_default=True, help="A structure's name, or auto.")
+@click.option("--joint", default="block", show_default=True, help="What is fitted together: tensor, block or all.")
+@click.option("--holdout", type=float, default=0.2, show_default=True, help="Share of networks to choose by.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which networks are held out.")
+@click.option("--standalone", type=click.Path(path_type=Path), help="Also write a Python file that applies it.")
+@_json_option
+def fit_init(source: str, out: Path, standalone: Path | None, json_file: Path | None, **options: Any) -> None:
+    r"""Fit structures to a population, choose by held-out likelihood, write an initialiser.
+
+    Tensors that --select does not name keep the network's own initialisation.
+
+    \b
+    Example:
+      weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
+    """
+    from weightscope.fit import fit, write_standalone
+
+    result = fit(_population(source), **options)
+    click.echo(result.text())
+    result.save(out)
+    click.echo(f"wrote {out}")
+    if standalone is not None:
+        write_standalone(out, standalone)
+        click.echo(f"wrote {standalone}")
+    _write_json(json_file, result.to_dict())
+
+
+@cli.command()
+@click.argument("recipe")
+@click.option("--init", "inits", multiple=True, required=True, help="Name, names joined by +, or artifact; repeat it.")
+@click.option("--epochs", type=int, multiple=True, help="A training length, each a full schedule; repeat it.")
+@click.option("--seeds", type=int, help="Paired seeds; the recipe's networks by default.")
+@click.option("--frozen", help="Run each initialiser also with the tensors of this pattern frozen.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("weightscope-bench"), show_default=True)
+@_training_options
+@_json_option
+def bench(recipe: str, inits: tuple[str, ...], out: Path, json_file: Path | None, **options: Any) -> None:
+    r"""Compare initialisers on paired seeds, with confidence intervals and p-values.
+
+    RECIPE is a TOML file or a population, whose recipe is taken. The first --init is what the others are compared
+    to. Writes results.json and convergence.png; stopped and started again, it goes on where it was.
+
+    \b
+    Example:
+      weightscope bench populations/digits-convnext.toml --init default --init digits-mlp.safetensors \
+          --epochs 3 --epochs 10 --seeds 64 -o bench
+    """
+    from weightscope import plots
+    from weightscope.bench import bench as run
+
+    result = run(_recipe(recipe), inits, out, **options)
+    click.echo(result.table())
+    plots.save(plots.convergence(result.summary).figure, out / "convergence.png")
+    click.echo(f"wrote {out / 'results.json'} and {out / 'convergence.png'}")
+    _write_json(json_file, result.to_dict())
