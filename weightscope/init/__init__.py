@@ -4,6 +4,7 @@ Every function changes only what its docstring names, computes in float32 or bet
 generator gives the same weights on any device), and is registered under its name without the underscore.
 """
 
+from weightscope.init.artifact import ArtifactInit, InitReport, load_init
 from weightscope.init.attention import mimetic_attention_
 from weightscope.init.convolution import (
     box_filters_,
@@ -24,6 +25,8 @@ from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 __all__ = [
     "REGISTRY",
+    "ArtifactInit",
+    "InitReport",
     "box_filters_",
     "compose",
     "conv_covariance",

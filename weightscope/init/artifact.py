@@ -1,6 +1,5 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +80,9 @@ class ArtifactInit:
             values |= group.spec.unpack(draw(group, generator))
         for name in fits:
             there[name].copy_(torch.from_numpy(values[name]))
-        trainable = {_plain(name) for name, _ in module.named_parameters()}
-        self.report = InitReport(tuple(fits), tuple(sorted(trainable - set(fits))), tuple(problems))
+        done = {id(there[name]) for name in fits}
+        others = tuple(_plain(name) for name, value in module.named_parameters() if id(value) not in done)
+        self.report = InitReport(tuple(fits), others, tuple(problems))
         return module
 
     def __repr__(self) -> str:
@@ -117,9 +117,9 @@ def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones under each of their names) and buffers, by name without wrappers' prefixes."""
-    named: Iterable[tuple[str, Tensor]] = (*module.named_parameters(remove_duplicate=False), *module.named_buffers())
-    return {_plain(name): value for name, value in named}
+    """Parameters (tied ones under each of their names) and buffers, by their name and by that without wrappers."""
+    named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+    return {_plain(name): value for name, value in named.items()} | named
 
 
 def _plain(name: str) -> str:

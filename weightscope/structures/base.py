@@ -177,7 +177,8 @@ def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     Raises:
         DataError: if its shape is another one or a number is not finite.
     """
-    values = np.array(array, dtype=np.float64)
+    # One memory order, because BLAS rounds differently in another, and a stored structure must give the same bits.
+    values = np.array(array, dtype=np.float64, order="C")
     fits = values.ndim == len(shape) and all(e is None or n == e for n, e in zip(values.shape, shape, strict=True))
     if not fits:
         raise DataError(f"`{name}`: expected the shape {shape}, found {values.shape}")

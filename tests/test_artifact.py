@@ -1,0 +1,391 @@
+import json
+import resource
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import nn
+
+from weightscope.artifact import FitResult, Group, load_artifact
+from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
+from weightscope.fit import fit, write_standalone
+from weightscope.init.artifact import ArtifactInit, draw, load_init
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.sources import ArraySource
+from weightscope.structures import STRUCTURES
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, groups=4)
+        self.fc1 = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.fc2 = nn.Linear(6, 4)
+
+
+SPEC = WeightSpec.of(Network())
+FITS = [
+    ("isotropic", "*.weight"),
+    ("group_means", "fc?.*,conv.*"),
+    ("diagonal", "*"),
+    ("kronecker", "fc?.weight,conv.weight"),
+    ("low_rank", "fc?.weight"),
+    ("dense", "fc?.weight"),
+]
+
+
+def population(size=60):
+    rng = np.random.default_rng(0)
+    mixing = rng.standard_normal((SPEC.size, SPEC.size)) / np.sqrt(SPEC.size)
+    return rng.standard_normal((size, SPEC.size)) @ mixing + np.linspace(-1, 1, SPEC.size)
+
+
+def fitted(structure="dense", select="fc?.weight", joint="all", weights=None):
+    weights = population() if weights is None else weights
+    return fit(ArraySource(weights, SPEC), select, structure=structure, joint=joint)
+
+
+def frozen():
+    """Fixed tensors, partly fixed ones, and varying ones, in three groups."""
+    weights = population()
+    weights[:, SPEC.slices["conv.weight"]] = np.linspace(0, 1, 36)
+    weights[:, SPEC.slices["fc1.weight"].start : SPEC.slices["fc1.weight"].start + 3] = 0.5
+    return fitted("dense", "conv.weight,fc?.weight", "tensor", weights)
+
+
+ARTIFACTS = [*FITS, ("frozen", "")]
+
+
+def make(structure, select):
+    return frozen() if structure == "frozen" else fitted(structure, select)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return fitted().save(tmp_path / "mlp.safetensors")
+
+
+def test_every_structure_is_covered():
+    assert {name for name, _ in FITS} == set(STRUCTURES)
+
+
+@pytest.mark.parametrize(("structure", "select"), ARTIFACTS)
+def test_round_trip_is_bit_exact(tmp_path, structure, select):
+    result = make(structure, select)
+    again = load_artifact(result.save(tmp_path / "a.safetensors"))
+    assert again.to_dict() == result.to_dict()
+    assert again.text() == result.text()
+    np.testing.assert_array_equal(again.sample(np.random.default_rng(1), 4), result.sample(np.random.default_rng(1), 4))
+    x = population(5)[:, SPEC.columns(result.spec)]
+    for ours, theirs in zip(result.groups, again.groups, strict=True):
+        if ours.structure is not None and ours.varying is None:
+            columns = result.spec.columns(ours.spec)
+            np.testing.assert_array_equal(
+                ours.structure.log_prob(x[:, columns]), theirs.structure.log_prob(x[:, columns])
+            )
+    assert again.save(tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("structure", "select"), ARTIFACTS)
+def test_load_init_draws_from_the_distribution(tmp_path, structure, select):
+    # |z| < 5.5 for means and variances of at most 120 entries over 1,500 networks: false-alarm rate below 1e-5.
+    result = make(structure, select)
+    init = load_init(result.save(tmp_path / "a.safetensors"))
+    generator, module, n = torch.Generator().manual_seed(0), Network(), 1500
+    rows = []
+    for _ in range(n):
+        init(module, generator=generator)
+        state = dict(module.state_dict())
+        rows.append(np.concatenate([state[name].double().numpy().reshape(-1) for name in result.spec.names]))
+    rows = np.array(rows)
+    expected = result.sample(np.random.default_rng(0), 20_000)
+    spread = expected.std(axis=0)
+    error = np.sqrt(1 / n + 1 / 20_000)
+    assert (np.abs(rows.mean(axis=0) - expected.mean(axis=0)) <= 5.5 * error * spread + 1e-6).all()
+    assert (np.abs(rows.std(axis=0) - spread) <= 5.5 * error * spread + 1e-6).all()
+    covariance = np.cov(expected, rowvar=False)
+    limit = 5.5 * error * np.sqrt(np.outer(spread, spread) ** 2 + covariance**2) + 1e-6
+    assert (np.abs(np.cov(rows, rowvar=False) - covariance) <= limit).all()
+
+
+def test_only_selected_tensors_change_and_the_report_says_so(path):
+    module = Network()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    init = load_init(path)
+    assert init.report is None
+    assert init(module, generator=torch.Generator().manual_seed(0)) is module
+    changed = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
+    assert changed == ["fc1.weight", "fc2.weight"] == list(init.report.touched)
+    assert set(init.report.untouched) == {n for n, _ in module.named_parameters()} - set(changed)
+    assert str(init.report).startswith("set 2 tensors: `fc1.weight`, `fc2.weight`; left alone 6 tensors: `conv.weight`")
+    assert "dense" in repr(init)
+
+
+def test_a_generator_decides_every_number(path):
+    init = load_init(path)
+    first, again, other = (init(Network(), generator=torch.Generator().manual_seed(s)).fc1.weight for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    loose = []
+    for _ in range(2):
+        module = Network()
+        torch.manual_seed(5)
+        loose.append(init(module).fc1.weight)
+    assert torch.equal(*loose)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_each_dtype_is_the_rounded_float64(path, dtype):
+    init = load_init(path)
+    exact = init(Network().double(), generator=torch.Generator().manual_seed(0)).fc2.weight
+    found = init(Network().to(dtype), generator=torch.Generator().manual_seed(0)).fc2.weight
+    assert found.dtype == dtype
+    assert torch.equal(found, exact.to(dtype))
+
+
+def test_wrappers_frozen_parameters_and_layouts(path):
+    init = load_init(path)
+    expected = init(Network(), generator=torch.Generator().manual_seed(0)).fc1.weight
+    wrapped = nn.Module()
+    wrapped.module = nn.Module()
+    wrapped.module._orig_mod = Network()
+    inner = wrapped.module._orig_mod
+    inner.fc1.weight.requires_grad_(False)
+    inner.fc1.weight.data = inner.fc1.weight.data.T.contiguous().T
+    init(wrapped, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(inner.fc1.weight, expected)
+    assert not inner.fc1.weight.requires_grad
+    assert "conv.weight" in init.report.untouched
+
+
+def test_buffers_of_a_population_are_set(tmp_path):
+    init = load_init(fitted("diagonal", "norm.*").save(tmp_path / "a.safetensors"))
+    module = init(Network(), generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(module.norm.running_mean, torch.zeros(6))
+    assert "norm.running_var" in init.report.touched
+
+
+def test_another_network_is_refused_and_left_alone(path):
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1 = nn.Linear(4, 7)
+
+    module, init = Other(), load_init(path)
+    before = module.fc1.weight.clone()
+    with pytest.raises(
+        SpecError, match=r"another network: `fc1.weight` expected \(6, 4\), found \(7, 4\); `fc2.weight` is missing"
+    ):
+        init(module)
+    assert torch.equal(module.fc1.weight, before)
+    with pytest.raises(SpecError, match="another network"):
+        init(module, strict=False)  # nothing fits at all
+    half = Network()
+    del half.fc1
+    init(half, strict=False)
+    assert (init.report.touched, init.report.absent) == (("fc2.weight",), ("fc1.weight",))
+    assert "not in the module 1 tensors: `fc1.weight`" in str(init.report)
+    with pytest.raises(SpecError, match="no memory yet"):
+        init(Network().to("meta"))
+    with pytest.raises(UsageError, match="expected a torch"):
+        init(Network(), generator=0)
+
+
+def test_an_unsaved_fit_is_an_initialiser_too(path):
+    result = load_artifact(path)
+    ours, saved = (
+        init(Network(), generator=torch.Generator().manual_seed(3)).fc1.weight
+        for init in (ArtifactInit(result), load_init(path))
+    )
+    assert torch.equal(ours, saved)
+
+
+RUN = """
+import sys
+sys.modules["weightscope"] = sys.modules["numpy"] = None  # must not be needed
+import importlib
+import torch
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 4, 3, groups=4)
+        self.fc1 = torch.nn.Linear(4, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.fc2 = torch.nn.Linear(6, 4)
+
+sys.path.insert(0, sys.argv[1])
+states = []
+for name in sys.argv[2:]:
+    torch.manual_seed(0)
+    module = Network().double()
+    apply = importlib.import_module(name)
+    assert apply.init_(module, generator=torch.Generator().manual_seed(11)) is module
+    states.append(module.state_dict())
+torch.save(states, sys.argv[1] + "/states.pt")
+"""
+
+
+def test_the_standalone_file_equals_load_init(tmp_path):
+    names, expected = [], []
+    for structure, select in ARTIFACTS:
+        (tmp_path / structure).mkdir()
+        artifact = make(structure, select).save(tmp_path / structure / f"{structure} init.safetensors")
+        file = tmp_path / f"apply_{structure}.py"
+        assert write_standalone(artifact, file) == file
+        assert (tmp_path / artifact.name).read_bytes() == artifact.read_bytes()
+        names.append(file.stem)
+        torch.manual_seed(0)
+        module = load_init(artifact)(Network().double(), generator=torch.Generator().manual_seed(11))
+        expected.append(module.state_dict())
+    command = [sys.executable, "-W", "ignore", "-c", RUN, str(tmp_path), *names]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    for ours, theirs in zip(torch.load(tmp_path / "states.pt"), expected, strict=True):
+        assert set(ours) == set(theirs)
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name].numpy(), value.numpy(), rtol=1e-12, atol=1e-13)
+
+
+def test_the_standalone_file_is_short_and_may_save_a_result(tmp_path):
+    file = write_standalone(fitted(), tmp_path / "mlp_init.py")
+    assert load_artifact(tmp_path / "mlp_init.safetensors").groups[0].label == "dense"
+    text = file.read_text()
+    assert text.startswith('"""Initialise fc1.weight, fc2.weight from mlp_init.safetensors')
+    assert len(text.splitlines()) < 70
+    compile(text, "mlp_init.py", "exec")
+    for name in ("mlp.txt", "1mlp.py", "mlp-init.py"):
+        with pytest.raises(UsageError, match="Python can import"):
+            write_standalone(fitted(), tmp_path / name)
+
+
+def header_of(path):
+    with open(path, "rb") as file:
+        return json.loads(json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))["__metadata__"]["weightscope"])
+
+
+def rewritten(path, change_header=None, change_arrays=None):
+    header, arrays = header_of(path), load_file(path)
+    header = change_header(header) if change_header else header
+    arrays = change_arrays(arrays) if change_arrays else arrays
+    save_file(arrays, path, metadata={"weightscope": header if isinstance(header, str) else json.dumps(header)})
+    return path
+
+
+def changed(**values):
+    return lambda header: header | values
+
+
+def in_group(**values):
+    def change(header):
+        header["groups"][0] |= values
+        return header
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: "{", "its header is not JSON"),
+        (lambda header: "[" * 100_000, "its header is not JSON"),
+        (lambda header: [], "its header does not make sense"),
+        (changed(version=2), "expected version 1 of the format, found 2"),
+        (changed(format="other"), "does not make sense: format"),
+        (changed(extra=1), "extra"),
+        (changed(networks="many"), "networks"),
+        (changed(groups=[]), "groups"),
+        (changed(spec=[["fc1.weight", [6, 4], "parameter"]]), "do not cover"),
+        (changed(spec=[["fc1.weight", [6, -4], "parameter"]]), "integers >= 0"),
+        (changed(spec=[]), "no tensors"),
+        (in_group(structure="magic"), "no structure 'magic'"),
+        (in_group(structure="kronecker"), "arrays do not fit"),
+        (in_group(structure=None), "`values`: expected"),
+        (in_group(spec=[["fc1.weight", [10**9, 10**9], "parameter"]]), "`mean`: expected"),
+        (in_group(spec=[["fc1.weight", [0, 10**12], "parameter"]]), "empty ones"),
+        (in_group(spec=[["fc1.weight", [48], "parameter"]]), "does not fit its arrays|do not cover"),
+        (in_group(form="kronecker"), "does not fit its arrays"),
+        (in_group(matrices=[[1, 48]]), "does not fit its arrays"),
+        (in_group(fixed=3), "does not fit its arrays"),
+        (in_group(parameters=-1), "parameters"),
+    ],
+)
+def test_a_header_is_never_trusted(path, change, message):
+    with pytest.raises(DataError, match=message) as error:
+        load_artifact(rewritten(path, change))
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays: {}, "`mean`: expected"),
+        (lambda arrays: arrays | {"0.mean": arrays["0.mean"][:-1]}, r"`mean`: expected \(48,\), found \(47,\)"),
+        (lambda arrays: arrays | {"0.mean": arrays["0.mean"] * np.nan}, "expected finite numbers"),
+        (lambda arrays: arrays | {"0.factor": arrays["0.factor"][:-1]}, "`factor`: expected the shape"),
+        (lambda arrays: arrays | {"0.variance": -np.ones(48)}, "negative"),
+        (lambda arrays: arrays | {"0.values": arrays["0.mean"]}, "do not fit"),
+        (lambda arrays: arrays | {"1.mean": arrays["0.mean"]}, "belong to no group"),
+        (lambda arrays: arrays | {"mean": arrays["0.mean"]}, "belong to no group"),
+        (lambda arrays: arrays | {"00.mean": arrays["0.mean"]}, "belong to no group"),
+        (lambda arrays: arrays | {"0.varying": np.full(48, 2, np.uint8), "0.values": np.zeros(48)}, "zeros and ones"),
+    ],
+)
+def test_arrays_are_never_trusted(path, change, message):
+    with pytest.raises(DataError, match=message):
+        load_artifact(rewritten(path, change_arrays=change))
+
+
+def test_files_that_are_no_artifacts(tmp_path, path):
+    with pytest.raises(DataError, match="found no file"):
+        load_artifact(tmp_path / "missing.safetensors")
+    save_file({"weight": np.ones(3)}, tmp_path / "plain.safetensors")
+    with pytest.raises(DataError, match="but no initialiser's artifact"):
+        load_init(tmp_path / "plain.safetensors")
+    whole = path.read_bytes()
+    for name, data in {
+        "empty": b"",
+        "truncated": whole[:-8],
+        "longer": whole + b"\0" * 8,
+        "header": whole[:100],
+        "lying": struct.pack("<Q", 2**60) + whole[8:],
+        "text": b"not a safetensors file at all",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match="no sound safetensors file"):
+            load_artifact(tmp_path / name)
+    with pytest.raises(DataError, match="artifact"):
+        load_artifact(tmp_path)
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, path):
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(WeightscopeError, match="cannot write"):
+            fitted("diagonal").save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_groups_keep_the_specs_order():
+    # A block's tensors need not be neighbours in the network.
+    spec = WeightSpec([TensorSpec(n, (2,)) for n in ("a.x.weight", "b.x.weight", "a.y.weight")])
+    data = np.random.default_rng(0).normal([0, 0, 10, 10, 20, 20], size=(30, 6))
+    result = fit(ArraySource(data, spec), "*", structure="diagonal", joint="block")
+    assert [g.spec.names for g in result.groups] == [("a.x.weight", "a.y.weight"), ("b.x.weight",)]
+    np.testing.assert_allclose(
+        result.sample(np.random.default_rng(0), 500).mean(axis=0), [0, 0, 10, 10, 20, 20], atol=0.5
+    )
+    assert isinstance(result, FitResult)
+    assert isinstance(result.groups[0], Group)
+    assert draw(result.groups[1], torch.Generator().manual_seed(0)).shape == (2,)

@@ -1,0 +1,301 @@
+import json
+
+import numpy as np
+import pytest
+
+from weightscope.artifact import load_artifact, varying_spec
+from weightscope.errors import DataError, UsageError
+from weightscope.fit import fit, grouped
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.sources import ArraySource
+from weightscope.structures import STRUCTURES
+
+P, N = 8, 6
+
+
+def network_spec(blocks=2):
+    tensors = [TensorSpec("stem.weight", (N, 3))]
+    for i in range(blocks):
+        at = f"stages.0.blocks.{i}"
+        tensors += [
+            TensorSpec(f"{at}.conv_dw.weight", (N, 1, 3, 3)),
+            TensorSpec(f"{at}.mlp.fc1.weight", (P, N)),
+            TensorSpec(f"{at}.mlp.fc1.bias", (P,)),
+            TensorSpec(f"{at}.mlp.fc2.weight", (N, P)),
+        ]
+    return WeightSpec([*tensors, TensorSpec("head.weight", (10, N))])
+
+
+SPEC = network_spec()
+W1 = "stages.0.blocks.0.mlp.fc1.weight"
+
+
+def population(size=200, seed=0):
+    return np.random.default_rng(seed).standard_normal((size, SPEC.size)).astype(np.float32)
+
+
+def put(weights, name, values):
+    weights[:, SPEC.slices[name]] = values.reshape(len(weights), -1)
+    return weights
+
+
+def stripes(size, seed=1):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((size, P, N)) + rng.standard_normal((size, 1, N))
+
+
+def kronecker(size, seed=2):
+    rng = np.random.default_rng(seed)
+    a, b = np.tril(rng.standard_normal((P, P))) + 2 * np.eye(P), np.tril(rng.standard_normal((N, N))) + 2 * np.eye(N)
+    return a @ rng.standard_normal((size, P, N)) @ b.T
+
+
+def diagonal(size, seed=3):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((size, P, N)) * rng.permutation(np.geomspace(0.1, 10, P * N)).reshape(P, N)
+
+
+def factors(size, seed=4):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((size, 2)) @ rng.standard_normal((2, P * N)) + 0.3 * rng.standard_normal((size, P * N))
+
+
+def dense(size, seed=5):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((size, P * N)) @ rng.standard_normal((P * N, P * N))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "expected"),
+    [
+        (stripes, 200, "group_means"),
+        (diagonal, 200, "diagonal"),
+        (kronecker, 200, "kronecker"),
+        (factors, 200, "low_rank (rank 2)"),
+        (dense, 2000, "dense"),
+    ],
+)
+def test_the_true_structure_is_chosen(make, size, expected):
+    source = ArraySource(put(population(size), W1, make(size)), SPEC)
+    result = fit(source, W1, joint="tensor")
+    (group,) = result.groups
+    assert group.label == expected
+    (chosen,) = [row for row in result.table if row["chosen"]]
+    assert chosen["structure"] == expected
+    assert chosen["difference"] == 0
+    assert all(row["difference"] < 0 for row in result.table if row is not chosen and row["failed"] is None)
+
+
+def test_independent_entries_are_not_given_structure():
+    # Group means hold the isotropic covariance and have three parameters more: a toss between these two. The others
+    # lose about parameters / (2 N) nats, which is four standard errors when every network is scored.
+    result = fit(ArraySource(population(), SPEC), W1, joint="tensor", holdout=5)
+    rows = {row["structure"]: row for row in result.table}
+    assert result.groups[0].label in ("isotropic", "group_means")
+    assert rows["isotropic"]["difference"] > -3 * rows["isotropic"]["difference_se"] - 1e-12
+    for name in ("diagonal", "kronecker", "low_rank (rank 1)"):
+        assert rows[name]["difference"] < -2 * rows[name]["difference_se"]
+
+
+def test_the_table_is_what_it_says():
+    weights = put(population(), W1, stripes(200))
+    result = fit(ArraySource(weights, SPEC), W1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
+    assert result.settings == {"select": W1, "joint": "tensor", "holdout": 0.2, "seed": 3, "held_out": 40}
+    # By hand: the same split, the same scores.
+    from weightscope.seeding import Purpose, numpy_generator
+
+    held_out = numpy_generator(3, 0, Purpose.STRUCTURE).permutation(200)[:40]
+    data = weights[:, SPEC.slices[W1]].astype(np.float64)
+    sub = SPEC.select(W1)
+    scores = {}
+    for name in ("isotropic", "group_means"):
+        fitted = STRUCTURES[name].fit(np.delete(data, held_out, axis=0), sub)
+        scores[name] = fitted.log_prob(data[np.sort(held_out)])
+    difference = scores["isotropic"] - scores["group_means"]
+    row = result.table[0]
+    assert (row["structure"], row["parameters"]) == ("isotropic", 2)
+    assert row["log_prob"] == pytest.approx(scores["isotropic"].mean())
+    assert row["log_prob_se"] == pytest.approx(scores["isotropic"].std(ddof=1) / np.sqrt(40))
+    assert row["difference"] == pytest.approx(difference.mean())
+    assert row["difference_se"] == pytest.approx(difference.std(ddof=1) / np.sqrt(40))
+    # The chosen structure is fitted again to all networks.
+    again = STRUCTURES["group_means"].fit(data, sub)
+    np.testing.assert_allclose(result.groups[0].structure.eigenvalues, again.eigenvalues)
+
+
+def test_folds_score_every_network():
+    source = ArraySource(put(population(), W1, stripes(200)), SPEC)
+    result = fit(source, W1, structure=("isotropic", "group_means"), holdout=5)
+    assert result.settings["held_out"] == 200
+    assert result.groups[0].label == "group_means"
+    assert result.table[0]["difference_se"] > 0
+
+
+def test_joint_choices_group_the_tensors():
+    select = SPEC.select("*.mlp.*")
+    assert list(grouped(select, "tensor")) == list(select.names)
+    blocks = grouped(select, "block")
+    assert list(blocks) == ["stages.0.blocks.0.mlp", "stages.0.blocks.1.mlp"]
+    assert blocks["stages.0.blocks.1.mlp"].names == tuple(n for n in select.names if ".1." in n)
+    assert grouped(select, "all") == {"all": select}
+    assert list(grouped(SPEC.select("stem.*,head.*"), "block")) == ["stem.weight", "head.weight"]
+
+
+def test_a_dependence_between_tensors_is_found_jointly_only():
+    weights = population(400)
+    w1, w2 = W1, W1.replace("fc1", "fc2")
+    put(
+        weights,
+        w2,
+        0.1 * weights[:, SPEC.slices[w2]].reshape(-1, N, P)
+        - weights[:, SPEC.slices[w1]].reshape(-1, P, N).transpose(0, 2, 1),
+    )
+    source = ArraySource(weights, SPEC)
+    jointly = fit(source, f"{w1},{w2}", joint="block")
+    (group,) = jointly.groups
+    assert group.label == "dense"
+    samples = SPEC.select(f"{w1},{w2}").unpack(jointly.sample(np.random.default_rng(0), 2000))
+    correlation = np.corrcoef(samples[w1][:, 2, 3], samples[w2][:, 3, 2])[0, 1]
+    assert correlation < -0.8
+    separately = fit(source, f"{w1},{w2}", joint="tensor")
+    assert {g.label for g in separately.groups} == {"isotropic"}
+    best = max(r["log_prob"] for r in jointly.table if r["failed"] is None)
+    total = [r for r in separately.table if r["group"] == "(all)" and r["chosen"]]
+    assert best > total[0]["log_prob"]
+
+
+def test_totals_add_the_groups_up():
+    result = fit(ArraySource(population(), SPEC), joint="tensor")
+    groups = [g.name for g in result.groups]
+    assert len(groups) == 4
+    for total in (row for row in result.table if row["group"] == "(all)"):
+        parts = [
+            row
+            for row in result.table
+            if row["group"] != "(all)"
+            and (row["chosen"] if total["chosen"] else row["structure"] == total["structure"])
+        ]
+        assert len(parts) == 4
+        assert total["log_prob"] == pytest.approx(sum(row["log_prob"] for row in parts))
+        assert total["parameters"] == sum(row["parameters"] for row in parts)
+
+
+def test_candidates_that_cannot_be_fitted_are_shown_with_the_reason():
+    result = fit(ArraySource(population(), SPEC), "*.mlp.fc1.*", joint="block")
+    failed = {row["structure"]: row["failed"] for row in result.table if row["failed"]}
+    assert set(failed) == {"kronecker"}
+    assert "two or more axes, found `stages." in failed["kronecker"]
+    assert "two or more axes" in result.text()
+    with pytest.raises(DataError, match=r"`stages.0.blocks.0.mlp`: no structure can be fitted: kronecker: a Kronecker"):
+        fit(ArraySource(population(), SPEC), "*.mlp.fc1.*", structure="kronecker")
+
+
+def test_options_and_candidates_of_low_rank():
+    source = ArraySource(put(population(), W1, factors(200)), SPEC)
+    several = fit(source, W1, structure="low_rank")
+    assert [row["structure"] for row in several.table] == [f"low_rank (rank {2**k})" for k in range(4)]
+    one = fit(source, W1, structure="low_rank", options={"rank": 3})
+    assert [row["structure"] for row in one.table] == ["low_rank (rank 3)"]
+    assert one.groups[0].options == {"rank": 3}
+    with pytest.raises(UsageError, match="dense has no option rank; its options are none"):
+        fit(source, W1, structure="dense", options={"rank": 3})
+    with pytest.raises(UsageError, match="need one structure by name"):
+        fit(source, W1, options={"rank": 3})
+
+
+def test_frozen_tensors_are_kept_and_counted():
+    weights = population()
+    frozen, conv = "stages.0.blocks.0.conv_dw.weight", "stages.0.blocks.1.conv_dw.weight"
+    put(weights, frozen, np.tile(np.linspace(-1, 1, 54), (200, 1)))
+    weights[:, SPEC.slices[conv].start + 4] = 0.125
+    result = fit(ArraySource(weights, SPEC), "*.conv_dw.weight", joint="tensor")
+    whole, part = result.groups
+    assert (whole.label, whole.fixed, whole.structure) == ("fixed", 54, None)
+    assert part.fixed == 1
+    assert part.structure.spec == WeightSpec([TensorSpec(conv, (53,))])
+    samples = result.spec.unpack(result.sample(np.random.default_rng(0), 5))
+    np.testing.assert_array_equal(samples[frozen], weights[:5, SPEC.slices[frozen]].reshape(5, N, 1, 3, 3))
+    assert (samples[conv][:, 0, 0, 1, 1] == 0.125).all()
+    assert np.ptp(samples[conv].reshape(5, -1)[:, 5:], axis=0).min() > 0
+    assert "fixed, it never varies" in result.text()
+    assert "1 entries never vary" in result.text()
+    together = fit(ArraySource(weights, SPEC), "*.conv_dw.weight", joint="all")
+    assert together.groups[0].fixed == 55
+    np.testing.assert_array_equal(together.sample(np.random.default_rng(0), 1)[0, :54], weights[0, SPEC.slices[frozen]])
+
+
+def test_varying_spec():
+    spec = WeightSpec([TensorSpec("a", (2, 3)), TensorSpec("b", (4,)), TensorSpec("c", (2,))])
+    varying = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0], dtype=bool)
+    assert varying_spec(spec, varying) == WeightSpec([TensorSpec("a", (2, 3)), TensorSpec("b", (2,))])
+
+
+def test_networks_that_diverged_are_left_out_and_counted():
+    weights = population()
+    weights[[3, 50], SPEC.slices[W1].start] = np.nan
+
+    class Source(ArraySource):
+        diverged = np.arange(200) == 7
+
+    result = fit(Source(weights, SPEC), W1, structure="diagonal")
+    assert (result.networks, result.excluded) == (197, 3)
+    assert "197 networks (3 excluded)" in result.text()
+    keep = np.delete(weights, [3, 7, 50], axis=0)
+    expected = fit(ArraySource(keep, SPEC), W1, structure="diagonal")
+    np.testing.assert_array_equal(result.groups[0].structure.variance, expected.groups[0].structure.variance)
+
+
+def test_the_seed_decides_and_chunks_do_not():
+    source = ArraySource(population(), SPEC)
+    first, again, other = (fit(source, W1, structure="diagonal", seed=s).table[0]["log_prob"] for s in (0, 0, 1))
+    assert first == again != other
+
+    class Pieces(ArraySource):
+        def chunks(self, select="*", size=None):
+            yield from super().chunks(select, 7)
+
+    assert fit(Pieces(source.weights, SPEC), W1, structure="diagonal").table[0]["log_prob"] == first
+
+
+def test_provenance_and_text(tmp_path):
+    class Source(ArraySource):
+        path = tmp_path / "digits.pop"
+
+    result = fit(Source(population(), SPEC), W1, structure=["isotropic", "dense"])
+    assert result.provenance["source"] == "digits.pop"
+    assert result.provenance["network_spec"] == SPEC.fingerprint
+    json.dumps(result.to_dict(), allow_nan=False)
+    lines = result.text().splitlines()
+    assert lines[0] == "200 networks (0 excluded), log-likelihood of 40 held out, nats each"
+    assert any(line.startswith("* ") and line.endswith("best") for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert load_artifact(result.save(tmp_path / "a.safetensors")).text() == result.text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"select": "nothing"}, UsageError, "no tensor matches 'nothing'"),
+        ({"structure": "full"}, UsageError, "no structure 'full'; there are isotropic"),
+        ({"structure": ()}, UsageError, "no structure to fit"),
+        ({"joint": "layer"}, UsageError, "joint must be one of tensor, block, all, found 'layer'"),
+        ({"holdout": 0.0}, UsageError, "holdout: expected a share between 0 and 1"),
+        ({"holdout": 1.0}, UsageError, "holdout: expected a share"),
+        ({"holdout": 2.5}, UsageError, "holdout: expected a share"),
+        ({"holdout": 0.001}, DataError, r"too few networks .* 200 usable \(0 excluded\)"),
+        ({"holdout": 0.999}, DataError, "too few networks"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        fit(ArraySource(population(), SPEC), **{"select": W1, "structure": "isotropic", **arguments})
+
+
+def test_too_few_networks():
+    weights = population(10)
+    weights[:, SPEC.slices[W1].start] = np.nan
+    with pytest.raises(DataError, match=r"0 usable \(10 excluded\)"):
+        fit(ArraySource(weights, SPEC), W1)
+    assert fit(ArraySource(population(10), SPEC), W1).settings["held_out"] == 2
+    with pytest.raises(UsageError, match="`b` has no entries"):
+        fit(ArraySource(np.zeros((9, 2)), WeightSpec([TensorSpec("a", (2,)), TensorSpec("b", (0, 3))])), "*")
