@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.recipe import Recipe
@@ -90,3 +92,54 @@ def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = Non
     for tile in range(manifest.tiles) if tiles is None else tiles:
         shards.save(path, manifest, train_tile(recipe, tile), "cpu")
     return manifest
+
+
+LARGE = WeightSpec([TensorSpec("w", (100_000,))])
+
+
+def large_spec_of(_recipe: Recipe) -> WeightSpec:
+    return LARGE
+
+
+def train_large_tile(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    """A tile of a few megabytes, made faster than it is written."""
+    trained = train_tile(recipe, tile)
+    trained.weights = np.resize(trained.weights, (recipe.population.tile, LARGE.size))
+    return trained
+
+
+def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", workers: int = 1) -> None:
+    """`collect` in a process group of its own, for tests that kill it. Exits as the command line does.
+
+    What it and its workers print goes to a file beside the population.
+    """
+    from weightscope import train
+    from weightscope.collect import collect
+    from weightscope.errors import WeightscopeError
+
+    os.setpgid(0, 0)
+    with open(path.with_suffix(".log"), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    if trainer == "small":
+        train.train_tile, train.spec_of = train_tile, spec_of
+    elif trainer == "large":
+        train.train_tile, train.spec_of = train_large_tile, large_spec_of
+    elif trainer == "slow":
+        train.train_tile, train.spec_of = train_slowly, spec_of
+    try:
+        collect(recipe, path, workers=workers)
+    except WeightscopeError as error:
+        print(error, flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+def train_slowly(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    time.sleep(0.3)
+    return train_tile(recipe, tile)
+
+
+def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    if tile == 1:
+        raise DataError("tile 1 is broken")
+    return train_tile(recipe, tile)

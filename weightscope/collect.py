@@ -298,6 +298,9 @@ def _terminate_as_interrupt() -> Iterator[None]:
 class _Bar(tqdm):
     """Progress in networks, with networks/hour and the time left; silent where stderr is no terminal."""
 
+    # tqdm's own lock is shared between processes, which no two bars here are; killed, it would leak a semaphore.
+    _lock = threading.RLock()
+
     def __init__(self, total: int, initial: int, *, show: bool, file: TextIO | None = None) -> None:
         super().__init__(
             total=total,

@@ -1,0 +1,451 @@
+"""`collect` trains what is missing, and nothing else, whatever happened before."""
+
+import contextlib
+import io
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_training as fake
+import numpy as np
+import pytest
+
+from weightscope import train
+from weightscope.collect import _Bar, collect
+from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The fake trainer in place of the real one; the tiles that it was asked for."""
+    tiles: list[int] = []
+
+    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+        tiles.append(tile)
+        return fake.train_tile(recipe, tile, **options)
+
+    monkeypatch.setattr(train, "train_tile", train_tile)
+    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+    return tiles
+
+
+def use(monkeypatch: pytest.MonkeyPatch, train_tile: Callable[..., Any]) -> None:
+    monkeypatch.setattr(train, "train_tile", train_tile)
+    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+
+
+def shard_files(path: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
+
+
+@pytest.fixture
+def reference(tmp_path: Path, trained: list[int]) -> dict[str, bytes]:
+    """The shards of an uninterrupted run."""
+    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
+    trained.clear()
+    return shard_files(tmp_path / "reference.pop")
+
+
+# -- the plain way --------------------------------------------------------------------------------------------
+
+
+def test_a_population_from_nothing(tmp_path: Path, trained: list[int]) -> None:
+    population = collect(fake.recipe(), tmp_path / "deep/down/a.pop", workers=1)
+    assert trained == [0, 1, 2]
+    assert population.missing == ()
+    np.testing.assert_array_equal(population.weights()[0], fake.vector(fake.recipe(), 0))
+    assert population.recipe == fake.recipe()
+    assert population.environment["device"] == "cpu"
+    assert population.environment["packages"]["torch"]
+
+
+def test_done_is_done(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
+    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
+    assert trained == []
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
+
+
+def test_workers_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]) -> None:
+    use(monkeypatch, fake.train_tile)
+    collect(fake.recipe(), tmp_path / "two.pop", workers=2)
+    assert shard_files(tmp_path / "two.pop") == reference
+
+
+def test_only_missing_tiles_are_trained(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    path = tmp_path / "reference.pop"
+    (path / "shards/00001.h5").unlink()
+    assert Population(path, partial=True).missing == (1,)
+    collect(fake.recipe(), path, workers=1)
+    assert trained == [1]
+    assert shard_files(path) == reference
+
+
+def test_one_shard_at_a_time_for_job_arrays(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    path = tmp_path / "array.pop"
+    for shard, there in ((2, 4), (0, 12), (0, 12), (1, 20)):
+        assert len(collect(fake.recipe(), path, shard=shard)) == there
+    assert trained == [2, 0, 1]
+    assert shard_files(path) == reference
+
+
+@pytest.mark.parametrize("shard", [-1, 3])
+def test_a_shard_that_does_not_exist(tmp_path: Path, trained: list[int], shard: int) -> None:
+    with pytest.raises(UsageError, match=f"shard: expected 0 to 2 for 20 networks, found {shard}"):
+        collect(fake.recipe(), tmp_path / "a.pop", shard=shard)
+    assert not (tmp_path / "a.pop").exists()
+
+
+# -- growing --------------------------------------------------------------------------------------------------
+
+
+def test_growing_trains_the_missing_ones_only(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    path = tmp_path / "reference.pop"
+    before = Population(path).weights()
+    population = collect(fake.recipe(), path, networks=40, workers=1)
+    assert trained == [2, 3, 4]  # tile 2 held 4 of 8
+    assert len(population) == 40
+    np.testing.assert_array_equal(population.weights()[:20], before)
+    assert {n: reference[n] for n in reference if "00002" not in n}.items() <= shard_files(path).items()
+    collect(fake.recipe(networks=40), tmp_path / "fresh.pop", workers=1)
+    assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
+
+
+def test_a_grown_population_goes_on_without_being_told(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
+) -> None:
+    path = tmp_path / "reference.pop"
+    collect(fake.recipe(), path, networks=40, shard=3)
+    trained.clear()
+    assert len(collect(fake.recipe(), path, workers=1)) == 40
+    assert trained == [2, 4]
+    with pytest.raises(UsageError, match="population of 40 networks and can only grow, found 20"):
+        collect(fake.recipe(), path, networks=20)
+
+
+def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The population grows while this process trains its last tile: the shard holds all that are wanted by then."""
+    path = tmp_path / "a.pop"
+
+    grown: list[bool] = []
+
+    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+        if tile == 2 and not grown:
+            grown.append(True)
+            collect(fake.recipe(), path, networks=24, shard=2)
+        return fake.train_tile(recipe, tile)
+
+    monkeypatch.setattr(train, "train_tile", train_tile)
+    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+    population = collect(fake.recipe(), path, workers=1)
+    assert len(population) == 24
+    assert population.missing == ()
+
+
+# -- refusals -------------------------------------------------------------------------------------------------
+
+
+def test_another_recipe(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3") as error:
+        collect(fake.recipe(training__epochs=3), tmp_path / "reference.pop")
+    assert error.value.exit_code == 2
+    assert trained == []
+    assert shard_files(tmp_path / "reference.pop") == reference
+
+
+def test_another_network_from_the_same_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
+) -> None:
+    monkeypatch.setattr(train, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
+    with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
+        collect(fake.recipe(), tmp_path / "reference.pop")
+
+
+def test_other_data_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
+) -> None:
+    monkeypatch.setattr("weightscope.data.load", lambda *a, **k: SimpleNamespace(fingerprint="0" * 16), raising=False)
+    with pytest.raises(DataError, match=r"collected with another data digits: expected hash \w{16}, found 0{16}"):
+        collect(fake.recipe(), tmp_path / "reference.pop")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "error", "message"),
+    [
+        (fake.recipe(), {"workers": 0}, UsageError, "workers: expected a positive number, found 0"),
+        (fake.recipe(), {"backend": "mpi"}, UsageError, "no backend 'mpi'; there are loky, dask, ray"),
+        (fake.recipe(), {"networks": 0}, RecipeError, "population.networks"),
+        (fake.recipe(), {"device": "abacus"}, UsageError, "abacus"),
+        (fake.recipe(init=[{"name": "nonsense"}]), {}, UsageError, "nonsense"),
+        (fake.recipe(init=[{"artifact": "none.safetensors"}]), {}, DataError, "none.safetensors"),
+        (fake.recipe(data__name="cifar10"), {}, DataError, "cifar-10-batches-bin"),
+    ],
+)
+def test_what_can_be_known_beforehand_leaves_nothing(
+    tmp_path: Path,
+    trained: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: Recipe,
+    options: dict[str, Any],
+    error: type[WeightscopeError],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(error, match=message):
+        collect(recipe, tmp_path / "a.pop", **options)
+    assert not (tmp_path / "a.pop").exists()
+
+
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_a_cluster_needs_its_package(
+    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UsageError, match=rf"pip install weightscope\[{backend}\]"):
+        collect(fake.recipe(), tmp_path / "a.pop", backend=backend)
+    assert not (tmp_path / "a.pop").exists()
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_trainer_that_fails_at_once_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    def fail(recipe: Recipe, tile: int, **options: Any) -> None:
+        raise DataError("broken")
+
+    use(monkeypatch, fail)
+    if existed:
+        (tmp_path / "a.pop").mkdir()
+    with pytest.raises(DataError, match="broken"):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert [p.name for p in tmp_path.rglob("*")] == (["a.pop"] if existed else [])
+
+
+def test_an_error_in_a_worker_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, fake.train_tile_or_refuse)
+    with pytest.raises(DataError, match="tile 1 is broken"):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=2)
+    use(monkeypatch, fake.train_tile)
+    assert len(collect(fake.recipe(), tmp_path / "a.pop", workers=1)) == 20
+
+
+# -- damage and left-overs ------------------------------------------------------------------------------------
+
+
+def test_a_damaged_shard_is_trained_anew_and_said(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "reference.pop"
+    os.truncate(path / "shards/00001.h5", 100)
+    (path / "shards/00002.h5.sha256").unlink()
+    with caplog.at_level(logging.WARNING):
+        collect(fake.recipe(), path, workers=1)
+    assert trained == [1, 2]
+    assert shard_files(path) == reference
+    assert [r.getMessage().split(":")[0][-8:] for r in caplog.records] == ["00001.h5", "00002.h5"]
+    assert "trained anew" in caplog.text
+
+
+def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    path = tmp_path / "reference.pop"
+    collect(fake.recipe(population__seed=8), tmp_path / "other.pop", workers=1)
+    for end in ("", ".sha256"):
+        (tmp_path / f"other.pop/shards/00001.h5{end}").replace(path / f"shards/00001.h5{end}")
+    before = shard_files(path)
+    with pytest.raises(DataError, match=r"00001.h5: a foreign shard, expected .* found .*; delete it"):
+        collect(fake.recipe(), path, workers=1)
+    assert shard_files(path) == before
+
+
+def test_what_killed_processes_left_is_swept(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    path = tmp_path / "reference.pop"
+    for stale in (path / ".population.json.00.tmp", path / "shards/.00001.h5.00.tmp"):
+        stale.write_bytes(b"half")
+    collect(fake.recipe(), path, workers=1)
+    assert shard_files(path) == reference
+    assert {p.name for p in path.iterdir()} == {"population.json", "shards"}
+
+
+def test_two_hashes_become_one_again(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    beside = tmp_path / "reference.pop/shards/00002.h5.sha256"
+    beside.write_text(beside.read_text() + "0" * 64 + "  00002.h5\n")
+    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
+    assert trained == []
+    assert shard_files(tmp_path / "reference.pop") == reference
+
+
+# -- interruption ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_valid_population(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], number: signal.Signals
+) -> None:
+    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+        if tile == 1:
+            os.kill(os.getpid(), number)
+        return fake.train_tile(recipe, tile)
+
+    use(monkeypatch, train_tile)
+    path = tmp_path / "a.pop"
+    with pytest.raises(Resumable, match=r"stopped: 8 of 20 networks are kept in .*a.pop; run the same") as error:
+        collect(fake.recipe(), path, workers=1)
+    assert error.value.exit_code == 4
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert Population(path, partial=True).missing == (1, 2)
+    use(monkeypatch, fake.train_tile)
+    collect(fake.recipe(), path, workers=1)
+    assert shard_files(path) == reference
+
+
+def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_tile(recipe: Recipe, tile: int, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    use(monkeypatch, train_tile)
+    with pytest.raises(Resumable, match="0 of 20 networks"):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert len(Population(tmp_path / "a.pop", partial=True)) == 0
+
+
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
+) -> None:
+    use(monkeypatch, fake.train_tile_and_die)
+    path = tmp_path / "a.pop"
+    with pytest.raises(WeightscopeError, match=r"worker process died.* of 20 networks are kept.*run the same") as error:
+        collect(fake.recipe(), path, workers=2)
+    assert error.value.exit_code == 1
+    Population(path, partial=True).verify()
+    use(monkeypatch, fake.train_tile)
+    collect(fake.recipe(), path, workers=2)
+    assert shard_files(path) == reference
+
+
+# -- a full disk ----------------------------------------------------------------------------------------------
+
+FULL_DISK = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import fake_training as fake
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
+"""
+
+
+def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
+    """Interpreter and workers end in order, and of a population without a network nothing is left."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    printed = (tmp_path / "a.log").read_text()
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert printed.count("\n") == 1
+    assert "cannot write" in printed
+    assert "File too large" in printed
+    assert [p.name for p in tmp_path.iterdir()] == ["a.log"]
+
+
+@contextlib.contextmanager
+def limited_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_keeps_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
+) -> None:
+    path = tmp_path / "reference.pop"
+    (path / "shards/00001.h5").unlink()
+    (path / "shards/00001.h5.sha256").unlink()
+    kept = shard_files(path)
+    with limited_files(), pytest.raises(WeightscopeError, match=r"cannot write .*00001.h5: File too large"):
+        collect(fake.recipe(), path, workers=1)
+    assert shard_files(path) == kept
+    collect(fake.recipe(), path, workers=1)
+    assert shard_files(path) == reference
+
+
+# -- progress -------------------------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_networks_per_hour_and_the_time_left() -> None:
+    screen = _Terminal()
+    with _Bar(100, 20, show=True, file=screen) as bar:
+        bar.start_t -= 36  # 36 seconds ago
+        bar.move_to(30.5)
+        bar.refresh()
+        assert bar.n == 30.5
+    text = screen.getvalue()
+    assert "30 of 100 networks, 1,0" in text  # 10.5 in 36 s are 1050 in an hour
+    assert "networks/hour" in text
+    assert "left" in text
+    assert "20 of 100 networks, ? networks/hour" in text
+
+
+@pytest.mark.parametrize(("show", "screen"), [(True, io.StringIO()), (False, _Terminal())])
+def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show: bool, screen: io.StringIO) -> None:
+    with _Bar(100, 20, show=show, file=screen) as bar:
+        bar.move_to(30.5)
+        assert bar.n == 30.5
+    assert screen.getvalue() == ""
+
+
+def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(_Bar, "move_to", lambda self, n: (seen.append(n), setattr(self, "n", n)))
+    collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert seen == [4, 8, 8, 12, 16, 16, 18, 20, 20]
+
+
+# -- the real trainer -----------------------------------------------------------------------------------------
+
+
+def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: Path) -> None:
+    """Alone in one go, shard by shard, grown, and in worker processes."""
+    import torch
+
+    recipe, threads = fake.recipe(networks=6, tile=4), torch.get_num_threads()
+    whole = collect(recipe, tmp_path / "whole.pop", workers=1)
+    assert torch.get_num_threads() == threads
+    for shard in (1, 0):
+        collect(recipe, tmp_path / "array.pop", shard=shard)
+    collect(recipe, tmp_path / "grown.pop", networks=3, workers=1)
+    collect(recipe, tmp_path / "grown.pop", networks=6, workers=1)
+    collect(recipe, tmp_path / "spread.pop", workers=2)
+    for other in ("array", "grown", "spread"):
+        assert shard_files(tmp_path / f"{other}.pop") == shard_files(tmp_path / "whole.pop")
+    assert whole.metrics["test_accuracy"].shape == (6,)
+    network = whole.network(5)
+    state = network.state_dict()
+    np.testing.assert_array_equal(
+        whole.spec.pack({name: state[name].numpy() for name in whole.spec.names}), whole.weights()[5]
+    )
+    assert not network.training
