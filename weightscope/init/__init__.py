@@ -38,6 +38,7 @@ __all__ = [
     "impulse_filters_",
     "kaiming_uniform_",
     "layer_scale_identity_",
+    "load_init",
     "mimetic_attention_",
     "mimetic_mlp_",
     "mimetic_ssm_",
