@@ -40,6 +40,7 @@ def wrapped_bumps(k, s):
 def low_rank_product(matrix, rank):
     """The best approximation of a rank, by a full decomposition in float64."""
     u, s, vh = torch.linalg.svd(matrix.double())
+    rank = min(rank, len(s))
     return (u[:, :rank] * s[:rank]) @ vh[:rank]
 
 

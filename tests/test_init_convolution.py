@@ -67,7 +67,7 @@ def test_roots_give_the_absolute_or_the_clipped_eigenvalues():
 def test_abs_is_what_numpys_sampler_does():
     """The published code samples by numpy's legacy multivariate_normal, an SVD; its covariance is |Sigma|."""
     sigma = conv_covariance(3, 1.0)
-    u, s, vt = np.linalg.svd(sigma)
+    _, s, vt = np.linalg.svd(sigma)
     sampled = (vt.T * s) @ vt  # what x @ (sqrt(s)[:, None] * v) has as covariance
     root = covariance_root(sigma, "abs")
     np.testing.assert_allclose(root @ root.T, sampled, atol=1e-12)
@@ -151,7 +151,9 @@ def test_refusals(net, arguments, message):
         conv_covariance_(net, **arguments)
 
 
-@pytest.mark.parametrize(("k", "sigma", "message"), [(4, 1.0, "odd"), (0, 1.0, "odd"), (3, 0.0, "> 0"), (3.0, 1, "odd")])
+@pytest.mark.parametrize(
+    ("k", "sigma", "message"), [(4, 1.0, "odd"), (0, 1.0, "odd"), (3, 0.0, "> 0"), (3.0, 1, "odd")]
+)
 def test_covariance_refusals(k, sigma, message):
     with pytest.raises(UsageError, match=message):
         conv_covariance(k, sigma)

@@ -137,13 +137,14 @@ def uniform(*shape: int, bound: float, generator: torch.Generator | None) -> Ten
     return torch.rand(*shape, generator=cpu_generator(generator)).mul_(2 * bound).sub_(bound)
 
 
-def frame(rows: int, columns: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`columns` orthonormal vectors of length `rows`, uniform (Haar) among all such frames, (rows, columns).
+def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Orthonormal columns, uniform (Haar) among all such frames, (..., rows, columns) with columns <= rows.
 
-    QR of a Gaussian matrix, with the signs that make it unique (Mezzadri 2007); needs columns <= rows.
+    QR of a Gaussian matrix, with the signs that make it unique (Mezzadri 2007).
     """
-    q, r = torch.linalg.qr(normal(rows, columns, generator=generator, dtype=dtype))
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0).to(dtype)
+    q, r = torch.linalg.qr(normal(*shape, generator=generator, dtype=dtype))
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(dtype)
+    return q * signs.unsqueeze(-2)
 
 
 @torch.no_grad()
@@ -189,7 +190,7 @@ class Matrix:
 
 
 def matrices(module: nn.Module) -> list[Matrix]:
-    """The weights of linear and convolutional layers, tied ones once.
+    """The weights of linear and convolutional layers, tied ones once; not those that are an embedding's as well.
 
     A fused projection of queries, keys and values is three matrices: fusing must not change what an
     initialiser that looks at the output width draws.
@@ -197,7 +198,7 @@ def matrices(module: nn.Module) -> list[Matrix]:
     Raises:
         AnatomyError: if there is none.
     """
-    seen: set[int] = set()
+    seen = {id(inner.weight) for inner in module.modules() if isinstance(inner, nn.Embedding)}
     out = []
     for path, inner in module.named_modules():
         for key, bias in _weights(inner):

@@ -54,7 +54,7 @@ def factors(
     n = matrix.shape[1]
     if rank > n:
         left, right = factors(matrix, n, generator)
-        spread = frame(rank, n, generator).T
+        spread = frame(rank, n, generator=generator).T
         return left @ spread, right @ spread
     vectors = _filtered(matrix, rank, spectrum) if spectrum is not None else None
     if vectors is None:

@@ -42,7 +42,7 @@ def query_key(
         Q (group, d, k) and K (d, k), float32, in the row-vector convention X @ Q.
     """
     if alpha == 0 and k <= d:
-        basis = frame(d, k, generator) * math.sqrt(abs(beta))
+        basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
         return basis.mul(math.copysign(1, beta)).expand(group, d, k), basis
     stacked = torch.cat([noisy_identity(d, alpha, beta, generator) for _ in range(group)])
     left, right = factors(stacked, k, generator, spectrum=spectrum(alpha, beta, group))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, normal, number, positive
+from weightscope.init._common import M, choice, count, cpu_generator, normal, number, positive
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,8 @@ def impulse_filters_(
     """
     choice("order", order, ("random", "given"))
     if filter_size is not None:
-        number("filter_size", filter_size, least=1)
+        count("filter_size", filter_size)
+    cpu_generator(generator)
     for part in depthwise(module):
         pixels = _central(part, filter_size)
         deal = torch.arange(part.channels)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope.anatomy import AttentionPart, PositionEmbedding, positions
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import M, choice, chosen_layers, count, flag, frame, normal
+from weightscope.init._common import M, choice, chosen_layers, count, cpu_generator, flag, frame, normal
 from weightscope.init.attention import self_attention
 from weightscope.init.impulse import Offset, Tokens, normalised, solve
 from weightscope.init.positions import sinusoidal_codes
@@ -179,7 +179,8 @@ class _Dealer:
         same_layers: bool,
         generator: torch.Generator | None,
     ) -> None:
-        self.random, self.same, self.generator, self.next = rule == "random", same_layers, generator, 0
+        self.random, self.same, self.next = rule == "random", same_layers, 0
+        self.generator = cpu_generator(generator)
         self.kept: dict[tuple[int, ...], list[Tensor]] = {}
         self.layer: dict[int, list[Offset]] = {}
         if isinstance(rule, str):
@@ -215,7 +216,9 @@ class _Dealer:
         shape = (part.kv_heads, part.head_width)
         if not (self.same and shape in self.kept):
             k = part.head_width
-            self.kept[shape] = [frame(k, k, self.generator, torch.float64) for _ in range(part.kv_heads)]
+            self.kept[shape] = [
+                frame(k, k, generator=self.generator, dtype=torch.float64) for _ in range(part.kv_heads)
+            ]
         return self.kept[shape]
 
 

@@ -177,17 +177,13 @@ def delta_orthogonal_(
         kernel = torch.zeros(matrix.weight.shape)
         groups, inputs = matrix.layer.groups, kernel.shape[1]
         outputs = kernel.shape[0] // groups
-        blocks = [_isometry(outputs, inputs, generator) for _ in range(groups)]
-        kernel[(slice(None), slice(None), *(n // 2 for n in kernel.shape[2:]))] = gain * torch.cat(blocks)
+        blocks = frame(groups, max(outputs, inputs), min(outputs, inputs), generator=generator)
+        centre = (blocks if outputs >= inputs else blocks.mT).reshape(groups * outputs, inputs)
+        kernel[(slice(None), slice(None), *(n // 2 for n in kernel.shape[2:]))] = gain * centre
         put(matrix.weight, kernel)
         if matrix.bias is not None:
             put(matrix.bias, torch.zeros(matrix.bias.shape))
     return module
-
-
-def _isometry(rows: int, columns: int, generator: torch.Generator | None) -> Tensor:
-    tall = frame(max(rows, columns), min(rows, columns), generator)
-    return tall if rows >= columns else tall.T
 
 
 # timm and ours, DINOv2 and DeiT-III, transformers' ConvNeXt, torchvision's ConvNeXt, CaiT and BEiT

@@ -180,11 +180,13 @@ class _Layout:
 
     def __init__(self, student: nn.Module, teacher: Any) -> None:
         self.blocks: dict[str, int] = {}
+        self.uneven: set[str] = set()
         for part in _found(attention, student):
             for named in (part.parameters, part.bias_parameters):
                 of_qkv = [group[0] for key, group in named.items() if key != "o"]
                 self.blocks |= {name: of_qkv.count(name) for name in of_qkv if of_qkv.count(name) > 1}
-            _check_packing(part, student)
+            if (name := _uneven(part, student)) is not None:
+                self.uneven |= {name, name.removesuffix("weight") + "bias"}
         for part in _found(mlps, student):
             for named in (part.names, part.bias_names):
                 firsts = [group[0] for key, group in named.items() if key != "w2"]
@@ -193,17 +195,16 @@ class _Layout:
         self.larger = {_source.bare(p.name): _table(p) for p in _found(positions, teacher)}
 
 
-def _check_packing(part: Any, student: nn.Module) -> None:
-    """Raise SpecError unless packed queries, keys and values are blocks of equal height, one below the other."""
+def _uneven(part: Any, student: nn.Module) -> str | None:
+    """The tensor of a part that packs queries, keys and values other than as equal blocks, one below the other."""
     (name,), inputs = part.parameters["q"], part.read("q").shape[1]
     sharing = [key for key in "kv" if part.parameters[key] == (name,)]
     if not sharing:
-        return
+        return None
     tensor = student.state_dict()[name].float()
     blocks = (tensor if tensor.shape[1] == inputs else tensor.T).chunk(1 + len(sharing))
     query = part.read("q").mT.reshape(-1, inputs).to(tensor)
-    if part.heads != part.kv_heads or not torch.equal(blocks[0], query):
-        raise SpecError(f"`{name}` packs queries, keys and values head by head or unevenly; leave it out by exclude=")
+    return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
 def _found(finder: Any, model: Any) -> list[Any]:
@@ -232,6 +233,10 @@ class _Chooser:
         if len(shape) > 2 and name not in layout.tables and shape[2:] != large[2:]:
             raise SpecError(
                 f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out by exclude="
+            )
+        if shape != large and name in layout.uneven:
+            raise SpecError(
+                f"`{name}` packs queries, keys and values head by head or unevenly; leave it out by exclude="
             )
         table, bigger = layout.tables.get(name), layout.larger.get(_source.bare(name))
         tokens = None

@@ -178,8 +178,9 @@ def permute_(
     """
     choice("mode", mode, ("entries", "rows", "columns"))
     cpu_generator(generator)
+    everything = matrices(module)
     wanted = _wanted(module, select, components)
-    found = [matrix for matrix in matrices(module) if matrix.name in wanted]
+    found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:
         raise UsageError(f"{select!r} selects no matrix of a linear or convolutional layer")
     for matrix in found:

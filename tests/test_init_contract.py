@@ -1,0 +1,560 @@
+"""One contract for every initialiser on every family where it applies.
+
+The effective operators are what the initialiser promises, nothing else changes, the generator decides the bits, and
+forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, Family, rows, scramble
+from references_init import low_rank_product, product_statistics
+from torch import Tensor, nn
+
+from weightscope import anatomy
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init import REGISTRY, conv_covariance, get
+from weightscope.init._common import fans, matrices
+from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
+from weightscope.init.impulse import Tokens, attention_map, impulse_matrix, normalised
+from weightscope.init.positions import sinusoidal_codes, table_codes
+from weightscope.init.residual import zero_matrix
+
+SIX = 6.0  # standard errors
+
+
+@functools.cache
+def built(name: str) -> nn.Module:
+    return FAMILIES[name].build()
+
+
+def fresh(family: Family) -> nn.Module:
+    return copy.deepcopy(built(family.name))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: value.detach().clone() for name, value in tensors}
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() and output.requires_grad else []
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, (tuple, list)) else []
+    return [t for value in values for t in tensors_in(value)]
+
+
+def names_of(parts: list[Any], *wanted: str) -> set[str]:
+    out: set[str] = set()
+    for part in parts:
+        named = part.names if hasattr(part, "names") else part.parameters
+        groups = [named[w] for w in wanted if w in named] if isinstance(named, dict) else [named]
+        out |= {name for group in groups for name in group}
+    return out
+
+
+def biases_of(parts: list[Any], *wanted: str) -> set[str]:
+    out: set[str] = set()
+    for part in parts:
+        named = part.bias_names if hasattr(part, "bias_names") else part.bias_parameters
+        out |= {name for w in wanted if w in named for name in named[w]}
+    return out
+
+
+def selves(model: nn.Module) -> list[Any]:
+    return [part for part in anatomy.attention(model) if part.kind == "self"]
+
+
+# --- what each initialiser promises -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def expected_products(d: int, k: int, alpha: float, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of diagonal mean, diagonal deviation and off-diagonal norm, by the naive construction."""
+    g = seeded(99)
+    found = []
+    for _ in range(60):
+        matrix = alpha * torch.randn(d, d, generator=g) / math.sqrt(d) + beta * torch.eye(d)
+        found.append(product_statistics(low_rank_product(matrix, min(k, d))))
+    return np.mean(found, 0), np.std(found, 0)
+
+
+def near(found: tuple[float, ...], d: int, k: int, alpha: float, beta: float, loose: float = 0.0) -> None:
+    mean, deviation = expected_products(d, k, alpha, beta)
+    assert np.all(np.abs(found - mean) <= SIX * deviation * 1.2 + loose), (found, mean, deviation)
+
+
+def check_mimetic_attention(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for part in selves(after):
+        q, k, v, o = (part.read(name).float() for name in "qkvo")
+        for h in range(part.heads):
+            if part.heads == part.kv_heads:
+                near(product_statistics(q[h] @ k[h].T), part.width, part.head_width, 0.7, 0.7, loose)
+            else:  # a shared key of rank k for several heads has less of each diagonal, and more than none
+                assert 0.1 < product_statistics(q[h] @ k[part.kv_head(h)].T)[0] < 0.7
+        total = sum(v[part.kv_head(h)] @ o[h] for h in range(part.heads))
+        near(product_statistics(total), part.width, part.kv_heads * part.value_width, 0.4, -0.4, loose)
+    for old, new in zip(anatomy.attention(before), anatomy.attention(after), strict=True):
+        if old.kind == "cross":
+            assert all(torch.equal(old.read(name), new.read(name)) for name in "qkvo")
+
+
+def check_conv_covariance(before: nn.Module, after: nn.Module, loose: float) -> None:
+    parts = anatomy.depthwise(after)
+    for part, d in zip(parts, relative_depths(parts, "depth"), strict=True):
+        k = part.kernel[0]
+        root = covariance_root(conv_covariance(k, PRESETS["imagenet-thawed"](d)))
+        kept = np.linalg.norm(root, axis=0) > 1e-2 * np.linalg.norm(root, axis=0).max()
+        inverse = np.linalg.pinv(root[:, kept])
+        white = part.read().double().reshape(part.channels, k * k).numpy() @ inverse.T
+        n = white.size
+        assert abs(np.mean(white**2) - 1) < SIX * math.sqrt(2 / n) + loose
+        assert abs(np.mean(white)) < SIX / math.sqrt(n) + loose
+
+
+def check_random_filters(before: nn.Module, after: nn.Module, loose: float) -> None:
+    entries = [(part.read() * math.sqrt(math.prod(part.kernel))).reshape(-1) for part in anatomy.depthwise(after)]
+    white = torch.cat(entries)
+    assert abs(white.square().mean() - 1) < SIX * math.sqrt(2 / len(white)) + loose
+
+
+def check_impulse_filters(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for part in anatomy.depthwise(after):
+        filters = part.read().flatten(1)
+        assert torch.equal(filters.sort(1).values, torch.eye(filters.shape[1])[-1].expand_as(filters))
+
+
+def check_box_filters(before: nn.Module, after: nn.Module, loose: float) -> None:
+    assert all(torch.equal(part.read(), torch.ones_like(part.read())) for part in anatomy.depthwise(after))
+
+
+def check_sinusoidal_positions(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for old, table in zip(anatomy.positions(before), anatomy.positions(after), strict=True):
+        torch.testing.assert_close(table.read()[table.prefix :], 2 * table_codes(table), atol=1e-6 + loose, rtol=0)
+        assert torch.equal(table.read()[: table.prefix], old.read()[: table.prefix])
+
+
+def check_impulse_attention(before: nn.Module, after: nn.Module, loose: float) -> None:
+    tables = {table.width: table for table in anatomy.positions(after)} if has_positions(after) else {}
+    for part in selves(after):
+        table = (
+            max(
+                (t for t in anatomy.positions(after) if t.width == part.width),
+                key=lambda t: len(shared_words(t.name, part.name)),
+            )
+            if tables
+            else None
+        )
+        causal = bool(part.causal)
+        if table is None:
+            tokens, codes = Tokens(4, 4), sinusoidal_codes(4, 4, part.width)
+        else:
+            tokens = Tokens(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
+            codes = table.read()
+        x = normalised(codes)
+        q, k = part.read("q").double(), part.read("k").double()
+        offsets = [(dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1) if dy == 0 or tokens.rows > 1]
+        targets = {o: impulse_matrix(tokens, o).double() for o in offsets if not (causal and o > (0, 0))}
+        for h in range(part.heads):
+            found = attention_map(x, q[h], k[part.kv_head(h)], part.scale, causal)
+            errors = {o: (found - wanted).square().mean().item() for o, wanted in targets.items()}
+            best = min(errors, key=errors.__getitem__)
+            inside = targets[best].sum(1) > 0
+            peaks = found[inside].argmax(1) == targets[best][inside].argmax(1)
+            assert peaks.double().mean() > 0.99 - loose * 10, (part.name, h, best)
+            assert errors[best] * tokens.total < 0.3 + loose * 10, (part.name, h, errors[best] * tokens.total)
+        for name in "qk":
+            assert part.read_bias(name) is None or not part.read_bias(name).any()
+
+
+def shared_words(a: str, b: str) -> list[str]:
+    out = []
+    for x, y in zip(a.split("."), b.split("."), strict=False):
+        if x != y:
+            break
+        out.append(x)
+    return out
+
+
+def has_positions(model: nn.Module) -> bool:
+    try:
+        return bool(anatomy.positions(model))
+    except AnatomyError:
+        return False
+
+
+def check_mlp_scalar(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
+        torch.testing.assert_close(new.read("w1"), old.read("w1") + 0.05, atol=1e-6 + loose, rtol=0)
+
+
+def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
+    """Eq. 1: every row of W1 moves by the same vector, of variance sigma."""
+    moves = []
+    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
+        move = new.read("w1") - old.read("w1")
+        torch.testing.assert_close(move, move[:1].expand_as(move), atol=1e-5 + 2 * loose, rtol=0)
+        moves.append(move.mean(0))
+    flat = torch.cat(moves)
+    assert abs(flat.square().mean() / 0.04 - 1) < SIX * math.sqrt(2 / len(flat))
+    if len(moves) > 1 and moves[0].shape == moves[1].shape:
+        assert not torch.allclose(moves[0], moves[1], atol=1e-2)
+
+
+def check_mlp_anticorrelated(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
+        wanted = (old.read("w1") - old.read("w2").T) / 2
+        torch.testing.assert_close(new.read("w1"), wanted, atol=1e-6 + loose, rtol=0)
+
+
+def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for old, new in zip(anatomy.ssms(before), anatomy.ssms(after), strict=True):
+        a_old, a_new = (-torch.exp(part.read("A_log")) for part in (old, new))
+        torch.testing.assert_close(a_new, -((-a_old) ** -8.0), rtol=1e-4 + 20 * loose, atol=1e-6)  # -exp(-c A_log)
+        step = torch.nn.functional.softplus(new.read("dt_bias"))
+        torch.testing.assert_close(step, torch.ones_like(step), atol=1e-6 + loose, rtol=0)
+        assert not new.read("dt_weight").any()
+        torch.testing.assert_close(new.read("C"), (old.read("C") + old.read("B")) / 2, atol=1e-6 + loose, rtol=0)
+        assert torch.equal(new.read("B"), old.read("B"))
+        if new.version == 2:  # the convolution passes the current token, which is the last tap
+            taps = new.read("conv_weight")
+            assert torch.equal(taps, torch.eye(taps.shape[1])[-1].expand_as(taps))
+        else:
+            assert torch.equal(new.read("conv_weight"), old.read("conv_weight"))
+
+
+def check_zero_init(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for part in anatomy.attention(after):
+        q = part.read("q").mT.reshape(-1, part.width)
+        torch.testing.assert_close(q, zero_matrix(*q.shape), atol=1e-6 + loose, rtol=0)
+        assert not part.read("o").any()
+
+
+def check_t_fixup(before: nn.Module, after: nn.Module, loose: float) -> None:
+    """Xavier's variance 2 / (in + out), times the square of the scale along the branches."""
+    layers = len({part.layer for part in selves(after)})
+    small = 0.67 * layers**-0.25
+    for part in anatomy.attention(after):
+        for name in "qkvo":
+            w = part.read(name)
+            size = w.shape[0] * (w.shape[1] + 0) if name == "o" else w.shape[0] * w.shape[2]
+            other = w.shape[2] if name == "o" else w.shape[1]
+            wanted = math.sqrt(2 / (size + other)) * (small if name in "vo" else 1)
+            assert abs(w.std() / wanted - 1) < SIX / math.sqrt(w.numel()) + loose
+    for part in anatomy.mlps(after):
+        for name in part.names:
+            w = part.read(name)
+            assert abs(w.std() / (math.sqrt(2 / sum(w.shape)) * small) - 1) < SIX / math.sqrt(w.numel()) + loose
+
+
+def blocks_of(model: nn.Module) -> list[Tensor]:
+    return [block.float() for matrix in matrices(model) for block in matrix.split(matrix.weight)]
+
+
+def spread(model: nn.Module, deviation: Callable[[Tensor], float], loose: float) -> None:
+    """All entries over their promised deviation have mean 0 and variance 1."""
+    white = torch.cat([(block / deviation(block)).reshape(-1) for block in blocks_of(model)])
+    assert abs(white.mean()) < SIX / math.sqrt(len(white)) + loose
+    assert abs(white.square().mean() - 1) < SIX * math.sqrt(2 / len(white)) + loose
+
+
+def check_kaiming_uniform(before: nn.Module, after: nn.Module, loose: float) -> None:
+    spread(after, lambda block: 1 / math.sqrt(3 * fans(block)[0]), loose)
+    assert all(block.abs().max() <= (1 + loose) / math.sqrt(fans(block)[0]) for block in blocks_of(after))
+
+
+def check_xavier(before: nn.Module, after: nn.Module, loose: float) -> None:
+    spread(after, lambda block: math.sqrt(2 / sum(fans(block))), loose)
+
+
+def check_trunc_normal(before: nn.Module, after: nn.Module, loose: float) -> None:
+    spread(after, lambda block: 0.02, loose)
+
+
+def check_delta_orthogonal(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for layer in after.modules():
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d)):
+            w = layer.weight.detach().float()
+            centre = w[(slice(None), slice(None), *(n // 2 for n in w.shape[2:]))]
+            assert torch.count_nonzero(w) <= centre.numel()
+            for block in centre.chunk(layer.groups):
+                small = block.T @ block if block.shape[0] >= block.shape[1] else block @ block.T
+                torch.testing.assert_close(small, torch.eye(len(small)), atol=1e-4 + 5 * loose, rtol=0)
+
+
+def check_layer_scale(before: nn.Module, after: nn.Module, loose: float) -> None:
+    factors = [p for name, p in after.named_parameters() if name.endswith(("gamma", "lambda1", "layer_scale"))]
+    if factors:
+        assert all(torch.allclose(p, torch.full_like(p, 0.1)) for p in factors)
+        return
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+        try:
+            pairs = zip(finder(before), finder(after), strict=True)
+        except AnatomyError:
+            continue
+        for old, new in pairs:
+            torch.testing.assert_close(new.read(last), old.read(last) * 0.1, atol=1e-6 + loose, rtol=1e-2 * (loose > 0))
+
+
+def check_permute(before: nn.Module, after: nn.Module, loose: float) -> None:
+    moved = 0
+    for old, new in zip(blocks_of(before), blocks_of(after), strict=True):
+        assert torch.equal(old.reshape(-1).sort().values, new.reshape(-1).sort().values)
+        moved += not torch.equal(old, new)
+    assert moved == len(blocks_of(before))
+
+
+def check_same_as_donor(before: nn.Module, after: nn.Module, loose: float) -> None:
+    wanted = {n: p for n, p in donor_of(before).named_parameters() if n in touched_all(before)}
+    for name, value in after.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(value.float(), wanted[name].float(), atol=1e-6 + loose, rtol=loose)
+
+
+def check_transfer_singular(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for theirs, mine in zip(blocks_of(donor_of(before)), blocks_of(after), strict=True):
+        wanted = low_rank_product(theirs.flatten(1), 3).float()
+        torch.testing.assert_close(mine.flatten(1), wanted, atol=1e-4 + loose, rtol=loose)
+
+
+def donor_of(model: nn.Module) -> nn.Module:
+    return scramble(copy.deepcopy(model), seed=5)
+
+
+def touched_all(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def touched_matrices(model: nn.Module, *, bias: bool = True) -> set[str]:
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    out = {matrix.name for matrix in matrices(model)}
+    return out | {by_id[id(m.bias)] for m in matrices(model) if bias and m.bias is not None}
+
+
+def touched_convolutions(model: nn.Module) -> set[str]:
+    kinds = (nn.Conv1d, nn.Conv2d)
+    return {f"{n}.{k}" for n, m in model.named_modules() if isinstance(m, kinds) for k in ("weight", "bias")}
+
+
+def touched_layer_scale(model: nn.Module) -> set[str]:
+    factors = {n for n, _ in model.named_parameters() if n.endswith(("gamma", "lambda1", "layer_scale"))}
+    if factors:
+        return factors
+    out: set[str] = set()
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+        try:
+            parts = finder(model)
+        except AnatomyError:
+            continue
+        out |= names_of(parts, last) | biases_of(parts, last)
+    return out
+
+
+def fixup_names(model: nn.Module) -> set[str]:
+    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "w1", "w2", "gate")
+
+
+def zero_names(model: nn.Module) -> set[str]:
+    parts = anatomy.attention(model)
+    return names_of(parts, *"qkvo") | biases_of(parts, *"qkvo")
+
+
+SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bias")
+
+
+@dataclass(frozen=True)
+class Case:
+    """An initialiser with numbers, the families it is for, what it may touch and what it promises."""
+
+    name: str
+    families: list[Family]
+    touched: Callable[[nn.Module], set[str]]
+    check: Callable[[nn.Module, nn.Module, float], None]
+    numbers: dict[str, Any] = field(default_factory=dict)
+    donor: str | None = None
+    half: float = 0.02  # extra tolerance in bfloat16, whose numbers have 8 bits
+
+    def run(self, model: nn.Module, seed: int = 3) -> nn.Module:
+        given = {self.donor: donor_of(model)} if self.donor else {}
+        return get(self.name, **self.numbers, **given)(model, generator=seeded(seed))
+
+
+def only(kind: str, *without: str) -> list[Family]:
+    return [family for family in rows(kind) if family.name not in without]
+
+
+EVERY = list(FAMILIES.values())
+ROTARY = ("hf-llama", "hf-phi3", "hf-neox", "hf-t5", "hf-clip-text")
+PICTURES = [f for f in rows("depthwise") if "mamba" not in f.name]
+SELF = only("attention", "torch-kdim")
+MLPS = rows("mlps")
+MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "w1")}
+BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
+
+CASES = [
+    Case("default", EVERY, lambda m: set(), lambda a, b, c: None),
+    Case("kaiming_uniform", EVERY, touched_matrices, check_kaiming_uniform),
+    Case("xavier", EVERY, touched_matrices, check_xavier),
+    Case("trunc_normal", EVERY, touched_matrices, check_trunc_normal),
+    Case(
+        "conv_covariance",
+        PICTURES,
+        lambda m: names_of(anatomy.depthwise(m)),
+        check_conv_covariance,
+        {"preset": "imagenet-thawed"},
+    ),
+    Case("random_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_random_filters),
+    Case("impulse_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_impulse_filters),
+    Case("box_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_box_filters),
+    Case("mimetic_attention", SELF, lambda m: names_of(selves(m), *"qkvo"), check_mimetic_attention),
+    Case(
+        "sinusoidal_positions",
+        rows("positions"),
+        lambda m: names_of(anatomy.positions(m)),
+        check_sinusoidal_positions,
+        {"gamma": 2.0},
+    ),
+    Case(
+        "impulse_attention",
+        only("positions", *ROTARY),
+        lambda m: names_of(selves(m), *"qk") | biases_of(selves(m), *"qk"),
+        check_impulse_attention,
+    ),
+    Case(
+        "impulse_attention",
+        [FAMILIES["torch-encoder"]],
+        lambda m: names_of(selves(m), *"qk") | biases_of(selves(m), *"qk"),
+        check_impulse_attention,
+        {"grid": (4, 4)},
+    ),
+    Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_scalar, numbers={"b": 0.05}),
+    Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_rows, numbers={"mode": "rows", "sigma": 0.04}),
+    Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_anticorrelated, numbers={"mode": "anticorrelated"}),
+    Case("mimetic_ssm", rows("ssms"), lambda m: names_of(anatomy.ssms(m), *SSM_NAMES), check_mimetic_ssm),
+    Case("zero_init", SELF, zero_names, check_zero_init),
+    Case("t_fixup", [f for f in SELF if "mlps" in f.parts], fixup_names, check_t_fixup),
+    Case(
+        "delta_orthogonal",
+        [f for f in EVERY if {"depthwise", "patch_embeddings"} & set(f.parts)],
+        touched_convolutions,
+        check_delta_orthogonal,
+    ),
+    Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale),
+    Case("permute", EVERY, lambda m: touched_matrices(m, bias=False), check_permute),
+    Case("transfer", EVERY, touched_all, check_same_as_donor, donor="source"),
+    Case(
+        "transfer_singular",
+        EVERY,
+        lambda m: touched_matrices(m, bias=False),
+        check_transfer_singular,
+        {"rank": 3},
+        donor="source",
+    ),
+    Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
+]
+
+
+def grid() -> list[Any]:
+    return [
+        pytest.param(case, family, id="-".join([case.name, *map(str, list(case.numbers.values())[:1]), family.name]))
+        for case in CASES
+        for family in case.families
+    ]
+
+
+def test_every_registered_initialiser_is_under_contract():
+    assert {case.name for case in CASES} == set(REGISTRY)
+
+
+@pytest.mark.parametrize(("case", "family"), grid())
+def test_contract(case, family):
+    before = fresh(family)
+    model, twin = fresh(family), fresh(family)
+    assert case.run(model) is model
+    case.run(twin)
+    now, again, old = state(model), state(twin), state(before)
+    assert all(torch.equal(now[name], again[name]) for name in now), "same generator, other bits"
+    allowed = case.touched(before)
+    changed = {name for name in now if not torch.equal(now[name], old[name])}
+    assert changed <= allowed, f"also changed {sorted(changed - allowed)}"
+    assert all(value.dtype == old[name].dtype for name, value in now.items())
+    case.check(before, model, 0.0)
+    outputs = tensors_in(family.call(model))
+    assert outputs
+    assert all(out.isfinite().all() for out in outputs)
+    sum(out.float().square().mean() for out in outputs).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+HALVES = [
+    param for param in grid() if param.values[1].name in ("ours-vit-token", "ours-convnext", "hf-gpt2", "hf-mamba2")
+]
+
+
+@pytest.mark.parametrize(("case", "family"), HALVES)
+def test_contract_in_bfloat16(case, family):
+    before, model = fresh(family).bfloat16(), fresh(family).bfloat16()
+    case.run(model)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    case.check(before, model, case.half)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in REGISTRY if n not in ("default", "select_weights", "transfer", "transfer_singular")]
+)
+def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
+    quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
+    case = next(case for case in CASES if case.name == name)
+    family = case.families[0]
+    one, other = case.run(fresh(family), 1), case.run(fresh(family), 2)
+    same = all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert same == (name in quiet)
+
+
+@pytest.mark.parametrize("name", ["mimetic_attention", "conv_covariance", "kaiming_uniform", "impulse_attention"])
+def test_no_generator_means_torchs_global_one(name):
+    case = next(case for case in CASES if case.name == name)
+    family = case.families[0]
+    found = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        model = get(name, **case.numbers)(fresh(family))
+        found.append(state(model))
+    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+@pytest.mark.parametrize("name", ["hf-llama", "hf-phi3", "hf-neox"])
+def test_impulse_refuses_rotated_queries(name):
+    with pytest.raises((UsageError, AnatomyError), match=r"RoPE|position table"):
+        get("impulse_attention", grid=16)(fresh(FAMILIES[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in REGISTRY if n not in ("default", "select_weights", "transfer", "transfer_singular")]
+)
+def test_a_module_without_the_part_raises(name):
+    needs = {"conv_covariance": {"preset": "imagenet-thawed"}}.get(name, {})
+    with pytest.raises(AnatomyError, match="expected"):
+        get(name, **needs)(nn.Sequential(nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    "name", ["kaiming_uniform", "mimetic_attention", "mimetic_mlp", "impulse_attention", "permute"]
+)
+@pytest.mark.parametrize("generator", [7, np.random.default_rng(0)])
+def test_generators_of_another_kind_are_refused(name, generator):
+    case = next(case for case in CASES if case.name == name)
+    numbers = {"mode": "rows"} if name == "mimetic_mlp" else {}
+    with pytest.raises(UsageError, match=r"torch\.Generator"):
+        get(name, **numbers)(fresh(case.families[0]), generator=generator)
