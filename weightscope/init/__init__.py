@@ -4,7 +4,8 @@ Every function changes only what its docstring names, computes in float32 or bet
 generator gives the same weights on any device), and is registered under its name without the underscore.
 """
 
-from weightscope.init.artifact import ArtifactInit, InitReport, load_init
+from typing import TYPE_CHECKING, Any
+
 from weightscope.init.attention import mimetic_attention_
 from weightscope.init.convolution import (
     box_filters_,
@@ -22,6 +23,9 @@ from weightscope.init.selection import select_weights_
 from weightscope.init.ssm import mimetic_ssm_
 from weightscope.init.transfer import permute_, transfer_, transfer_singular_
 from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
+
+if TYPE_CHECKING:
+    from weightscope.init.artifact import ArtifactInit, InitReport, load_init
 
 __all__ = [
     "REGISTRY",
@@ -54,3 +58,13 @@ __all__ = [
     "xavier_",
     "zero_init_",
 ]
+
+_ARTIFACT = {"ArtifactInit", "InitReport", "load_init"}  # fitted structures need SciPy, which takes a second to import
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ARTIFACT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from weightscope.init import artifact
+
+    return getattr(artifact, name)
