@@ -276,3 +276,11 @@ def test_normalised_images_have_mean_zero_and_deviation_one() -> None:
     scaled = normalise(pixels, mean, std)
     torch.testing.assert_close(scaled.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
     torch.testing.assert_close(scaled.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64))
+
+
+def test_bytes_and_their_fractions_are_normalised_alike() -> None:
+    """A trainer that augments and an evaluation that does not must see images of one scale."""
+    images, mean, std = _images(5), torch.tensor([0.2, 0.4, 0.6]), torch.tensor([0.1, 0.2, 0.3])
+    fractions = augment(images, torch.empty(5, 0), AugmentConfig())
+    assert torch.equal(normalise(images, mean, std), normalise(fractions, mean, std))
+    assert normalise(images, mean, std).abs().max() < 9

@@ -13,7 +13,7 @@ from weightscope import networks
 from weightscope.errors import UsageError
 from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
-from weightscope.networks.layers import LayerScale
+from weightscope.networks.layers import LayerScale, SpatialMean, TokenPool
 from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
 
 
@@ -284,7 +284,7 @@ class _Stacked(nn.Module):
 
 
 LEAVES = (nn.Conv2d, nn.Linear, nn.LayerNorm, nn.BatchNorm2d, LayerNorm2d, Attention)
-ELEMENTWISE = (nn.GELU, nn.Identity)
+WITHOUT_PARAMETERS = (nn.GELU, nn.Identity, SpatialMean, TokenPool)  # and without a view of the channel axis
 
 
 def _fold(modules: list[nn.Module]) -> nn.Module:
@@ -315,7 +315,7 @@ def test_networks_are_made_of_the_known_leaves(name: str) -> None:
     """A layer that the stacked trainer does not know would be run on the wrong axis without an error."""
     for layer in SMALL[name]().modules():
         if not any(layer.children()):
-            assert type(layer) in (*LEAVES, *ELEMENTWISE, LayerScale)
+            assert type(layer) in (*LEAVES, *WITHOUT_PARAMETERS, LayerScale)
         if isinstance(layer, nn.Conv2d):
             same = layer.groups == layer.in_channels and layer.stride == (1, 1)
             assert same or (layer.stride == layer.kernel_size and layer.padding == (0, 0) and layer.groups == 1)

@@ -65,13 +65,18 @@ def augment(images: Tensor, draws: Tensor, config: "AugmentConfig") -> Tensor:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`(images - mean) / std`, channel by channel.
+    """`(images - mean) / std`, channel by channel, of images in units of [0, 1].
 
     Args:
-        images: float (..., c, S, S) in [0, 1].
+        images: float (..., c, S, S) in [0, 1] as `augment` returns them, or uint8, which are divided by 255.
         mean: float (c,), such as `Dataset.mean`.
         std: float (c,), positive, such as `Dataset.std`.
+
+    Returns:
+        float (..., c, S, S).
     """
+    if images.dtype == torch.uint8:
+        images = images.float().div_(255)
     return (images - mean[:, None, None]) / std[:, None, None]
 
 
