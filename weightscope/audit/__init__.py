@@ -23,6 +23,7 @@ from weightscope.audit.intervals import LEVEL
 from weightscope.audit.mlp import mimetic_mlp
 from weightscope.audit.positions import impulse_attention, sinusoidal_positions
 from weightscope.audit.report import AuditReport, Check
+from weightscope.audit.residual import delta_orthogonal, layer_scale_identity, t_fixup, zero_init
 from weightscope.audit.ssm import mimetic_ssm
 from weightscope.audit.univariate import kaiming_uniform, trunc_normal, xavier
 from weightscope.errors import AnatomyError, UsageError
@@ -44,6 +45,10 @@ PROMISES: Mapping[str, Callable[..., list[Check]]] = {
     "kaiming_uniform": kaiming_uniform,
     "xavier": xavier,
     "trunc_normal": trunc_normal,
+    "zero_init": zero_init,
+    "t_fixup": t_fixup,
+    "delta_orthogonal": delta_orthogonal,
+    "layer_scale_identity": layer_scale_identity,
 }
 
 # What `audit(model)` tries, besides every initialiser with its defaults: the published presets.

@@ -1,15 +1,15 @@
 """What the baselines promise: independent entries with a scale that depends on the layer's widths."""
 
 import math
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 
 from torch import Tensor
 
 from weightscope.anatomy import ModuleSource, Source
 from weightscope.audit.intervals import Interval, normal
 from weightscope.audit.report import Check
-from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import fans, matrices
+from weightscope.errors import UsageError
+from weightscope.init._common import Matrix, fans, matching, matrices
 
 Row = tuple[str, float, Interval]
 
@@ -21,7 +21,7 @@ _NORMAL = (3.0, 15.0, 105.0)
 def kaiming_uniform(source: Source, *, slope: float, bias: str, select: str) -> list[Check]:
     """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
     gain = math.sqrt(6 / (1 + slope**2))
-    return _each(source, "kaiming_uniform", select, bias, lambda w: _uniform(w, gain / math.sqrt(fans(w)[0])))
+    return _each(source, "kaiming_uniform", select, bias, lambda w: uniform_entries(w, gain / math.sqrt(fans(w)[0])))
 
 
 def xavier(source: Source, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
@@ -29,7 +29,7 @@ def xavier(source: Source, *, gain: float, distribution: str, bias: str, select:
 
     def rows(w: Tensor) -> list[Row]:
         std = gain * math.sqrt(2 / sum(fans(w)))
-        return _uniform(w, math.sqrt(3) * std) if distribution == "uniform" else _moments(w, std, _NORMAL)
+        return uniform_entries(w, math.sqrt(3) * std) if distribution == "uniform" else entries(w, std, _NORMAL)
 
     return _each(source, "xavier", select, bias, rows)
 
@@ -44,38 +44,43 @@ def trunc_normal(source: Source, *, std: float, cut: float, bias: str, select: s
     for k in range(1, 5):
         raw.append((2 * k - 1) * raw[-1] - edge ** (2 * k - 1) * tail)
     moments = tuple(raw[k] / raw[1] ** k for k in (2, 3, 4))
-    return _each(source, "trunc_normal", select, bias, lambda w: _moments(w, std * math.sqrt(raw[1]), moments, cut))
+    return _each(source, "trunc_normal", select, bias, lambda w: entries(w, std * math.sqrt(raw[1]), moments, cut))
 
 
-def _each(source: Source, name: str, select: str, bias: str, rows) -> list[Check]:
+def selected(source: Source, name: str, select: str) -> list[Matrix]:
+    """The weights of linear and convolutional layers whose names match the patterns.
+
+    Raises:
+        AnatomyError: if there is none.
+        UsageError: if the source is no module, or the patterns match nothing.
+    """
     if not isinstance(source, ModuleSource):
         raise UsageError(f"{name}: needs a module, because fan-in and fan-out depend on what a tensor is used for")
-    found = list(matrices(source.module))
-    if not found:
-        raise AnatomyError("expected linear or convolutional layers, found none")
-    patterns = [p.strip() for p in select.split(",")]
+    found = matrices(source.module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    return [matrix for matrix in found if matrix.name in wanted]
+
+
+def _each(source: Source, name: str, select: str, bias: str, rows: Callable[[Tensor], list[Row]]) -> list[Check]:
     checks = []
-    for i, (path, blocks, old) in enumerate(found):
-        if not any(fnmatchcase(path, p) for p in patterns):
-            continue
+    for i, matrix in enumerate(selected(source, name, select)):
+        blocks = matrix.split(matrix.weight)
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            for row in rows(block.double()):
-                checks.append(Check(name, "weight", i, part, path, *row[:2], *row[2]))
-        if old is not None and bias != "keep":
+            checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.double())]
+        if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
-            largest = float(old.detach().abs().max())
-            checks.append(Check(name, "weight", i, None, path, "largest bias", largest, 0.0, limit))
-    if not checks:
-        raise UsageError(f"select: {select!r} matches none of the {len(found)} weights")
+            largest = float(matrix.bias.detach().abs().max())
+            checks.append(Check(name, "weight", i, None, matrix.name, "largest bias", largest, 0.0, limit))
     return checks
 
 
-def _uniform(w: Tensor, bound: float) -> list[Row]:
-    return _moments(w, bound / math.sqrt(3), _UNIFORM, bound)
+def uniform_entries(w: Tensor, bound: float) -> list[Row]:
+    """`entries` for `U(-bound, bound)`."""
+    return entries(w, bound / math.sqrt(3), _UNIFORM, bound)
 
 
-def _moments(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
+def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
     """Mean, variance and kurtosis of entries, over what is promised, with their sampling errors."""
     n = w.numel()
     m4, m6, m8 = moments

@@ -1,0 +1,548 @@
+"""Wrong copies of the initialisers, as found in public code or one slip away: every one must fail its audit.
+
+Each mutant is a correct construction with one change, built here from plain singular value decompositions and
+samples. The same construction without the change must pass, so that nothing fails for being built here.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import references_init as references
+import shims
+import torch
+from torch import Tensor, nn
+
+from weightscope import anatomy
+from weightscope import init as wi
+from weightscope.audit import audit
+from weightscope.networks import ConvMixer, ViT
+from weightscope.networks.positions import sinusoidal_positions
+
+torch.set_num_threads(1)
+Z = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a construction.
+
+    Attributes:
+        build: (correct module, generator) -> None, in place.
+        caught: statistics of which at least one must fail.
+        parameters: of the initialiser, when not its defaults.
+    """
+
+    build: Callable[[nn.Module, torch.Generator], None]
+    caught: tuple[str, ...]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def check(model: nn.Module, name: str, mutant: Mutant, seed: int = 3) -> None:
+    mutant.build(model, torch.Generator().manual_seed(seed))
+    report = audit(model, name, **mutant.parameters)
+    assert not report.passed, str(report)
+    failed = {c.statistic for c in report.failures}
+    assert failed & set(mutant.caught), f"expected one of {mutant.caught}, found {failed}\n{report}"
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+D, H, L = 192, 3, 2
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    return ViT(32, 8, D, L, H, 10)
+
+
+def naive_attention(
+    module: nn.Module,
+    g: torch.Generator,
+    *,
+    qk: tuple[float, float] = (0.7, 0.7),
+    vo: tuple[float, float] = (0.4, -0.4),
+    noise: float = 1.0,
+    roots: tuple[float, float] = (0.5, 0.5),
+    swapped: bool = False,
+    one_z: str = "",
+) -> None:
+    """Thesis Eq. 3.12-3.18 with knobs for the slips of public copies."""
+    fixed: dict[str, Tensor] = {}
+
+    def draw(kind: str) -> Tensor:
+        z = torch.randn(D, D, generator=g) * (noise / math.sqrt(D))
+        return fixed.setdefault(kind, z) if kind in one_z else z
+
+    def halves(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        u, s, vh = torch.linalg.svd(matrix)
+        return u[:, :rank] * s[:rank] ** roots[0], vh[:rank].T * s[:rank] ** roots[1]
+
+    for part in anatomy.attention(module):
+        k = part.head_width
+        heads = [halves(qk[0] * draw("qk") + qk[1] * torch.eye(D), k) for _ in range(part.heads)]
+        part.write("q", torch.stack([q for q, _ in heads]))
+        part.write("k", torch.stack([key for _, key in heads]))
+        left, right = halves(vo[0] * draw("vo") + vo[1] * torch.eye(D), D)
+        if swapped:  # v holds R = S^(1/2) V^T and proj holds L = U S^(1/2): the product is R L
+            left, right = right.T, left.T
+        part.write("v", left.reshape(D, part.heads, k).transpose(0, 1))
+        part.write("o", right.T.reshape(part.heads, k, D))
+
+
+def exchange(module: nn.Module, g: torch.Generator) -> None:
+    naive_attention(module, g)
+    for part in anatomy.attention(module):
+        q, k, v, o = (part.read(n) for n in "qkvo")
+        part.write("v", q), part.write("o", k.mT), part.write("q", v), part.write("k", o.mT)
+
+
+def transposed(module: nn.Module, g: torch.Generator) -> None:
+    """`qkv.weight` gets W_Q instead of W_Q^T: the factors are written as if tokens were columns."""
+    naive_attention(module, g)
+    for path, inner in module.named_modules():
+        if path.endswith("attn.qkv"):
+            blocks = inner.weight.data.reshape(3, D, D)
+            blocks[:] = blocks.mT.clone()
+
+
+def transposed_output(module: nn.Module, g: torch.Generator) -> None:
+    naive_attention(module, g)
+    for path, inner in module.named_modules():
+        if path.endswith("attn.proj"):
+            inner.weight.data = inner.weight.data.T.clone()
+
+
+def interleaved_heads(module: nn.Module, g: torch.Generator) -> None:
+    """Queries cut into heads by stride, keys by blocks."""
+    naive_attention(module, g)
+    for part in anatomy.attention(module):
+        q = part.read("q")
+        part.write("q", q.permute(1, 0, 2).reshape(D, part.head_width, part.heads).permute(2, 0, 1))
+
+
+def one_head_again(module: nn.Module, g: torch.Generator) -> None:
+    naive_attention(module, g)
+    part = anatomy.attention(module)[-1]
+    q = part.read("q")
+    q[1] = torch.randn(D, part.head_width, generator=g) * 0.02
+    part.write("q", q)
+
+
+def framework(module: nn.Module, g: torch.Generator) -> None:
+    """What `model.apply(init_weights)` does after the initialiser ran."""
+    naive_attention(module, g)
+    wi.trunc_normal_(module, generator=g)
+
+
+def last_layer_again(module: nn.Module, g: torch.Generator) -> None:
+    naive_attention(module, g)
+    nn.init.xavier_uniform_(module.blocks[-1].attn.qkv.weight, generator=g)
+
+
+def equal_matrices(module: nn.Module, g: torch.Generator) -> None:
+    wi.mimetic_attention_(module, construction="same-random", generator=g)
+
+
+def mutate(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
+    return lambda module, g: naive_attention(module, g, **knobs)
+
+
+OFF = {"alpha_qk": 0.3, "beta_qk": 0.7, "alpha_vo": 0.4, "beta_vo": 0.2}
+ATTENTION = {
+    "factors swapped, R L for L R": Mutant(mutate(swapped=True), ("diagonal std",)),
+    "1/sqrt(d) forgotten": Mutant(mutate(noise=math.sqrt(D)), ("off-diagonal",)),
+    "noise scaled by 1/d": Mutant(mutate(noise=1 / math.sqrt(D)), ("off-diagonal",)),
+    "root taken twice": Mutant(mutate(roots=(0.25, 0.25)), ("diagonal mean",)),
+    "root missing, U S and V": Mutant(mutate(roots=(1.0, 0.0)), ("imbalance",)),
+    "root missing on one side, U S and S^(1/2) V": Mutant(mutate(roots=(1.0, 0.5)), ("diagonal mean", "imbalance")),
+    "sign of V/proj wrong": Mutant(mutate(vo=(0.4, 0.4)), ("diagonal mean",)),
+    "sign of Q/K wrong": Mutant(mutate(qk=(0.7, -0.7)), ("diagonal mean",)),
+    "numbers of QK and VO exchanged": Mutant(mutate(qk=(0.4, 0.4), vo=(0.7, -0.7)), ("diagonal mean",)),
+    "alpha and beta exchanged": Mutant(mutate(qk=(0.7, 0.3), vo=(0.2, -0.4)), ("diagonal mean",), OFF),
+    "q and k written into v and o": Mutant(exchange, ("diagonal mean",)),
+    "one Z for all heads": Mutant(mutate(one_z="qk"), ("resemblance",)),
+    "one Z for all layers": Mutant(mutate(one_z="vo"), ("resemblance",)),
+    "qkv.weight transposed": Mutant(transposed, ("diagonal mean",)),
+    "proj.weight transposed": Mutant(transposed_output, ("diagonal std",)),
+    "heads interleaved in q only": Mutant(interleaved_heads, ("diagonal mean",)),
+    "same random matrix for SVD": Mutant(equal_matrices, ("asymmetry",)),
+    "language numbers for vision": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("diagonal mean",)),
+    "overwritten by the framework": Mutant(framework, ("diagonal mean",)),
+    "one head overwritten": Mutant(one_head_again, ("diagonal mean",)),
+    "one layer overwritten": Mutant(last_layer_again, ("diagonal mean",)),
+    "beta 10 % too small": Mutant(mutate(qk=(0.7, 0.63)), ("diagonal mean",)),
+    "alpha 10 % too large": Mutant(mutate(vo=(0.44, -0.4)), ("alpha",)),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_wrong_attention_fails(name):
+    check(vit(), "mimetic_attention", ATTENTION[name])
+
+
+@pytest.mark.parametrize("parameters", [{}, OFF, {"preset": "language"}], ids=["vision", "off", "language"])
+def test_the_naive_attention_passes(parameters):
+    numbers = {(): ((0.7, 0.7), (0.4, -0.4)), ("preset",): ((0.0, 0.5), (0.2, -0.2))}
+    qk, vo = numbers.get(tuple(parameters), ((0.3, 0.7), (0.4, -0.2)))
+    model, g = vit(), torch.Generator().manual_seed(0)
+    if parameters.get("preset"):  # without noise an SVD gives all heads one subspace, so ours draws it
+        wi.mimetic_attention_(model, preset="language", generator=g)
+    else:
+        naive_attention(model, g, qk=qk, vo=vo)
+    report = audit(model, "mimetic_attention", **parameters)
+    assert report.passed, str(report)
+
+
+def test_an_svd_without_noise_gives_every_head_the_same_coordinates():
+    """alpha = 0 in the published construction: the SVD of a multiple of I is the first k coordinates, every time."""
+    mutant = Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("resemblance",), {"preset": "language"})
+    check(vit(), "mimetic_attention", mutant)
+
+
+# --- depthwise filters ---------------------------------------------------------------------------------------------
+
+K, C, DEPTH = 5, 96, 4
+SCHEDULE = {"sigma0": 0.16, "v": 0.32, "a": 2.88}
+
+
+def mixer() -> nn.Module:
+    torch.manual_seed(0)
+    return ConvMixer(C, DEPTH, K, 4, 10)
+
+
+def sigma(d: float) -> float:
+    return SCHEDULE["sigma0"] + SCHEDULE["v"] * d + 0.5 * SCHEDULE["a"] * d**2
+
+
+def naive_filters(
+    module: nn.Module,
+    g: torch.Generator,
+    *,
+    covariance: Callable[[int, float], np.ndarray] = references.conv_covariance,
+    root: Callable[[np.ndarray], np.ndarray] = lambda s: wi.convolution.covariance_root(s, "abs"),
+    depth: Callable[[int, int], float] = lambda i, n: i / (n - 1),
+    variance: Callable[[float], float] = lambda s: s,
+) -> None:
+    """Fig. A.4, with knobs."""
+    parts = anatomy.depthwise(module)
+    for i, part in enumerate(parts):
+        matrix = root(covariance(K, variance(sigma(depth(i, len(parts))))))
+        draws = torch.randn(part.channels, K * K, generator=g, dtype=torch.float64) @ torch.from_numpy(matrix).T
+        part.write(draws.float().reshape(part.channels, K, K))
+
+
+def mirrored(k: int, s: float) -> np.ndarray:
+    """Eq. B.4 as printed: block (i, j) peaks at the mirrored pixel; symmetrised as a sampler would."""
+    z = references.gauss(k, k // 2, k // 2, s).reshape(-1)
+    c = references.wrapped_bumps(k, s).reshape(k, k, k, k)[::-1, ::-1].reshape(k * k, k * k)
+    out = 0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z))
+    return (out + out.T) / 2
+
+
+def blocks(k: int, s: float) -> np.ndarray:
+    """The block form sampled as if it were the covariance matrix, without Fig. A.4's rearrangement."""
+    out = references.conv_covariance(k, s).reshape(k, k, k, k).transpose(0, 2, 1, 3).reshape(k * k, k * k)
+    return (out + out.T) / 2
+
+
+def without_half(k: int, s: float) -> np.ndarray:
+    """The second line of Eq. 3.9, which drops the factor 1/2."""
+    z = references.gauss(k, k // 2, k // 2, s).reshape(-1)
+    c = references.wrapped_bumps(k, s)
+    return (z[:, None] + z[None, :]) * c - np.outer(z, z)
+
+
+def one_filter(module: nn.Module, g: torch.Generator) -> None:
+    naive_filters(module, g)
+    for part in anatomy.depthwise(module):
+        part.write(part.read()[:1].expand(part.channels, K, K))
+
+
+def transposed_filters(module: nn.Module, g: torch.Generator) -> None:
+    """Rows of the sample taken for channels of other layers: entries shuffled within each filter."""
+    naive_filters(module, g)
+    for part in anatomy.depthwise(module):
+        part.write(part.read().reshape(K * K, part.channels).T.reshape(part.channels, K, K))
+
+
+def one_layer_default(module: nn.Module, g: torch.Generator) -> None:
+    naive_filters(module, g)
+    nn.init.kaiming_uniform_(module.blocks[1][0].fn[0].weight, a=math.sqrt(5), generator=g)
+
+
+def knob(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
+    return lambda module, g: naive_filters(module, g, **knobs)
+
+
+def clipped(s: np.ndarray) -> np.ndarray:
+    return wi.convolution.covariance_root(s, "clip")
+
+
+CLIP = {"psd": "clip"}
+FILTERS = {
+    "shift mirrored": Mutant(knob(covariance=mirrored, root=clipped), ("outside",), CLIP),
+    "blocks not rearranged": Mutant(knob(covariance=blocks), ("strongest",)),
+    "1/2 dropped as in Eq. 3.9": Mutant(knob(covariance=without_half), ("energy", "strongest")),
+    "sigma taken for a deviation": Mutant(knob(variance=lambda s: s * s), ("strongest", "weakest")),
+    "factor 2 of the exponent forgotten": Mutant(knob(variance=lambda s: s / 2), ("strongest", "weakest")),
+    "depth reversed": Mutant(knob(depth=lambda i, n: 1 - i / (n - 1)), ("strongest",)),
+    "depth i / D": Mutant(knob(depth=lambda i, n: i / n), ("weakest", "strongest", "outside")),
+    "one sigma for all layers": Mutant(knob(depth=lambda i, n: 0.5), ("strongest",)),
+    "covariance for its root": Mutant(knob(root=lambda s: s), ("strongest", "weakest")),
+    "psd clip declared abs": Mutant(knob(root=clipped), ("weakest",)),
+    "psd abs declared clip": Mutant(knob(), ("outside",), CLIP),
+    "one filter for all channels": Mutant(one_filter, ("correlation",)),
+    "channels and entries mixed up": Mutant(transposed_filters, ("strongest",)),
+    "one layer overwritten": Mutant(one_layer_default, ("strongest",)),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_wrong_filters_fail(name):
+    mutant = FILTERS[name]
+    check(mixer(), "conv_covariance", Mutant(mutant.build, mutant.caught, SCHEDULE | mutant.parameters))
+
+
+@pytest.mark.parametrize("psd", ["abs", "clip"])
+def test_the_naive_filters_pass(psd):
+    model = mixer()
+    root = lambda s: wi.convolution.covariance_root(s, psd)  # noqa: E731
+    naive_filters(model, torch.Generator().manual_seed(0), root=root)
+    report = audit(model, "conv_covariance", **SCHEDULE, psd=psd)
+    assert report.passed, str(report)
+
+
+def test_absolute_eigenvalues_hide_a_mirrored_shift():
+    """The mirror image of the covariance is P Sigma with P^2 = I commuting with Sigma, so |P Sigma| = |Sigma|.
+
+    Eq. B.4 as printed gives it, and whoever samples by absolute values, as the thesis's code does, cannot tell.
+    """
+    for s in (0.16, 0.5, 1.92):
+        roots = [wi.convolution.covariance_root(f(K, s), "abs") for f in (mirrored, references.conv_covariance)]
+        np.testing.assert_allclose(roots[0] @ roots[0].T, roots[1] @ roots[1].T, atol=1e-12)
+
+
+# --- MLP -----------------------------------------------------------------------------------------------------------
+
+SIGMA = 1e-3
+
+
+def w1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
+    def build(module: nn.Module, g: torch.Generator) -> None:
+        for part in anatomy.mlps(module):
+            part.write("w1", update(part.read("w1"), part.read("w2"), g))
+
+    return build
+
+
+def rows(w1: Tensor, g: torch.Generator, sd: float) -> Tensor:
+    return torch.randn(1, w1.shape[1], generator=g) * sd
+
+
+ROWS, SCALAR, ANTI = {"mode": "rows", "sigma": SIGMA}, {"mode": "scalar", "b": 0.05}, {"mode": "anticorrelated"}
+MLP = {
+    "one number for each hidden unit": Mutant(
+        w1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * math.sqrt(SIGMA)), ("unit means",), ROWS
+    ),
+    "variance used as deviation": Mutant(w1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
+    "one vector for each entry": Mutant(
+        w1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * math.sqrt(SIGMA)), ("input means",), ROWS
+    ),
+    "scalar where a vector is meant": Mutant(
+        w1_update(lambda w, _, g: w + math.sqrt(SIGMA)), ("input means", "mean"), ROWS
+    ),
+    "not done": Mutant(w1_update(lambda w, _, g: w), ("input means",), ROWS),
+    "scalar with the wrong sign": Mutant(w1_update(lambda w, _, g: w - 0.05), ("mean",), SCALAR),
+    "vector where a scalar is meant": Mutant(
+        w1_update(lambda w, _, g: w + 0.05 + rows(w, g, 0.05)), ("input means",), SCALAR
+    ),
+    "sum for difference": Mutant(w1_update(lambda w, w2, g: (w + w2.T) / 2), ("slope",), ANTI),
+    "half forgotten": Mutant(w1_update(lambda w, w2, g: w - w2.T), ("slope",), ANTI),
+    "W1 replaced": Mutant(w1_update(lambda w, w2, g: -w2.T / 2), ("own share of variance",), ANTI),
+    "reshaped for transposed": Mutant(w1_update(lambda w, w2, g: (w - w2.reshape(w.shape)) / 2), ("slope",), ANTI),
+}
+
+
+def into_w2(module: nn.Module, g: torch.Generator) -> None:
+    for part in anatomy.mlps(module):
+        part.write("w2", part.read("w2") + 0.05)
+
+
+MLP["second layer for first"] = Mutant(into_w2, ("mean",), SCALAR)
+
+
+@pytest.mark.parametrize("name", MLP)
+def test_wrong_mlps_fail(name):
+    check(vit(), "mimetic_mlp", MLP[name])
+
+
+@pytest.mark.parametrize("parameters", [ROWS, SCALAR, ANTI], ids=["rows", "scalar", "anticorrelated"])
+def test_right_mlps_pass(parameters):
+    updates = {
+        "rows": lambda w, _, g: w + rows(w, g, math.sqrt(SIGMA)),
+        "scalar": lambda w, _, g: w + 0.05,
+        "anticorrelated": lambda w, w2, g: (w - w2.T) / 2,
+    }
+    model = vit()
+    w1_update(updates[parameters["mode"]])(model, torch.Generator().manual_seed(0))
+    report = audit(model, "mimetic_mlp", **parameters)
+    assert report.passed, str(report)
+
+
+# --- state-space layers --------------------------------------------------------------------------------------------
+
+
+def mamba(version: int) -> nn.Module:
+    transformers = shims.transformers()
+    torch.manual_seed(0)
+    common = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 16}
+    common |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if version == 1:
+        return transformers.MambaModel(transformers.MambaConfig(**common))
+    return transformers.Mamba2Model(transformers.Mamba2Config(**common, head_dim=4, num_heads=16, n_groups=1))
+
+
+def ssm_update(**changes: Callable[[anatomy.SSMPart], Tensor]) -> Callable[..., None]:
+    """The correct initialisation with some parts set otherwise, from the values before it."""
+
+    def build(module: nn.Module, g: torch.Generator) -> None:
+        before = [{name: change(part) for name, change in changes.items()} for part in anatomy.ssms(module)]
+        wi.mimetic_ssm_(module, generator=g)
+        for part, values in zip(anatomy.ssms(module), before, strict=True):
+            for name, value in values.items():
+                part.write(name, value)
+
+    return build
+
+
+def first_tap(part: anatomy.SSMPart) -> Tensor:
+    taps = torch.zeros_like(part.read("conv_weight"))
+    taps[:, 0] = 1
+    return taps
+
+
+SSM = {
+    "A_log not negated": Mutant(ssm_update(A_log=lambda p: 8 * p.read("A_log")), ("decay factor",)),
+    "A_log not scaled": Mutant(ssm_update(A_log=lambda p: -p.read("A_log")), ("decay factor",)),
+    "A_log untouched": Mutant(ssm_update(A_log=lambda p: p.read("A_log")), ("decay factor",)),
+    "c on A for c on log A": Mutant(ssm_update(A_log=lambda p: p.read("A_log") - math.log(8)), ("decay factor",)),
+    "softplus inverse log(e + 1)": Mutant(
+        ssm_update(dt_bias=lambda p: torch.full_like(p.read("dt_bias"), math.log(math.e + 1))), ("Delta",)
+    ),
+    "bias 1 for softplus 1": Mutant(ssm_update(dt_bias=lambda p: torch.ones_like(p.read("dt_bias"))), ("Delta",)),
+    "W_Delta kept": Mutant(ssm_update(dt_weight=lambda p: p.read("dt_weight")), ("W_Delta",)),
+    "C made equal to B": Mutant(ssm_update(C=lambda p: p.read("B")), ("C on B",)),
+    "half forgotten": Mutant(ssm_update(C=lambda p: p.read("C") + p.read("B")), ("C on B",)),
+    "B changed for C": Mutant(
+        ssm_update(B=lambda p: (p.read("C") + p.read("B")) / 2, C=lambda p: p.read("C")), ("C on B",)
+    ),
+    "C left alone": Mutant(ssm_update(C=lambda p: p.read("C")), ("C on B",)),
+}
+TAPS = {
+    "identity tap at the wrong end": Mutant(ssm_update(conv_weight=first_tap), ("current tap",)),
+    "convolution left alone": Mutant(ssm_update(conv_weight=lambda p: p.read("conv_weight")), ("current tap",)),
+    "bias of the convolution kept": Mutant(
+        ssm_update(conv_bias=lambda p: torch.full_like(p.read("conv_bias"), 0.1)), ("other taps and bias",)
+    ),
+}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", SSM)
+def test_wrong_state_space_layers_fail(name, version):
+    check(mamba(version), "mimetic_ssm", SSM[name])
+
+
+@pytest.mark.parametrize("name", TAPS)
+def test_wrong_convolutions_fail(name):
+    check(mamba(2), "mimetic_ssm", TAPS[name])
+
+
+# --- positions and impulses ----------------------------------------------------------------------------------------
+
+
+def set_positions(codes: Callable[[], Tensor]) -> Callable[..., None]:
+    def build(module: nn.Module, g: torch.Generator) -> None:
+        anatomy.positions(module)[0].write(codes())
+
+    return build
+
+
+def row_codes() -> Tensor:
+    return wi.positions.sinusoidal_codes(16, None, D)
+
+
+def interleaved_codes() -> Tensor:
+    """sin and cos of one frequency side by side: the same inner products, hence no mistake."""
+    codes = sinusoidal_positions(4, 4, D)
+    return codes[:, torch.randperm(D, generator=torch.Generator().manual_seed(0))]
+
+
+POSITIONS = {
+    "a sequence's codes on a grid": Mutant(set_positions(row_codes), ("distance of inner products",)),
+    "gamma squared": Mutant(set_positions(lambda: 4 * sinusoidal_positions(4, 4, D)), ("gamma",), {"gamma": 2.0}),
+    "other temperature": Mutant(
+        set_positions(lambda: wi.positions.sinusoidal_codes(4, 4, D, 100.0)), ("distance of inner products",)
+    ),
+    "learned instead": Mutant(set_positions(lambda: torch.randn(16, D)), ("distance of inner products",)),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_wrong_positions_fail(name):
+    check(vit(), "sinusoidal_positions", POSITIONS[name])
+
+
+def test_the_order_of_features_is_no_mistake():
+    model = vit()
+    set_positions(interleaved_codes)(model, torch.Generator())
+    assert audit(model, "sinusoidal_positions").passed
+
+
+def solved() -> nn.Module:
+    torch.manual_seed(0)
+    model = ViT(32, 4, 96, 1, 3, 10)  # 8 x 8 tokens
+    return wi.impulse_attention_(model, generator=torch.Generator().manual_seed(0))
+
+
+def impulse_update(change: Callable[[anatomy.AttentionPart], None]) -> Callable[..., None]:
+    def build(module: nn.Module, g: torch.Generator) -> None:
+        for part in anatomy.attention(module):
+            change(part)
+
+    return build
+
+
+def same_head(part: anatomy.AttentionPart) -> None:
+    for name in "qk":
+        part.write(name, part.read(name)[:1].expand(part.heads, -1, -1))
+
+
+def swap_heads_of_q(part: anatomy.AttentionPart) -> None:
+    part.write("q", part.read("q").roll(1, 0))
+
+
+def too_small(part: anatomy.AttentionPart) -> None:
+    part.write("q", part.read("q") * part.scale)
+
+
+IMPULSES = {
+    "one offset for all heads": Mutant(impulse_update(same_head), ("uses of the offset",)),
+    "heads of q and k out of step": Mutant(impulse_update(swap_heads_of_q), ("peaks",)),
+    "scale applied twice": Mutant(impulse_update(too_small), ("weight",)),
+    "overwritten": Mutant(lambda m, g: wi.trunc_normal_(m, generator=g) and None, ("peaks",)),
+}
+
+
+@pytest.mark.parametrize("name", IMPULSES)
+def test_wrong_impulses_fail(name):
+    check(solved(), "impulse_attention", IMPULSES[name])
+
+
+def test_right_impulses_pass():
+    report = audit(solved(), "impulse_attention")
+    assert report.passed, str(report)
