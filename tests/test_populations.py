@@ -1,0 +1,93 @@
+"""The recipes that come with the project: what their headers say is true, and they run."""
+
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weightscope import networks
+from weightscope.data.catalog import CATALOG, dataset_info
+from weightscope.recipe import Recipe
+from weightscope.train.engine import train_tile
+
+FOLDER = Path(__file__).parent.parent / "populations"
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
+EXPECTED = {
+    "digits-convnext",
+    "fashion-convnext",
+    "cifar10-convnext-tiny",
+    "cifar10-convnext-3",
+    "cifar10-vit-tiny",
+    "cifar10-convmixer",
+}
+SMALLEST = {
+    "data.train": 32,
+    "data.test": 10,
+    "training.epochs": 1,
+    "training.batch_size": 16,
+    "population.networks": 2,
+    "population.tile": 2,
+}
+
+
+def _build(recipe: Recipe) -> torch.nn.Module:
+    info = dataset_info(recipe.data.name)
+    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert set(RECIPES) >= EXPECTED
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
+    text = (FOLDER / f"{name}.toml").read_text()
+    recipe = Recipe.load(FOLDER / f"{name}.toml")
+    info, model = dataset_info(recipe.data.name), _build(recipe)
+    header = " ".join(line.removeprefix("#").strip() for line in text.split("[network]")[0].splitlines())
+    said = re.search(r"Parameters: ([\d,]+)\. Multiply-adds of one image forward: ([\d,]+)\.", header)
+    forward = networks.multiply_adds(model, info.channels, info.size)
+    assert int(said[1].replace(",", "")) == sum(p.numel() for p in model.parameters())
+    assert int(said[2].replace(",", "")) == forward
+    said = re.search(r"\(([\d,]+) images x (\d+) epochs x 3\): ([\d.e+]+)\.", header)
+    images = recipe.data.train or info.train
+    assert (int(said[1].replace(",", "")), int(said[2])) == (images, recipe.training.epochs)
+    assert float(said[3]) == pytest.approx(3 * forward * images * recipe.training.epochs, rel=5e-3)
+
+
+def test_the_tiny_populations_have_about_ten_thousand_parameters() -> None:
+    for name in EXPECTED:
+        count = sum(p.numel() for p in _build(Recipe.load(FOLDER / f"{name}.toml")).parameters())
+        assert 5_000 < count < 20_000, name
+
+
+def _write_data(folder: Path) -> None:
+    """The first images of Fashion-MNIST and CIFAR-10, made up."""
+    random = np.random.default_rng(0)
+    records = random.integers(0, 256, (32, 3073), dtype=np.uint8)
+    records[:, 0] %= 10
+    for file in ("data_batch_1.bin", "test_batch.bin"):
+        records.tofile(folder / file)
+    for part in ("train", "t10k"):
+        images, labels = random.integers(0, 256, (32, 28, 28), dtype=np.uint8), np.arange(32, dtype=np.uint8) % 10
+        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
+    _write_data(tmp_path)
+    recipe = Recipe.load(FOLDER / f"{name}.toml").replace(SMALLEST)
+    tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
+    assert tile.weights.shape[0] == 2
+    assert np.isfinite(tile.weights).all()
+    assert not tile.metrics["diverged"].any()
+    assert not np.array_equal(tile.weights[0], tile.weights[1])
+
+
+def test_recipes_name_data_sets_that_exist() -> None:
+    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(CATALOG)
