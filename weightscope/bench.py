@@ -73,7 +73,8 @@ class BenchResult:
         lines = [head, "-" * len(head)]
         for row in self.summary:
             low, high = (100 * value for value in row["ci95"])
-            line = f"{row['init']:<{width}}  {row['epochs']:>6}  {row['n']:>2}  {100 * row['mean']:10.2f}  {low:5.2f} to {high:5.2f}"
+            line = f"{row['init']:<{width}}  {row['epochs']:>6}  {row['n']:>2}  {100 * row['mean']:10.2f}"
+            line += f"  {low:5.2f} to {high:5.2f}"
             if row["difference"] is not None:
                 low, high = (100 * value for value in row["difference_ci95"])
                 line += f"  {100 * row['difference']:+10.2f}  {low:+5.2f} to {high:+5.2f}  {row['p_holm']:9.2g}"
@@ -233,8 +234,11 @@ def _interval(values: np.ndarray) -> dict[str, Any]:
 
 def _paired(differences: np.ndarray) -> dict[str, Any]:
     found = _interval(differences)
-    # With no spread at all the t statistic is 0/0; equal arms are no evidence of a difference.
-    p = float(stats.ttest_1samp(differences, 0).pvalue) if differences.std() > 0 else float(found["mean"] == 0)
+    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    if error > 0:
+        p = float(2 * stats.t.sf(abs(found["mean"]) / error, len(differences) - 1))
+    else:  # t is 0/0 for arms that agree in every run, which is no evidence of a difference
+        p = float(found["mean"] == 0)
     return {"difference": found["mean"], "difference_ci95": found["ci95"], "p": p}
 
 

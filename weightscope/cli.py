@@ -33,7 +33,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="weightscope")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
-    r"""The distribution of trained weights, and initialisers made from it.
+    """The distribution of trained weights, and initialisers made from it.
 
     \b
     weightscope demo                              the whole chain on embedded data, in minutes
@@ -113,13 +113,20 @@ def _population(source: str) -> "Population":
 
 
 @cli.command()
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("weightscope-demo"), show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weightscope-demo"),
+    show_default=True,
+    help="Folder of everything.",
+)
 @click.option("--networks", type=int, default=256, show_default=True, help="Size of the population.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Epochs of the population's training.")
 @click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark.")
 @_training_options
 def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
-    r"""The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.
+    """The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.
 
     Runs on scikit-learn's handwritten digits and leaves a self-contained report.html. Stopped and started again,
     it goes on where it was.
@@ -143,7 +150,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
 @_training_options
 def collect(recipe: str, out: Path, **options: Any) -> None:
-    r"""Train a population of networks, or go on training one.
+    """Train a population of networks, or go on training one.
 
     RECIPE is a TOML file. Ctrl-C leaves a valid population; the same command goes on with it.
 
@@ -162,7 +169,7 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
 @click.argument("source")
 @_json_option
 def inspect(source: str, json_file: Path | None) -> None:
-    r"""Show what is in a population or an initialiser's artifact.
+    """Show what is in a population or an initialiser's artifact.
 
     \b
     Example:
@@ -180,7 +187,7 @@ def inspect(source: str, json_file: Path | None) -> None:
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The HDF5 file to write.")
 @click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
 def export(source: str, out: Path, select: str) -> None:
-    r"""Write a population's weights as one (N, D) matrix with its spec, for sharing.
+    """Write a population's weights as one (N, D) matrix with its spec, for sharing.
 
     \b
     Example:
@@ -197,7 +204,14 @@ def export(source: str, out: Path, select: str) -> None:
 @click.option("--compute", multiple=True, metavar="EXPR", help="A computed coordinate, such as 'diag(A @ B)'.")
 @click.option("--correlation", is_flag=True, help="Correlations instead of covariances.")
 @click.option("--fold-norms", is_flag=True, help="Fold each normalisation's gain into the next linear map.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("covariance.png"), show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("covariance.png"),
+    show_default=True,
+    help="The figure, .png, .pdf or .svg.",
+)
 @click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix here (.npz).")
 @_json_option
 def covariance(
@@ -210,14 +224,14 @@ def covariance(
     matrix: Path | None,
     json_file: Path | None,
 ) -> None:
-    r"""Compute and plot the joint covariance of tensors across a population.
+    """Compute and plot the joint covariance of tensors across a population.
 
     Also prints how much more the means of rows and columns of each matrix vary than those of independent entries.
 
     \b
     Examples:
       weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
-      weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \
+      weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
           --compute "center(stages.0.blocks.0.conv_dw.weight)" --correlation
     """
     from weightscope.study import study
@@ -244,7 +258,7 @@ def covariance(
 @click.option("--standalone", type=click.Path(path_type=Path), help="Also write a Python file that applies it.")
 @_json_option
 def fit_init(source: str, out: Path, standalone: Path | None, json_file: Path | None, **options: Any) -> None:
-    r"""Fit structures to a population, choose by held-out likelihood, write an initialiser.
+    """Fit structures to a population, choose by held-out likelihood, write an initialiser.
 
     Tensors that --select does not name keep the network's own initialisation.
 
@@ -270,18 +284,25 @@ def fit_init(source: str, out: Path, standalone: Path | None, json_file: Path | 
 @click.option("--epochs", type=int, multiple=True, help="A training length, each a full schedule; repeat it.")
 @click.option("--seeds", type=int, help="Paired seeds; the recipe's networks by default.")
 @click.option("--frozen", help="Run each initialiser also with the tensors of this pattern frozen.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path("weightscope-bench"), show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("weightscope-bench"),
+    show_default=True,
+    help="Folder of the results.",
+)
 @_training_options
 @_json_option
 def bench(recipe: str, inits: tuple[str, ...], out: Path, json_file: Path | None, **options: Any) -> None:
-    r"""Compare initialisers on paired seeds, with confidence intervals and p-values.
+    """Compare initialisers on paired seeds, with confidence intervals and p-values.
 
     RECIPE is a TOML file or a population, whose recipe is taken. The first --init is what the others are compared
     to. Writes results.json and convergence.png; stopped and started again, it goes on where it was.
 
     \b
     Example:
-      weightscope bench populations/digits-convnext.toml --init default --init digits-mlp.safetensors \
+      weightscope bench populations/digits-convnext.toml --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
     """
     from weightscope import plots

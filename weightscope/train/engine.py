@@ -103,7 +103,7 @@ def train_tile(
     """
     where = resolve_device(device)
     with _one_thread():
-        return _Run(recipe, tile, _load(recipe, data_root), where).train(progress)
+        return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
 
 
 @contextmanager
@@ -138,8 +138,8 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
     return float(value[k % len(value)] if isinstance(value, list) else value)
 
 
-class _Run:
-    """The state of one tile's training."""
+class TileRun:
+    """The training of one tile: `train` does all of it, `epoch` one pass over the data."""
 
     def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
@@ -186,7 +186,7 @@ class _Run:
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
         for epoch in range(training.epochs):
-            found = self._epoch(epoch)
+            found = self.epoch(epoch)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
                 found |= self._evaluate()
             else:
@@ -205,7 +205,7 @@ class _Run:
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         return Tile(self.tile, weights, self.seeds, metrics)
 
-    def _epoch(self, epoch: int) -> dict[str, np.ndarray]:
+    def epoch(self, epoch: int) -> dict[str, np.ndarray]:
         training = self.recipe.training
         self.nets.train()
         order = self._order()

@@ -1,0 +1,40 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or newer, git and make.
+PYTHON ?= python3
+BIN = .venv/bin
+INSTALLED = .venv/.installed
+
+.PHONY: demo test lint install bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/weightscope demo
+
+test: $(INSTALLED) .venv/.peers lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
+	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
+	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "weightscope needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Model libraries that the tests check against. Without them the same tests skip and say so.
+# torchvision and timm come without their dependencies: those would replace torch by a build for CUDA.
+.venv/.peers: $(INSTALLED)
+	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 && \
+		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=4.44"
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache

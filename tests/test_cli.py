@@ -1,0 +1,214 @@
+"""The command line: every command documents itself, and every error is one line with the right exit code."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightscope.cli import cli, main
+
+TINY = """
+[network]
+type = "convnext"
+width = 4
+depth = 1
+kernel_size = 3
+patch_size = 2
+expansion = 2
+[data]
+name = "digits"
+train = 64
+test = 40
+[training]
+epochs = 1
+batch_size = 16
+[population]
+networks = 12
+tile = 6
+"""
+
+
+def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe and a small population of it."""
+    path = tmp_path_factory.mktemp("cli")
+    (path / "tiny.toml").write_text(TINY)
+    with pytest.raises(SystemExit) as stopped:
+        main(["collect", str(path / "tiny.toml"), "-o", str(path / "tiny.pop"), "--workers", "1", "--device", "cpu"])
+    assert not stopped.value.code
+    return path
+
+
+@pytest.mark.parametrize("name", list(cli.commands))
+def test_every_command_answers_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(name, "--help", capsys=capsys)
+    assert code == 0
+    assert re.search(rf"Examples?:\n\s+weightscope {name}", out)
+    assert all(line.strip() for line in cli.commands[name].get_short_help_str().splitlines())
+
+
+def test_every_option_has_help() -> None:
+    silent = [
+        f"{name} {option.opts[0]}"
+        for name, command in cli.commands.items()
+        for option in command.params
+        if option.param_type_name == 'option'
+        and not option.help
+    ]
+    assert silent == []
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    code = "import sys; sys.argv = ['weightscope', '--help']\ntry:\n import weightscope.cli; weightscope.cli.main()\n"
+    code += "except SystemExit: print([m for m in ('torch', 'h5py', 'matplotlib', 'numpy') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip().endswith("[]")
+
+
+def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("inspect", folder / "tiny.pop", "--json", folder / "inspect.json", capsys=capsys)
+    assert code == 0
+    assert "12" in out
+    assert json.loads((folder / "inspect.json").read_text())
+
+    figure, matrix, table = folder / "c.png", folder / "c.npz", folder / "c.json"
+    arguments = ("-o", figure, "--matrix", matrix, "--json", table)
+    code, out, _ = run("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
+    assert code == 0
+    assert "column means" in out
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert json.loads(table.read_text())["n"] == 12
+    assert matrix.stat().st_size > 0
+
+    artifact, alone = folder / "init.safetensors", folder / "alone.py"
+    arguments = ("-o", artifact, "--standalone", alone, "--holdout", "0.25")
+    code, out, _ = run("fit-init", folder / "tiny.pop", *arguments, capsys=capsys)
+    assert code == 0, out
+    assert "diagonal" in out
+    assert alone.read_text().count("\n") < 80
+
+    arguments = ("--init", "default", "--init", artifact, "--seeds", 3, "-o", folder / "bench", "--workers", 1)
+    code, out, _ = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
+    assert code == 0
+    assert "init" in out
+    assert (folder / "bench" / "convergence.png").exists()
+    assert len(json.loads((folder / "bench" / "results.json").read_text())["summary"]) == 2
+
+    code, out, _ = run("export", folder / "tiny.pop", "-o", folder / "one.h5", capsys=capsys)
+    assert code == 0
+    assert (folder / "one.h5").stat().st_size > 0
+
+
+def bad_recipe(folder: Path, old: str, new: str) -> Path:
+    path = folder / "bad.toml"
+    path.write_text(TINY.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("epochs = 1", "epochs = -1", "training.epochs"),
+        ("epochs = 1", "epochs = 1\nlr = 3", "training.lr: unknown key"),
+        ("patch_size = 2", "patch_size = 3", "must divide"),
+        ('"digits"', '"imagenet"', "no data set 'imagenet'"),
+    ],
+)
+def test_a_bad_recipe_exits_2_and_leaves_nothing(
+    folder: Path, old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run("collect", bad_recipe(folder, old, new), "-o", folder / "bad.pop", capsys=capsys)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (folder / "bad.pop").exists()
+
+
+def test_missing_data_exit_3_and_say_where_they_were_looked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(folder)
+    recipe = bad_recipe(folder, 'name = "digits"', 'name = "cifar100"')
+    code, _, err = run("collect", recipe, "-o", folder / "bad.pop", "--data", folder, "--workers", 1, capsys=capsys)
+    assert code == 3
+    assert str(folder) in err
+    assert "cifar-100-binary" in err
+    assert not (folder / "bad.pop").exists()
+
+
+def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = bad_recipe(folder, "epochs = 1", "epochs = 2")
+    code, _, err = run("collect", recipe, "-o", folder / "tiny.pop", "--workers", 1, capsys=capsys)
+    assert code == 2
+    assert "training.epochs: 1 -> 2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("covariance", "none.pop"), 2, "expected a population's folder"),
+        (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
+        (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
+        (("fit-init", "TINY", "-o", "a.safetensors", "--structure", "dens"), 2, "dense"),
+        (("bench", "TINY", "--init", "defalt"), 2, "default"),
+        (("bench", "TINY"), 2, "Missing option '--init'"),
+        (("inspect", "none.pop"), 3, "none.pop"),
+        (("collcet",), 2, "No such command"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    folder: Path,
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    filled = [str(folder / "tiny.pop") if a == "TINY" else a for a in arguments]
+    found, _, err = run(*filled, capsys=capsys)
+    assert message in err
+    assert found == code
+    assert "Traceback" not in err
+    assert not (folder / "figure.gif").exists()
+
+
+def test_a_damaged_population_exits_3(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "damaged.pop"
+    shutil.copytree(folder / "tiny.pop", copy)
+    shard = copy / "shards" / "00001.h5"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    code, _, err = run("covariance", copy, "-o", tmp_path / "c.png", capsys=capsys)
+    assert code == 3
+    assert "00001.h5" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "c.png").exists()
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    from weightscope.errors import UsageError
+
+    with pytest.raises(UsageError):
+        main(["--debug", "covariance", str(folder / "none.pop")])
+
+
+def test_python_dash_m() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "weightscope", "--version"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.startswith("weightscope, version")
