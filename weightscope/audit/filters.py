@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weightscope.anatomy import DepthwisePart, Source
 from weightscope.anatomy.convolution import find
-from weightscope.audit.intervals import LEVEL, Interval, chi_squared, normal, predicted
+from weightscope.audit.intervals import LEVEL, Interval, chi_squared, normal, predicted, skewed_limit
 from weightscope.audit.report import Check
 from weightscope.errors import AnatomyError
 from weightscope.init._common import choice
@@ -89,7 +89,7 @@ def covariance_statistics(x: np.ndarray, k: int, sigma: float, psd: str) -> list
     outside = float(np.mean(np.sum((x @ vectors[:, ~inside]) ** 2, axis=1))) / total if r < len(values) else 0.0
     rest = 10 * (float(values[~inside].sum()) + rounding * (len(values) - r)) / total
     return [
-        ("distance", float(np.linalg.norm(sample - sigma_matrix)) / norm, (0.0, predicted(distances, slack=0.01)[1])),
+        ("distance", float(np.linalg.norm(sample - sigma_matrix)) / norm, (0.0, skewed_limit(distances) + 0.01)),
         ("energy", float(energies.mean()), chi_squared(channels * r, slack=1e-3)),
         ("strongest", float(energies.max()), (0.0, single[1] + 1e-3)),
         ("weakest", float(energies.min()), (single[0] - 1e-3, math.inf)),

@@ -1,0 +1,382 @@
+"""Correct initialisations pass: on 200 seeds, on every family, in every precision; and reports say what was found."""
+
+import copy
+import functools
+import json
+import math
+
+import pytest
+import references_init as references
+import torch
+from families import FAMILIES, rows
+from scipy import stats
+from torch import nn
+
+from weightscope import anatomy
+from weightscope import init as wi
+from weightscope.audit import PROMISES, AuditReport, Check, audit
+from weightscope.audit import attention as attention_audit
+from weightscope.audit.intervals import LEVEL, chi_squared, f_ratio, normal, predicted
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+
+torch.set_num_threads(1)
+SEEDS = 200
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- false alarms --------------------------------------------------------------------------------------------------
+
+
+def small_vit(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return ViT(32, 8, 96, 2, 3, 10)
+
+
+def small_mixer(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return ConvMixer(32, 3, 5, 4, 10)
+
+
+@functools.cache
+def one_mamba(name: str) -> nn.Module:
+    return FAMILIES[name].make()
+
+
+def mamba(name: str, seed: int) -> nn.Module:
+    return redraw(copy.deepcopy(one_mamba(name)), seed)
+
+
+def redraw(model: nn.Module, seed: int) -> nn.Module:
+    """New read-out and write matrices, as a new state-space model would have."""
+    g = generator(1000 + seed)
+    for part in anatomy.ssms(model):
+        for letter in "BC":
+            part.write(letter, torch.rand(part.read(letter).shape, generator=g) - 0.5)
+    return model
+
+
+def narrow_vit(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return ViT(32, 8, 48, 1, 3, 10)
+
+
+CASES = {
+    "mimetic_attention": (small_vit, "mimetic_attention", {}),
+    "mimetic_attention-language": (narrow_vit, "mimetic_attention", {"preset": "language"}),
+    "mimetic_attention-numbers": (narrow_vit, "mimetic_attention", {"alpha_qk": 0.2, "beta_qk": 0.9, "beta_vo": -0.3}),
+    "mimetic_attention-same": (small_vit, "mimetic_attention", {"construction": "same-random", "parts": "qk"}),
+    "conv_covariance": (small_mixer, "conv_covariance", {"preset": "imagenet-thawed"}),
+    "conv_covariance-clip": (small_mixer, "conv_covariance", {"preset": "cifar-patch1", "psd": "clip"}),
+    "random_filters": (small_mixer, "random_filters", {"distribution": "uniform", "gain": 2.0}),
+    "impulse_filters": (small_mixer, "impulse_filters", {}),
+    "mimetic_mlp-scalar": (narrow_vit, "mimetic_mlp", {}),
+    "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 1e-3}),
+    "mimetic_mlp-anticorrelated": (narrow_vit, "mimetic_mlp", {"mode": "anticorrelated"}),
+    "mimetic_ssm": (functools.partial(mamba, "hf-mamba"), "mimetic_ssm", {}),
+    "mimetic_ssm-2": (functools.partial(mamba, "hf-mamba2"), "mimetic_ssm", {"c": 4.0}),
+    "kaiming_uniform": (narrow_vit, "kaiming_uniform", {}),
+    "xavier": (narrow_vit, "xavier", {"distribution": "normal", "gain": 0.5}),
+    "trunc_normal": (narrow_vit, "trunc_normal", {"std": 0.1, "cut": 0.2}),
+    "t_fixup": (narrow_vit, "t_fixup", {}),
+    "delta_orthogonal": (small_mixer, "delta_orthogonal", {}),
+    "sinusoidal_positions": (small_vit, "sinusoidal_positions", {"gamma": 2.0, "special": "zero"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_correct_initialisations_pass_on_200_seeds(case):
+    """No false alarm. At 1e-6 per check all 19 x 200 audits together have a chance of at most 15 % to see one."""
+    make, name, parameters = CASES[case]
+    model = make(0)
+    start = copy.deepcopy(model.state_dict())
+    for seed in range(SEEDS):
+        model.load_state_dict(start)
+        if name == "mimetic_ssm":
+            redraw(model, seed)
+        elif name == "mimetic_mlp":
+            wi.kaiming_uniform_(model, select="*mlp*", generator=generator(1000 + seed))
+        wi.get(name, **parameters)(model, generator=generator(seed))
+        report = audit(model, name, **parameters)
+        assert report.passed, f"seed {seed}\n{report}"
+        assert report.false_alarm_rate < 0.01
+
+
+def test_an_uninitialised_model_fails_every_promise_that_is_about_it():
+    vit, mixer = small_vit(0), small_mixer(0)
+    for case, (make, name, parameters) in CASES.items():
+        if name in ("kaiming_uniform", "sinusoidal_positions") or "ssm" in name:
+            continue  # the defaults of our networks
+        model = mixer if make is small_mixer else make(0)
+        assert not audit(model, name, **parameters).passed, case
+    assert audit(vit, "kaiming_uniform").passed
+    assert audit(vit, "sinusoidal_positions").passed
+    assert not audit(one_mamba("hf-mamba"), "mimetic_ssm").passed
+    assert not audit(vit, "impulse_attention").passed
+
+
+# --- every family and precision ------------------------------------------------------------------------------------
+
+ON = {
+    "mimetic_attention": ("attention", {}),
+    "conv_covariance": ("depthwise", {"preset": "cifar-patch2"}),
+    "mimetic_mlp": ("mlps", {"mode": "anticorrelated"}),
+    "mimetic_ssm": ("ssms", {}),
+    "sinusoidal_positions": ("positions", {}),
+    "zero_init": ("attention", {}),
+    "t_fixup": ("attention", {}),
+}
+
+
+@pytest.mark.parametrize("name", ON)
+def test_families(name):
+    kind, parameters = ON[name]
+    for family in rows(kind):
+        only_cross, mamba_taps = family.name == "torch-kdim", name == "conv_covariance" and "mamba" in family.name
+        if only_cross or mamba_taps or (name == "t_fixup" and "mlps" not in family.parts):
+            continue
+        model = family.make()
+        wi.get(name, **parameters)(model, generator=generator(1))
+        report = audit(model, name, **parameters)
+        assert report.passed, f"{family.name}\n{report}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["mimetic_attention", "conv_covariance", "conv_covariance-clip", "mimetic_mlp-rows"])
+def test_precisions(case, dtype):
+    make, name, parameters = CASES[case]
+    model = wi.get(name, **parameters)(make(0), generator=generator(0)).to(dtype)
+    report = audit(model, name, **parameters)
+    assert report.passed, str(report)
+
+
+def test_the_published_numbers_at_width_192():
+    """The V/proj product at alpha = beta = 0.4: diagonal -0.40 +- 0.01 with deviation 0.03, off-diagonal 0.40."""
+    model = ViT(32, 8, 192, 1, 3, 10)
+    wi.mimetic_attention_(model, generator=generator(0))
+    report = audit(model, "mimetic_attention")
+    assert report.passed
+    found = {c.statistic: c for c in report.checks if c.part == "vo"}
+    assert found["diagonal mean"].found == pytest.approx(-0.40, abs=0.01)
+    assert found["diagonal std"].found == pytest.approx(0.029, abs=0.004)
+    assert found["off-diagonal"].found == pytest.approx(0.40, abs=0.01)
+    assert found["diagonal mean"].high - found["diagonal mean"].low < 0.03
+    assert found["diagonal std"].high < 0.05 < 0.236  # what swapped factors give
+
+
+def test_grouped_queries_and_widths_beyond_the_simulation():
+    model = FAMILIES["hf-llama"].make()
+    wi.mimetic_attention_(model, alpha_qk=0.5, generator=generator(0))
+    assert audit(model, "mimetic_attention", alpha_qk=0.5).passed
+    assert not audit(model, "mimetic_attention").passed
+    wide = ViT(8, 4, 384, 1, 6, 10)
+    wi.mimetic_attention_(wide, generator=generator(0))
+    report = audit(wide, "mimetic_attention")
+    assert report.passed, str(report)
+    found = {c.statistic: c for c in report.checks if c.part == "qk"}
+    assert found["diagonal mean"].high - found["diagonal mean"].low < 0.04
+
+
+# --- what is measured ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "r"), [(20, 5), (20, 20), (20, 33)])
+def test_product_statistics_equal_those_of_the_dense_product(d, r):
+    a, b = (torch.randn(d, r, generator=generator(s), dtype=torch.float64) for s in (0, 1))
+    m = a @ b.T
+    found = attention_audit.product_statistics(a, b)
+    mean, _, off = references.product_statistics(m)
+    assert found["diagonal mean"] == pytest.approx(mean)
+    assert found["diagonal std"] == pytest.approx(m.diagonal().std(correction=0).item())
+    assert found["off-diagonal"] == pytest.approx(off)
+    # alpha Z + beta I by least squares: beta on I, alpha on the rest, whose norm stands for sqrt(d)
+    design = torch.stack([torch.eye(d, dtype=torch.float64).flatten(), torch.ones(d * d, dtype=torch.float64)]).T
+    beta = torch.linalg.lstsq(design[:, :1], m.flatten()[:, None]).solution.item()
+    assert found["diagonal mean"] == pytest.approx(beta)
+    assert found["alpha"] == pytest.approx((m - beta * torch.eye(d)).norm().item() / math.sqrt(d))
+    assert found["asymmetry"] == pytest.approx(((m - m.T).norm() / m.norm() / math.sqrt(2)).item())
+    s = torch.linalg.svdvals(m)[: min(r, d)]
+    assert found["participation"] == pytest.approx((s.square().sum() ** 2 / len(s) / s.pow(4).sum()).item())
+
+
+def test_intervals_are_neither_too_narrow_nor_too_wide():
+    """Over 200 draws of the construction, the deviation of each statistic is 1/10 to 1/4 of the half interval."""
+    null = attention_audit.Null(64, 16, 1, 0.7, 0.7, "svd")
+    promised = attention_audit.intervals(null)
+    g = generator(9)
+    draws = [attention_audit.product_statistics(*attention_audit._draw(null, g)) for _ in range(SEEDS)]
+    for name, (low, high) in promised.items():
+        values = torch.tensor([draw[name] for draw in draws])
+        assert bool(((values >= low) & (values <= high)).all()), name
+        assert 1 / 10 < float(values.std()) / ((high - low) / 2) < 1 / 4, name
+
+
+def test_a_wide_null_is_simulated_at_the_same_ratio():
+    null = attention_audit.Null(768, 64, 1, 0.7, 0.7, "svd")
+    assert (null.scaled().width, null.scaled().rank) == (192, 16)
+    odd = attention_audit.Null(577, 64, 1, 0.7, 0.7, "svd").scaled()
+    assert odd.rank / odd.width == pytest.approx(64 / 577, rel=0.02)
+
+
+def test_quantiles():
+    assert stats.norm.sf(normal(0, 1)[1]) == pytest.approx(LEVEL / 2)
+    assert stats.chi2.sf(chi_squared(50)[1] * 50, 50) == pytest.approx(LEVEL / 2)
+    assert stats.f.cdf(f_ratio(20, 400)[0], 20, 400) == pytest.approx(LEVEL / 2)
+    rng = generator(0)
+    misses = 0
+    for _ in range(2000):  # a prediction interval at 5 % is missed by 5 % of new draws
+        draws = torch.randn(21, generator=rng)
+        low, high = predicted(draws[:20].tolist(), level=0.05)
+        misses += not low <= float(draws[20]) <= high
+    assert stats.binomtest(misses, 2000, 0.05).pvalue > 1e-3
+
+
+# --- the report ----------------------------------------------------------------------------------------------------
+
+
+def report() -> AuditReport:
+    model = small_vit(0)
+    wi.mimetic_attention_(model, generator=generator(0))
+    part = anatomy.attention(model)[1]
+    part.write("o", -part.read("o"))
+    return audit(model, "mimetic_attention")
+
+
+def test_a_report_names_layer_head_and_statistic():
+    found = report()
+    assert not found.passed
+    assert {(c.layer, c.head, c.part) for c in found.failures} == {(1, None, "vo")}
+    assert found.verdicts == {"mimetic_attention": False}
+    text = str(found)
+    assert "mimetic_attention: FAILED, 1 of 64 checks (false alarms < 6.4e-05 per audit)" in text
+    (line,) = [line for line in text.splitlines() if line.endswith("FAILED")]
+    assert line.split()[0] == "1"
+    assert " !" in line
+    assert "promised" in text
+    assert max(map(len, text.splitlines())) < 160
+
+
+def test_a_report_is_json():
+    found = report()
+    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert values["passed"] is False
+    assert len(values["checks"]) == len(found.checks) == 64
+    first = values["checks"][0]
+    assert set(first) == {
+        *("initialiser", "part", "layer", "head", "name", "statistic", "found", "low", "high", "passed")
+    }
+    bad = Check("x", "qk", 0, 0, "n", "s", math.nan, 0.0, math.inf)
+    assert not bad.passed
+    json.dumps(AuditReport((bad,)).to_dict(), allow_nan=False)
+
+
+def test_nan_weights_fail():
+    model = small_vit(0)
+    wi.mimetic_attention_(model, generator=generator(0))
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[3, 4] = math.nan
+    assert {c.layer for c in audit(model, "mimetic_attention").failures} >= {0}
+
+
+def test_an_audit_answers_the_same_twice_and_changes_nothing():
+    model = small_vit(0)
+    wi.mimetic_attention_(model, generator=generator(0))
+    before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    attention_audit.intervals.cache_clear()
+    first = audit(model, "mimetic_attention").to_dict()
+    attention_audit.intervals.cache_clear()
+    assert audit(model, "mimetic_attention").to_dict() == first
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+def test_a_state_dict_with_its_config():
+    model = small_vit(0)
+    wi.mimetic_attention_(model, generator=generator(0))
+    wi.mimetic_mlp_(model, mode="rows", sigma=1e-3, generator=generator(0))
+    found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=1e-3)
+    assert found.passed
+    assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
+    assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=1e-3).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "parameters"),
+    [
+        (small_vit, "mimetic_attention", {"preset": "language"}),
+        (small_vit, "trunc_normal", {}),
+        (small_mixer, "conv_covariance", {"preset": "imagenet-frozen"}),
+        (functools.partial(mamba, "hf-mamba2"), "mimetic_ssm", {"c": 2.0}),
+    ],
+)
+def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, parameters):
+    model = wi.get(name, **parameters)(make(0), generator=generator(0))
+    found = audit(model)
+    assert found.passed
+    assert found.verdicts[name]
+    others = {n for n, passed in found.verdicts.items() if passed} - {name}
+    # What else these models have: the positions and default entries of our constructor.
+    assert others <= {"sinusoidal_positions", "kaiming_uniform"}
+    assert f"{name}: passed" in str(found)
+    assert "does not apply" in str(found)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_input():
+    vit, mixer = small_vit(0), small_mixer(0)
+    with pytest.raises(UsageError, match="no audit for 'mimetic'; there are mimetic_attention"):
+        audit(vit, "mimetic")
+    with pytest.raises(UsageError, match="mimetic_attention: 'gamma' is no parameter"):
+        audit(vit, "mimetic_attention", gamma=2.0)
+    with pytest.raises(UsageError, match="could be meant for"):
+        audit(vit, "mimetic_attention+mimetic_mlp", layers=0)
+    with pytest.raises(UsageError, match="need the name of an initialiser"):
+        audit(vit, alpha_qk=0.2)
+    with pytest.raises(UsageError, match="preset: expected one of"):
+        audit(vit, "mimetic_attention", preset="audio")
+    with pytest.raises(UsageError, match="needs sigma0, v, a"):
+        audit(mixer, "conv_covariance")
+    with pytest.raises(AnatomyError, match="expected self-attention, found none"):
+        audit(mixer, "mimetic_attention")
+    with pytest.raises(AnatomyError, match="expected depthwise convolutions"):
+        audit(vit, "conv_covariance", preset="imagenet-thawed")
+    with pytest.raises(AnatomyError, match="expected state-space layers"):
+        audit(vit, "mimetic_ssm")
+    with pytest.raises(UsageError, match="needs a module"):
+        audit(vit.state_dict(), "xavier", config={"num_heads": 3})
+    with pytest.raises(UsageError, match="scaled matrices look like any others"):
+        audit(vit, "layer_scale_identity")
+    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+        audit(3, "xavier")
+
+
+def test_layers_restrict_the_audit():
+    model = small_vit(0)
+    wi.mimetic_attention_(model, layers=1, generator=generator(0))
+    assert audit(model, "mimetic_attention", layers=1).passed
+    assert audit(model, "mimetic_attention", layers=-1).passed
+    assert not audit(model, "mimetic_attention").passed
+
+
+def test_sawtooth_schedule_and_layer_scale():
+    model = ConvNeXt((24, 48), (3, 3), kernel_size=5, patch_size=2)
+    wi.conv_covariance_(model, preset="imagenet-thawed", schedule="sawtooth", generator=generator(0))
+    assert audit(model, "conv_covariance", preset="imagenet-thawed", schedule="sawtooth").passed
+    assert not audit(model, "conv_covariance", preset="imagenet-thawed").passed
+    wi.layer_scale_identity_(model, value=0.1)
+    assert audit(model, "layer_scale_identity").passed
+    assert not audit(model, "layer_scale_identity", value=1e-6).passed
+
+
+def test_every_audit_takes_the_parameters_of_its_initialiser():
+    import inspect
+
+    for name, promise in PROMISES.items():
+        known = set(wi.parameters(name))
+        asked = set(list(inspect.signature(promise).parameters)[1:])
+        assert asked <= known, name
