@@ -115,6 +115,18 @@ def test_an_initialiser_that_changes_nothing_gives_equal_bits(tmp_path: Path) ->
     assert result.summary[1]["p"] == 1
 
 
+def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "strong.toml").write_text('name = "mimetic_mlp"\nsigma = 0.5\n')
+    arm = arms(RECIPE, ["default", str(tmp_path / "strong.toml")])[1]
+    assert arm.init == "strong"
+    assert arm.recipe.init[0].parameters == {"sigma": 0.5}
+    (tmp_path / "bad.toml").write_text("name = 3\n")
+    with pytest.raises(UsageError, match=r"bad.toml: name: input should be a valid string"):
+        arms(RECIPE, [str(tmp_path / "bad.toml")])
+    with pytest.raises(UsageError, match="cannot read the recipe"):
+        arms(RECIPE, ["none.toml"])
+
+
 def test_an_unknown_initialiser_is_an_error_that_lists_the_known(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="mimetic_mlp"):
         bench(RECIPE, ["mimetic"], tmp_path, workers=1, device="cpu", progress=False)

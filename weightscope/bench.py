@@ -21,8 +21,6 @@ from weightscope.environment import environment
 from weightscope.errors import UsageError
 from weightscope.recipe import InitConfig, Recipe
 
-_SUFFIXES = (".safetensors",)
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -96,7 +94,8 @@ def arms(
 
     Args:
         recipe: network, data and training; its own [init] is not used.
-        inits: registered names (also joined by `+`), artifact files, `default`, or [init] tables.
+        inits: registered names (also joined by `+`), artifacts (.safetensors), [init] tables, also as files
+            (.toml: a name with its numbers).
         epochs: training lengths; the recipe's when empty.
         seeds: networks in each arm; the recipe's when None.
         frozen: a pattern of tensors; when given, each arm also runs with these frozen at their initial values.
@@ -104,7 +103,7 @@ def arms(
     Raises:
         UsageError: if there is no initialiser, a label comes twice, or there are fewer than 2 seeds.
     """
-    configs = [(_label(init), _config(init)) for init in inits]
+    configs = [_named(init) for init in inits]
     labels = [label for label, _ in configs]
     if not configs or len(set(labels)) < len(labels):
         raise UsageError(f"expected initialisers with different names, found {labels or 'none'}")
@@ -127,20 +126,19 @@ def arms(
     return out
 
 
-def _config(init: str | InitConfig) -> InitConfig:
-    if isinstance(init, InitConfig):
-        return init
-    if init.endswith(_SUFFIXES):
-        return InitConfig(artifact=init)
-    return InitConfig(name=init)
-
-
-def _label(init: str | InitConfig) -> str:
-    config = _config(init)
-    if config.artifact is not None:
-        return Path(config.artifact).stem
-    numbers = ", ".join(f"{key}={value}" for key, value in config.parameters.items())
-    return config.name + (f" ({numbers})" if numbers else "")
+def _named(init: str | InitConfig) -> tuple[str, InitConfig]:
+    """The label and the [init] table of an initialiser."""
+    if isinstance(init, str):
+        path = Path(init)
+        if path.suffix == ".safetensors":
+            return path.stem, InitConfig(artifact=init)
+        if path.suffix == ".toml":
+            return path.stem, InitConfig.load(path)
+        return init, InitConfig(name=init)
+    if init.artifact is not None:
+        return Path(init.artifact).stem, init
+    numbers = ", ".join(f"{key}={value}" for key, value in init.parameters.items())
+    return init.name + (f" ({numbers})" if numbers else ""), init
 
 
 def bench(

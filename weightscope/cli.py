@@ -280,7 +280,13 @@ def fit_init(source: str, out: Path, standalone: Path | None, json_file: Path | 
 
 @cli.command()
 @click.argument("recipe")
-@click.option("--init", "inits", multiple=True, required=True, help="Name, names joined by +, or artifact; repeat it.")
+@click.option(
+    "--init",
+    "inits",
+    multiple=True,
+    required=True,
+    help="A name, names joined by +, an artifact, or a .toml file; repeat it.",
+)
 @click.option("--epochs", type=int, multiple=True, help="A training length, each a full schedule; repeat it.")
 @click.option("--seeds", type=int, help="Paired seeds; the recipe's networks by default.")
 @click.option("--frozen", help="Run each initialiser also with the tensors of this pattern frozen.")

@@ -219,6 +219,19 @@ class InitConfig(BaseModel):
         """The initialiser's named parameters."""
         return dict(self.model_extra or {})
 
+    @classmethod
+    def load(cls, path: str | Path) -> "InitConfig":
+        """An initialiser with its numbers from a TOML file that holds what an [init] table does.
+
+        Raises:
+            RecipeError: if the file cannot be read or is not such a table.
+        """
+        values = _read_toml(path)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise RecipeError(f"{path}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
 
 class PopulationConfig(_Section):
     """How many networks, from which root seed, in tiles of how many."""
@@ -265,10 +278,7 @@ class Recipe(_Section):
         Raises:
             RecipeError: naming the field's path, what is allowed and what was found.
         """
-        try:
-            values = tomllib.loads(source) if isinstance(source, str) else source
-        except tomllib.TOMLDecodeError as error:
-            raise RecipeError(f"{where}: not TOML: {error}") from error
+        values = _parse_toml(source, where) if isinstance(source, str) else source
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -281,11 +291,7 @@ class Recipe(_Section):
         Raises:
             RecipeError: if the file is missing, is not TOML, or is not a valid recipe.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-        return cls.parse(text, where=str(path))
+        return cls.parse(_read_toml(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries (JSON types), defaults included; `Recipe.parse` takes them back."""
@@ -310,6 +316,21 @@ class Recipe(_Section):
             for path in sorted(mine.keys() | theirs.keys())
             if mine.get(path, "absent") != theirs.get(path, "absent")
         ]
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{where}: not TOML: {error}") from error
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+    return _parse_toml(text, str(path))
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
