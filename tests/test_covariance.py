@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import references_statistics as naive
@@ -5,7 +7,7 @@ import references_statistics as naive
 from weightscope.covariance import covariance
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.sources import ArraySource, literal, slices_as_samples
+from weightscope.statistics.sources import ArraySource, ahead, literal, slices_as_samples
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -113,3 +115,21 @@ def test_bad_input(weights):
         ArraySource(weights[:, 1:], SPEC)
     with pytest.raises(DataError, match="at least 1 finite rows, found 0"):
         covariance(ArraySource(np.full_like(weights, np.nan), SPEC))
+
+
+def test_reading_ahead_keeps_order_and_errors():
+    assert list(ahead(iter(range(50)))) == list(range(50))
+    assert list(ahead(iter([]))) == []
+
+    def failing():
+        yield 1
+        raise DataError("a shard is damaged")
+
+    items = ahead(failing())
+    assert next(items) == 1
+    with pytest.raises(DataError, match="a shard is damaged"):
+        next(items)
+    left = ahead(iter(range(10**9)))
+    assert next(left) == 0
+    left.close()  # leaves no thread behind
+    assert not [t for t in threading.enumerate() if t.name.startswith("reading")]

@@ -10,8 +10,8 @@ from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.gram import Precision
-from weightscope.statistics.moments import Moments
-from weightscope.statistics.sources import Source, usable_chunks
+from weightscope.statistics.moments import BLOCK, Moments
+from weightscope.statistics.sources import Source, ahead, usable_chunks
 
 Kind = Literal["covariance", "correlation"]
 
@@ -61,7 +61,7 @@ def covariance(
     fold_norms: bool = False,
     precision: Precision = "float64",
     device: Any = None,
-    chunk: int | None = None,
+    chunk: int = BLOCK,
 ) -> CovarianceResult:
     """The joint covariance of any selection of tensors over the networks of a population (MLP paper, Fig. 1).
 
@@ -97,7 +97,7 @@ def covariance(
         raise UsageError("nothing to compute: the selection is empty and there are no computed coordinates")
     moments = Moments(coordinates.spec.size, device=device, precision=precision)
     diverged = 0
-    for rows, out in usable_chunks(source, coordinates.reads.names, chunk):
+    for rows, out in ahead(usable_chunks(source, coordinates.reads.names, chunk)):
         diverged += out
         moments.update(coordinates(rows))
     mean, n, variance = moments.mean, moments.n, moments.variance()

@@ -1,12 +1,15 @@
 """Where weight vectors come from: anything with a spec that yields rows, and plain arrays made into one."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from weightscope.errors import SpecError
 from weightscope.spec import TensorSpec, WeightSpec
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -102,3 +105,13 @@ def usable_chunks(source: Source, names: Sequence[str], size: int | None = None)
             start, out = start + len(rows), int(bad.sum())
             rows = rows[~bad] if out else rows
         yield rows, out
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, of which the next one is always being made in a thread: reading beside arithmetic."""
+    end: Any = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
+        waiting = pool.submit(next, items, end)
+        while (item := waiting.result()) is not end:
+            waiting = pool.submit(next, items, end)
+            yield item

@@ -1,0 +1,218 @@
+"""Covariance of a population on disk against peers that hold the array in memory, in one run.
+
+    python benchmarks/covariance.py --json benchmarks/results/covariance.json
+
+Ours reads a `.pop` folder (shards of 32 networks, hashes checked, warm in the page cache) anew each time. The peers
+start from a float32 array in memory, which costs them no time, and get the faster of their settings:
+`numpy.cov` computes float32 input in float64 unless `dtype` says otherwise, so it stands against our float64 mode
+as it is and against our float32 mode with `dtype=numpy.float32`. Every contender runs in a process of its own with the
+same number of threads, in turns for several rounds; memory is that process's peak above what it held after its
+imports, the peer's array included. Medians and ranges over rounds are reported, and the largest error in units of the
+standard deviations' product.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from weightscope.covariance import covariance
+from weightscope.environment import environment, usable_cores
+from weightscope.population import Population, shards
+from weightscope.population import manifest as manifests
+from weightscope.recipe import Recipe
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.moments import Moments
+from weightscope.statistics.shrinkage import shrunk_covariance
+from weightscope.statistics.sources import ahead
+
+
+def make_population(path: Path, networks: int, size: int) -> None:
+    """Correlated random vectors with means in a population folder, and beside it as one array."""
+    plain = {
+        "network": {"type": "convnext", "width": 16, "depth": 4},
+        "data": {"name": "digits"},
+        "training": {"epochs": 1},
+        "population": {"networks": networks, "tile": 32},
+    }
+    spec = WeightSpec([TensorSpec("weights", (size,))])
+    wanted = manifests.Manifest(Recipe.parse(plain), spec, environment(), (networks,))
+    manifest, _ = manifests.create_or_match(path, wanted, grow=False)
+    rng = np.random.default_rng(0)
+    common, mean = rng.standard_normal((8, size), dtype=np.float32), rng.standard_normal(size, dtype=np.float32)
+    rows = []
+    for tile in range(manifest.tiles):
+        weights = rng.standard_normal((32, size), dtype=np.float32) + mean
+        weights += rng.standard_normal((32, 8), dtype=np.float32) @ common
+        seeds = shards._seeds(manifest, 32 * tile, 32)
+        trained = SimpleNamespace(
+            index=tile, weights=weights, seeds=seeds, metrics={"diverged": np.zeros(32, dtype=bool)}
+        )
+        shards.save(path, manifest, trained, "cpu")
+        rows.append(weights[: manifest.rows(tile)])
+    np.save(path.with_suffix(".npy"), np.concatenate(rows))
+
+
+def ours(path: Path, precision: Any) -> Callable[[], np.ndarray]:
+    return lambda: covariance(Population(path), precision=precision).matrix
+
+
+def ours_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:
+    def work() -> np.ndarray:
+        population = Population(path)
+        moments = Moments(population.spec.size)
+        for rows in ahead(population.chunks(size=256)):
+            moments.update(rows)
+        return shrunk_covariance(moments, destroy=True)
+
+    return work
+
+
+def numpy_cov(path: Path, dtype: Any) -> Callable[[], np.ndarray]:
+    array = np.load(path.with_suffix(".npy"))
+    return lambda: np.cov(array, rowvar=False, dtype=dtype)
+
+
+def torch_cov(path: Path) -> Callable[[], np.ndarray]:
+    import torch
+
+    array = torch.from_numpy(np.load(path.with_suffix(".npy")))
+    return lambda: torch.cov(array.T).numpy()
+
+
+def sklearn_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:
+    from sklearn.covariance import LedoitWolf
+
+    array = np.load(path.with_suffix(".npy")).astype(np.float64)  # float32 input would be computed in float32
+    return lambda: LedoitWolf(store_precision=False).fit(array).covariance_
+
+
+CONTENDERS: dict[str, Callable[[Path], Callable[[], np.ndarray]]] = {
+    "ours float64": lambda path: ours(path, "float64"),
+    "ours float32": lambda path: ours(path, "float32"),
+    "ours Ledoit-Wolf": ours_ledoit_wolf,
+    "numpy.cov float64": lambda path: numpy_cov(path, None),
+    "numpy.cov float32": lambda path: numpy_cov(path, np.float32),
+    "torch.cov float32": torch_cov,
+    "sklearn LedoitWolf": sklearn_ledoit_wolf,
+}
+PAIRS = [
+    ("ours float64", "numpy.cov float64"),
+    ("ours float32", "numpy.cov float32"),
+    ("ours float32", "torch.cov float32"),
+    ("ours Ledoit-Wolf", "sklearn LedoitWolf"),
+]
+
+
+def worker(path: Path, name: str, check: bool) -> None:
+    """Time one contender in this process; prints seconds, memory and, if asked, the error as JSON."""
+    import sklearn.covariance  # noqa: F401
+    import torch  # noqa: F401 - every contender's process starts with the same imports
+
+    warm = np.random.default_rng(0).standard_normal((600, 600))
+    np.cov(warm), Moments(600).update(warm).covariance()  # threads are up
+    start_memory = memory()["VmRSS"]
+    work = CONTENDERS[name](path)
+    start = time.perf_counter()
+    matrix = work()
+    seconds, peak = time.perf_counter() - start, memory()["VmHWM"] - start_memory
+    result = {"seconds": seconds, "peak_mib": peak / 2**20}
+    print(json.dumps(result | ({"error": error_of(path, name, matrix)} if check else {})))
+
+
+def error_of(path: Path, name: str, matrix: np.ndarray) -> float:
+    """The largest difference to NumPy's or scikit-learn's float64 result, in units of the standard deviations."""
+    import sklearn.covariance
+
+    rows = np.load(path.with_suffix(".npy")).astype(np.float64)
+    if "Ledoit" in name:
+        expected = sklearn.covariance.LedoitWolf(store_precision=False).fit(rows).covariance_
+    else:
+        expected = np.cov(rows, rowvar=False)
+    scale = np.sqrt(np.diag(expected))
+    expected -= matrix
+    expected /= scale
+    expected /= scale[:, None]
+    return float(np.abs(expected).max())
+
+
+def memory() -> dict[str, int]:
+    """Resident memory of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
+
+
+def measure(path: Path, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    settings = os.environ | dict.fromkeys(names, str(threads))
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn in range(rounds):
+        for name in CONTENDERS:
+            command = [sys.executable, __file__, "--worker", name, "--path", str(path), *["--check"] * (turn == 0)]
+            output = subprocess.run(command, env=settings, check=True, capture_output=True, text=True).stdout
+            for key, value in json.loads(output).items():
+                found.setdefault(name, {}).setdefault(key, []).append(value)
+    return found
+
+
+def row(pair: tuple[str, str], found: dict[str, dict[str, list[float]]], shape: str) -> dict[str, Any]:
+    mine, theirs = (found[name] for name in pair)
+    ratios = [b / a for a, b in zip(mine["seconds"], theirs["seconds"], strict=True)]
+    return {
+        "row": f"{shape}: {pair[0]} from disk, {pair[1]} in memory",
+        "ours": statistics.median(mine["seconds"]),
+        "peer": statistics.median(theirs["seconds"]),
+        "unit": "seconds",
+        "ratio": statistics.median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+        "ours_peak_mib": statistics.median(mine["peak_mib"]),
+        "peer_peak_mib": statistics.median(theirs["peak_mib"]),
+        "ours_error": max(mine["error"]),
+        "peer_error": max(theirs["error"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--networks", type=int, default=4096)
+    parser.add_argument("--size", type=int, default=5338)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.path, options.worker, options.check)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "random.pop"
+        make_population(path, options.networks, options.size)
+        found = measure(path, options.rounds, options.threads)
+    rows = [row(pair, found, f"({options.networks}, {options.size})") for pair in PAIRS]
+    for r in rows:
+        low, high = r["ratio_range"]
+        print(
+            f"{r['row']:<75} {r['ours']:7.3f} s {r['peer']:7.3f} s  x{r['ratio']:.2f} ({low:.2f}-{high:.2f})  "
+            f"{r['ours_peak_mib']:5.0f} {r['peer_peak_mib']:5.0f} MiB  "
+            f"error {r['ours_error']:.0e} {r['peer_error']:.0e}"
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        about = environment() | {"rounds": options.rounds, "threads": options.threads}
+        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
