@@ -14,6 +14,7 @@ from weightscope._version import __version__
 if TYPE_CHECKING:
     from weightscope.audit import audit
     from weightscope.bench import bench
+    from weightscope.checkpoint import Checkpoint
     from weightscope.collect import collect
     from weightscope.covariance import covariance
     from weightscope.fit import fit
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from weightscope.tracking import track
 
 _HOMES = {
+    "Checkpoint": "weightscope.checkpoint",
     "Moments": "weightscope.statistics.moments",
     "Population": "weightscope.population",
     "Recipe": "weightscope.recipe",
@@ -40,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoint",
     "Moments",
     "Population",
     "Recipe",

@@ -319,3 +319,30 @@ def bench(recipe: str, inits: tuple[str, ...], out: Path, json_file: Path | None
     plots.save(plots.convergence(result.summary).figure, out / "convergence.png")
     click.echo(f"wrote {out / 'results.json'} and {out / 'convergence.png'}")
     _write_json(json_file, result.to_dict())
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--init", help="A name, names joined by +, or a .toml file with its numbers; without it, every one.")
+@_json_option
+def audit(source: str, init: str | None, json_file: Path | None) -> None:
+    """Does a checkpoint have the structure that an initialiser promises?
+
+    SOURCE is a .safetensors or .pt file or a model folder. Looks at effective operators, layer by layer and head by
+    head, and exits with 1 when a check fails.
+
+    \b
+    Example:
+      weightscope audit vit/ --init mimetic_attention
+    """
+    from weightscope.audit import audit as look
+    from weightscope.checkpoint import Checkpoint
+    from weightscope.recipe import InitConfig
+
+    config = InitConfig.load(init) if init and init.endswith(".toml") else InitConfig(name=init or "default")
+    checkpoint = Checkpoint(source)
+    report = look(checkpoint, config.name if init else None, config=checkpoint.config, **config.parameters)
+    click.echo(str(report))
+    _write_json(json_file, report.to_dict())
+    if not report.passed:
+        raise SystemExit(1)
