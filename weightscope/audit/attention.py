@@ -197,7 +197,7 @@ class Signature:
 
 
 def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]) -> list[Check]:
-    q, k = part.read("q"), part.read("k")  # (H, d, k), (kv, d, k)
+    q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
     group = part.heads // part.kv_heads
     null = Null(part.width, part.head_width, group, alpha, beta, construction)
     promised = intervals(null)
@@ -215,7 +215,7 @@ def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str
 def _value_output(
     part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]
 ) -> list[Check]:
-    v, o = part.read("v"), part.read("o")  # (kv, d, k), (H, k, d)
+    v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
     group, d = part.heads // part.kv_heads, part.width
     shared = o.reshape(part.kv_heads, group, -1, d).permute(1, 3, 0, 2).reshape(group, d, -1)  # (group, d, kv k)
     values = v.permute(1, 0, 2).reshape(d, -1)  # (d, kv k)

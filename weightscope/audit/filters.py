@@ -58,7 +58,7 @@ def conv_covariance_promise(
     checks: list[Check] = []
     for part, depth in zip(parts, relative_depths(parts, schedule), strict=True):
         k = part.kernel[0]
-        filters = part.read().double().reshape(part.channels, -1).numpy()  # (C, k^2)
+        filters = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
         for statistic, found, (low, high) in covariance_statistics(filters, k, curve(depth), psd):
             checks.append(Check("conv_covariance", "filters", part.layer, None, part.name, statistic, found, low, high))
     return checks
@@ -147,7 +147,7 @@ def random_filters_promise(source: Source, *, distribution: str, gain: float) ->
     checks = []
     for part in _depthwise(source):
         size = math.prod(part.kernel)
-        x = part.read().double().reshape(part.channels, -1) * (math.sqrt(size) / gain)
+        x = part.read().cpu().double().reshape(part.channels, -1) * (math.sqrt(size) / gain)
         n = x.numel()
         rows = [
             ("variance", float(x.square().mean()), normal(1.0, math.sqrt((fourth - 1) / n), slack=2e-3)),
@@ -164,7 +164,7 @@ def impulse_filters_promise(source: Source, *, filter_size: int | None) -> list[
     """Checks that every filter is one pixel of 1, all central ones dealt out evenly."""
     checks = []
     for part in _depthwise(source):
-        x = part.read()
+        x = part.read().cpu()
         flat = x.reshape(part.channels, -1)
         sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
         margins = [(n - f) // 2 for n, f in zip(part.kernel, sizes, strict=True)]
@@ -188,7 +188,7 @@ def box_filters_promise(source: Source, *, value: float) -> list[Check]:
     for part in _depthwise(source):
         slack = abs(value) * 0.004  # half precision
         limits = (value - slack, value + slack)
-        checks.append(_row("box_filters", part, "entry", _worst(part.read(), limits), limits))
+        checks.append(_row("box_filters", part, "entry", _worst(part.read().cpu(), limits), limits))
     return checks
 
 

@@ -29,7 +29,7 @@ def sinusoidal_positions(source: Source, *, gamma: float, special: str, temperat
         raise AnatomyError("expected position embeddings, found none")
     checks = []
     for i, table in enumerate(tables):
-        value = table.read().double()
+        value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
         mine, theirs = ordinary @ ordinary.T, codes @ codes.T
         scale = float((mine * theirs).sum() / theirs.square().sum())
@@ -87,7 +87,7 @@ def impulse_attention(
 
 
 def _maps(part: AttentionPart, x: Tensor, tokens: Tokens, known: list[Offset]) -> list[Check]:
-    q, k = part.read("q").double(), part.read("k").double()
+    q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
     used: dict[Offset, int] = {}
     checks = []
@@ -126,7 +126,7 @@ def _codes(
 
         table = max(fitting, key=shared)
         shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read(), Tokens(*shape, table.prefix, bool(part.causal))
+        return table.read().cpu(), Tokens(*shape, table.prefix, bool(part.causal))
     if grid is None:
         raise AnatomyError("expected a position table, found none; give grid=(rows, columns) or grid=length")
     rows, columns = (1, grid) if isinstance(grid, int) else grid

@@ -28,12 +28,12 @@ def zero_init(source: Source, *, parts: str) -> list[Check]:
 
     for attention in find_attention(source) if parts != "mlp" else []:
         for letter in "qkv":
-            matrix = attention.read(letter).mT.flatten(0, 1)  # (out, in)
+            matrix = attention.read(letter).cpu().mT.flatten(0, 1)  # (out, in)
             add(attention.layer, attention.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
-        add(attention.layer, attention.name, "o", "largest", attention.read("o"), 0.0)
+        add(attention.layer, attention.name, "o", "largest", attention.read("o").cpu(), 0.0)
     for mlp in find_mlps(source) if parts != "attention" else []:
         for letter in mlp.names:
-            matrix = mlp.read(letter)
+            matrix = mlp.read(letter).cpu()
             if letter == "w2":
                 add(mlp.layer, mlp.name, letter, "largest", matrix, 0.0)
             else:
@@ -56,13 +56,13 @@ def t_fixup(source: Source, *, kind: str) -> list[Check]:
     checks: list[Check] = []
     for part in attention:
         for letter in "qkvo":
-            w = part.read(letter).double()
+            w = part.read(letter).cpu().double()
             widths = w.shape[0] * w.shape[1 if letter == "o" else 2] + w.shape[2 if letter == "o" else 1]
             rows = uniform_entries(w, math.sqrt(6 / widths) * (scale if letter in "vo" else 1.0))
             checks += [Check("t_fixup", letter, part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
     for mlp in mlps:
         for letter in mlp.names:
-            w = mlp.read(letter).double()
+            w = mlp.read(letter).cpu().double()
             rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
             checks += [Check("t_fixup", letter, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
     return checks
@@ -75,7 +75,7 @@ def delta_orthogonal(source: Source, *, gain: float, select: str) -> list[Check]
         raise AnatomyError("expected convolutions, found none")
     checks = []
     for i, matrix in enumerate(found):
-        w = matrix.weight.detach().double() / gain
+        w = matrix.weight.detach().cpu().double() / gain
         centre = w[(slice(None), slice(None), *(n // 2 for n in w.shape[2:]))]  # (out, in)
         blocks = torch.stack(centre.chunk(matrix.layer.groups))
         gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
@@ -99,7 +99,7 @@ def layer_scale_identity(source: Source, *, value: float, where: str) -> list[Ch
         )
     checks = []
     for i, name in enumerate(names):
-        factors = source.get(name).detach().double().flatten()
+        factors = source.get(name).cpu().double().flatten()
         worst = float(factors[(factors - value).abs().argmax()])
         limits = (0.99 * value, 1.01 * value)
         checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits))

@@ -60,7 +60,7 @@ def mimetic_ssm(
 
 
 def _decay(part: SSMPart, c: float) -> list[Row]:
-    a_log = part.read("A_log").double()
+    a_log = part.read("A_log").cpu().double()
     rate = a_log.exp()
     floor = float(_A_RANGE) if part.version == 2 else float(part.state)
     top = max(floor, float(part.heads)) if part.version == 2 else floor
@@ -88,15 +88,15 @@ def _factor(part: SSMPart, a_log: Tensor, c: float) -> tuple[float, Interval]:
 
 
 def _step(part: SSMPart) -> list[Row]:
-    step = F.softplus(part.read("dt_bias").double())
+    step = F.softplus(part.read("dt_bias").cpu().double())
     return [
-        ("W_Delta", float(part.read("dt_weight").abs().max()), (0.0, 0.0)),
+        ("W_Delta", float(part.read("dt_weight").cpu().abs().max()), (0.0, 0.0)),
         ("Delta", float(step[(step - 1).abs().argmax()]), (0.99, 1.01)),
     ]
 
 
 def _correlation(part: SSMPart) -> list[Row]:
-    write, read = part.read("B").double().flatten(), part.read("C").double().flatten()
+    write, read = part.read("B").cpu().double().flatten(), part.read("C").cpu().double().flatten()
     write, read = write - write.mean(), read - read.mean()
     slope = float((write * read).sum() / write.square().sum())
     rest = float((read - slope * write).square().mean())
@@ -110,9 +110,11 @@ def _correlation(part: SSMPart) -> list[Row]:
 
 
 def _taps(part: SSMPart) -> list[Row]:
-    taps = part.read("conv_weight")
+    taps = part.read("conv_weight").cpu()
     current = taps[:, -1]
-    others = torch.cat([taps[:, :-1].flatten(), part.read("conv_bias") if "conv_bias" in part.parts else taps[:0, 0]])
+    others = torch.cat(
+        [taps[:, :-1].flatten(), part.read("conv_bias").cpu() if "conv_bias" in part.parts else taps[:0, 0]]
+    )
     return [
         ("current tap", float(current[(current - 1).abs().argmax()]), (0.999, 1.001)),
         ("other taps and bias", float(others.abs().max()) if len(others) else 0.0, (0.0, 1e-6)),

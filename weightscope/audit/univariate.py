@@ -64,7 +64,7 @@ def selected(source: Source, name: str, select: str) -> list[Matrix]:
 def _each(source: Source, name: str, select: str, bias: str, rows: Callable[[Tensor], list[Row]]) -> list[Check]:
     checks = []
     for i, matrix in enumerate(selected(source, name, select)):
-        blocks = matrix.split(matrix.weight)
+        blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
             checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.double())]

@@ -1,0 +1,273 @@
+"""`track` tells which initialised parameters were overwritten, by whom, and is silent about the rest."""
+
+import time
+
+import numpy as np
+import pytest
+import shims
+import torch
+from families import FAMILIES
+from torch import nn
+
+from weightscope import init as wi
+from weightscope.errors import DataError, UsageError
+from weightscope.networks import ConvMixer, ViT
+from weightscope.tracking import track
+
+torch.set_num_threads(1)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def vit() -> nn.Module:
+    torch.manual_seed(0)
+    return ViT(32, 8, 24, 2, 3, 10)
+
+
+QKV, PROJ = "blocks.{}.attn.qkv.weight", "blocks.{}.attn.proj.weight"
+ATTENTION = {name.format(i) for name in (QKV, PROJ) for i in (0, 1)}
+
+
+def test_nothing_overwritten():
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        nn.init.zeros_(model.head.weight)  # nobody initialised this
+        model(torch.zeros(1, 3, 32, 32))
+    assert set(t.initialised) == ATTENTION
+    assert set(t.initialised.values()) == {"mimetic_attention_"}
+    assert t.overwritten == ()
+    t.check()
+
+
+SPARE = torch.zeros(72, 24)
+
+
+def data_normal(model):
+    model.blocks[1].attn.qkv.weight.data.normal_(generator=generator(1))
+
+
+def data_assigned(model):
+    model.blocks[1].attn.qkv.weight.data = torch.zeros(72, 24)
+
+
+def new_parameter(model):
+    model.blocks[1].attn.qkv.weight = nn.Parameter(torch.zeros(72, 24))
+
+
+def by_init(model):
+    nn.init.trunc_normal_(model.blocks[1].attn.qkv.weight, std=0.02, generator=generator(1))
+
+
+def reset(model):
+    model.blocks[1].attn.qkv.reset_parameters()
+
+
+def one_entry(model):
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[5, 7] += 1.0
+
+
+def one_row_by_view(model):
+    model.blocks[1].attn.qkv.weight.detach()[24:48].zero_()
+
+
+def loaded(model):
+    model.load_state_dict(model.state_dict() | {QKV.format(1): torch.ones(72, 24)})
+
+
+def numpy_memory(model):
+    model.blocks[1].attn.qkv.weight.detach().numpy()[:] = 3
+
+
+def many_at_once(model):
+    torch._foreach_zero_([model.blocks[1].attn.qkv.weight.data])
+
+
+def new_module(model):
+    model.blocks[1].attn.qkv = nn.Linear(24, 72)
+
+
+def old_memory(model):
+    model.blocks[1].attn.qkv.weight.data = SPARE
+
+
+def no_module(model):
+    model.blocks[1].attn.qkv = nn.Identity()
+
+
+SEEN = (data_normal, by_init, reset, one_entry, one_row_by_view, loaded, many_at_once)
+UNSEEN = (data_assigned, new_parameter, numpy_memory, new_module, no_module, old_memory)
+
+
+@pytest.mark.parametrize("overwrite", SEEN + UNSEEN, ids=lambda f: f.__name__)
+def test_every_way_to_overwrite_is_reported(overwrite):
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        overwrite(model)
+    (found,) = t.overwritten
+    assert found.name == QKV.format(1)
+    assert found.initialiser == "mimetic_attention_"
+    assert 0 < found.changed <= 1
+    if overwrite in SEEN:
+        assert f"{__file__}:" in found.by
+        assert f"in {overwrite.__name__}, called from" in found.by
+    with pytest.raises(DataError, match=r"1 of 4: `blocks.1.attn.qkv.weight`, set by mimetic_attention_"):
+        t.check()
+
+
+@pytest.mark.parametrize("overwrite", SEEN + UNSEEN, ids=lambda f: f.__name__)
+def test_also_after_the_block(overwrite):
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+    assert t.overwritten == ()
+    overwrite(model)
+    (found,) = t.overwritten
+    assert found.name == QKV.format(1)
+
+
+def test_the_share_that_changed():
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        one_entry(model)
+    assert t.overwritten[0].changed < 0.01
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        one_row_by_view(model)
+    assert t.overwritten[0].changed == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_writing_the_same_numbers_is_no_overwriting():
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
+    assert t.overwritten == ()
+
+
+def test_a_later_initialiser_is_not_a_culprit():
+    model = vit()
+    with track(model) as t:
+        wi.trunc_normal_(model, generator=generator())
+        wi.mimetic_attention_(model, generator=generator())
+        wi.compose("mimetic_mlp")(model)
+    assert t.overwritten == ()
+    assert t.initialised[QKV.format(0)] == "mimetic_attention_"
+    assert t.initialised["blocks.0.mlp.fc2.weight"] == "trunc_normal_"
+    assert set(t.initialised) > ATTENTION
+
+
+def test_initialised_again_after_an_overwrite():
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        data_normal(model)
+        wi.mimetic_attention_(model, generator=generator())
+    assert t.overwritten == ()
+
+
+@pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16, nn.Module.half], ids=lambda f: f.__name__)
+def test_a_cast_is_no_overwriting(cast):
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        cast(model)
+    assert t.overwritten == ()
+    model.blocks[0].attn.proj.weight.data.normal_(generator=generator(3))
+    assert [o.name for o in t.overwritten] == [PROJ.format(0)]
+
+
+def test_an_initialiser_of_somebody_else():
+    model = vit()
+    with track(model) as t:
+        with t.initialising("ours"):
+            nn.init.zeros_(model.head.weight)
+        nn.init.ones_(model.head.bias)
+        nn.init.ones_(model.head.weight)
+    assert t.initialised == {"head.weight": "ours"}
+    assert [(o.name, o.initialiser, o.changed) for o in t.overwritten] == [("head.weight", "ours", 1.0)]
+
+
+def test_a_large_language_model_library_overwrites_mamba():
+    """The bug that went unnoticed for months: `init_weights` after the initialiser resets A_log, dt and the rest."""
+    shims.transformers()
+    model = FAMILIES["hf-mamba2"].make()
+    with track(model) as t:
+        wi.mimetic_ssm_(model)
+        model.apply(model._init_weights)
+    names = {o.name for o in t.overwritten}
+    assert {"backbone.layers.0.mixer.A_log", "backbone.layers.0.mixer.dt_bias"} <= names
+    assert all("transformers" in o.by for o in t.overwritten)
+    assert any("in init_mamba2_weights" in o.by or "in _init_weights" in o.by for o in t.overwritten)
+    with track(model) as t:  # the other order is right
+        model.apply(model._init_weights)
+        wi.mimetic_ssm_(model)
+    assert t.overwritten == ()
+
+
+def test_training_counts_as_overwriting_and_names_the_optimiser_call():
+    model = vit()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        model(torch.ones(2, 3, 32, 32)).square().mean().backward()
+        optimiser.step()
+    assert {o.name for o in t.overwritten} == ATTENTION
+    assert all("test_tracking.py" in o.by for o in t.overwritten)
+
+
+def test_buffers_and_ties():
+    model = ConvMixer(8, 2, 3, 4, 10)
+    model.again = model.blocks[0][0].fn[0]  # tied
+    with track(model) as t:
+        wi.conv_covariance_(model, preset="cifar-patch2", generator=generator())
+        model(torch.randn(4, 3, 8, 8, generator=generator()))  # batch statistics move, which nobody initialised
+    assert len(t.initialised) == 2
+    assert t.overwritten == ()
+    model.again.weight.data.zero_()
+    assert len(t.overwritten) == 1
+
+
+def test_watching_changes_nothing_and_costs_little():
+    plain, watched = vit(), vit()
+    wi.mimetic_attention_(plain, generator=generator())
+    start = time.perf_counter()
+    with track(watched):
+        wi.mimetic_attention_(watched, generator=generator())
+    assert time.perf_counter() - start < 5
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+
+
+def test_the_text_of_an_overwrite():
+    model = vit()
+    with track(model) as t:
+        wi.mimetic_attention_(model, generator=generator())
+        by_init(model)
+    text = str(t.overwritten[0])
+    assert text.startswith("`blocks.1.attn.qkv.weight`, set by mimetic_attention_, was overwritten by ")
+    assert "in by_init, called from" in text
+    assert text.endswith("(100% changed)")
+
+
+def test_bad_input():
+    with pytest.raises(UsageError, match="expected a module, found ndarray"):
+        track(np.zeros(3))
+
+
+def test_an_error_inside_leaves_torch_as_it_was():
+    model = vit()
+    tracking = track(model)
+
+    def fail() -> None:
+        with tracking:
+            wi.mimetic_attention_(model, generator=generator())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -1,0 +1,283 @@
+"""`track`: which initialised parameters did something overwrite afterwards, and who did it?
+
+Frameworks initialise too: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. For months two
+public libraries overwrote Mamba's initialisation that way, and nothing failed. Inside `track`, every write to the
+model's memory is seen with the code that makes it. What an initialiser of weightscope (or code between
+`with t.initialising(...)`) wrote is fingerprinted, and whatever changes it later is reported by name, file and line.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightscope.errors import DataError, UsageError
+
+_OURS = "weightscope.init"
+_SAMPLE = 1024  # entries that are kept of each tensor, to compare across a change of precision
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """One initialised parameter that is no longer what it was.
+
+    Attributes:
+        name: of the parameter.
+        initialiser: what had set it.
+        by: "file:line in function" of the first write after that and its caller, or what else happened to it.
+        changed: share of the entries that differ, of those compared; 1.0 when the shape differs.
+    """
+
+    name: str
+    initialiser: str
+    by: str
+    changed: float
+
+    def __str__(self) -> str:
+        return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({self.changed:.0%} changed)"
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    digest: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sample: Tensor
+    stride: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Fingerprint":
+        flat = tensor.detach().cpu().reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLE)
+        raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        return cls(digest, tuple(tensor.shape), tensor.dtype, flat[::stride].clone(), stride)
+
+    def changed(self, tensor: Tensor) -> float:
+        """Share of entries that differ beyond what a change of precision explains."""
+        if tuple(tensor.shape) != self.shape:
+            return 1.0
+        other = _Fingerprint.of(tensor)
+        if other.dtype == self.dtype:
+            if other.digest == self.digest:
+                return 0.0
+            share = float((other.sample != self.sample).double().mean())
+            return max(share, 1 / max(1, tensor.numel()))  # the digest saw what the sample did not
+        coarse = max(torch.finfo(d).eps for d in (self.dtype, other.dtype))
+        mine, theirs = self.sample.double(), other.sample.double()
+        tiny = max(torch.finfo(d).tiny for d in (self.dtype, other.dtype))
+        return float(((mine - theirs).abs() > coarse * mine.abs() + tiny).double().mean())
+
+
+class Tracker:
+    """What `track` yields; it goes on answering after the block ends.
+
+    Attributes:
+        model: the module that is watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._label: str | None = None
+        self._set: dict[str, tuple[str, _Fingerprint | None]] = {}
+        self._pending: dict[str, tuple[int, int]] = {}  # set and not yet fingerprinted -> where it lay
+        self._culprits: dict[str, str] = {}
+        self._storages: dict[int, list[str]] = {}
+        self._map()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = dict(self.model.named_parameters())
+        return tensors | dict(self.model.named_buffers())
+
+    def _map(self) -> None:
+        self._storages = {}
+        for name, tensor in self._tensors().items():
+            if not tensor.is_meta:
+                self._storages.setdefault(_address(tensor), []).append(name)
+
+    @property
+    def initialised(self) -> dict[str, str]:
+        """Parameter -> the initialiser that set it last."""
+        return {name: initialiser for name, (initialiser, _) in self._set.items()}
+
+    @property
+    def overwritten(self) -> tuple[Overwrite, ...]:
+        """The initialised parameters that changed since, by whatever means; looks at the model as it is now."""
+        self._settle()
+        tensors, out = self._tensors(), []
+        for name, (initialiser, print_) in self._set.items():
+            if name not in tensors:
+                out.append(Overwrite(name, initialiser, "its removal from the model", 1.0))
+                continue
+            # Without a fingerprint the tensor was exchanged before the next operation of torch.
+            changed = print_.changed(tensors[name]) if print_ is not None else 1.0
+            if changed:
+                by = self._culprits.get(name, "something outside the block, or another tensor in its place")
+                out.append(Overwrite(name, initialiser, by, changed))
+        return tuple(out)
+
+    def check(self) -> None:
+        """Raise when something was overwritten.
+
+        Raises:
+            DataError: naming the parameters, their initialisers and who overwrote them.
+        """
+        found = self.overwritten
+        if found:
+            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+            raise DataError(f"{len(found)} of {len(self._set)}: {'; '.join(map(str, found[:3]))}{more}")
+
+    @contextmanager
+    def initialising(self, label: str) -> Iterator[None]:
+        """Count what is written inside as initialisation by `label`: for initialisers that are not weightscope's.
+
+        Example:
+            >>> with track(model) as t:
+            ...     with t.initialising("my_init"):
+            ...         my_init(model)
+            ...     framework.prepare(model)
+        """
+        before, self._label = self._label, label
+        try:
+            yield
+        finally:
+            self._settle()
+            self._label = before
+
+    def _settle(self) -> None:
+        """Fingerprint what was set and not yet fingerprinted."""
+        tensors = self._tensors()
+        for name, place in list(self._pending.items()):
+            initialiser = self._set[name][0]
+            if name in tensors and _place_of(tensors[name]) == place:
+                self._set[name] = (initialiser, _Fingerprint.of(tensors[name]))
+        self._pending = {}
+
+    def _written(self, names: list[str], initialiser: str | None, frame: FrameType) -> None:
+        """Remember a write that has just been made."""
+        tensors = self._tensors() if initialiser is not None else {}
+        for name in names:
+            if initialiser is not None and name in tensors:
+                self._set[name] = (initialiser, None)
+                self._pending[name] = _place_of(tensors[name])
+                self._culprits.pop(name, None)
+            elif name in self._set:
+                self._culprits.setdefault(name, _places(frame))
+
+
+class track:
+    """Watch a model: what do initialisers set, and what overwrites it afterwards?
+
+    Inside the block every in-place write to the model's tensors is seen, also through `.data` and views. A write
+    made by a function of `weightscope.init` counts as initialisation; a later initialiser may build on an earlier
+    one. Every other write to an initialised tensor is remembered with the place in the code that made it, and
+    `t.overwritten` lists those that changed something. Casting the model to another precision or device is no
+    overwriting.
+
+    Args:
+        model: the module to watch.
+
+    Raises:
+        UsageError: if it is no module.
+
+    Example:
+        >>> with track(model) as t:
+        ...     mimetic_attention_(model)
+        ...     model.apply(model._init_weights)
+        >>> for what in t.overwritten:
+        ...     print(what)
+        `head.weight`, set by trunc_normal_, was overwritten by train.py:12 in _init_weights (100% changed)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"track: expected a module, found {type(model).__name__}")
+        self._tracker = Tracker(model)
+        self._mode: _Watch | None = None
+
+    def __enter__(self) -> Tracker:
+        self._mode = _Watch(self._tracker)
+        self._mode.__enter__()
+        return self._tracker
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._mode is not None
+        self._mode.__exit__(kind, error, traceback)
+        self._tracker._settle()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of torch, and picks those that write into the model."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = self._targets(func, args, kwargs)
+        frame = sys._getframe(1)
+        initialiser = self._tracker._label
+        if initialiser is None and (names or self._tracker._pending):
+            initialiser = _initialiser(frame)
+        if self._tracker._pending and initialiser is None:
+            self._tracker._settle()  # the initialiser has returned: what it left is what must stay
+        out = func(*args, **kwargs)
+        if names:
+            self._tracker._written(names, initialiser, frame)
+        return out
+
+    def _targets(self, func: Any, args: Any, kwargs: Any) -> list[str]:
+        names: list[str] = []
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, Tensor) and not tensor.is_meta:
+                    names += self._tracker._storages.get(_address(tensor), [])
+        return names
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _initialiser(frame: FrameType) -> str | None:
+    """The outermost function of `weightscope.init` on the stack, or None."""
+    found = None
+    for outer in _frames(frame):
+        module = outer.f_globals.get("__name__", "")
+        if module == _OURS or module.startswith(f"{_OURS}."):
+            found = outer.f_code.co_name
+    return found
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """What tells a parameter from another one put in its place: the object and its memory."""
+    return id(tensor), _address(tensor)
+
+
+def _places(frame: FrameType) -> str:
+    """The innermost place on the stack outside torch, and its caller: file:line in function."""
+    places = [
+        f"{outer.f_code.co_filename}:{outer.f_lineno} in {outer.f_code.co_name}"
+        for outer in _frames(frame)
+        if outer.f_globals.get("__name__", "").split(".")[0] not in ("torch", "weightscope")
+    ]
+    return ", called from ".join(places[:2]) or "an unknown place"
