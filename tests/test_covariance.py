@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -6,6 +8,7 @@ import references_statistics as naive
 
 from weightscope.covariance import covariance
 from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.fit import fit
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.sources import ArraySource, ahead, literal, slices_as_samples
 
@@ -133,3 +136,29 @@ def test_reading_ahead_keeps_order_and_errors():
     assert next(left) == 0
     left.close()  # leaves no thread behind
     assert not [t for t in threading.enumerate() if t.name.startswith("reading")]
+
+
+def test_a_population_on_disk_is_a_source(tmp_path):
+    pytest.importorskip("h5py")
+    import fake_training
+
+    from weightscope.population import Population
+
+    fake_training.write_population(tmp_path / "a.pop", fake_training.recipe(networks=60, tile=8))
+    population = Population(tmp_path / "a.pop")
+    good = population.weights("mlp.fc?.weight")[~population.diverged]
+    result = covariance(population, "mlp.fc?.weight", chunk=7)
+    assert (result.n, result.excluded) == (len(good), 60 - len(good))
+    assert result.excluded > 0
+    np.testing.assert_allclose(result.matrix, naive.covariance(good), rtol=1e-10, atol=1e-14)
+    fitted = fit(population, "mlp.fc?.weight", structure="diagonal", joint="all")
+    assert (fitted.networks, fitted.excluded) == (result.n, result.excluded)
+    assert fitted.provenance["source"] == "a.pop"
+    assert fitted.provenance["recipe"]["population"]["networks"] == 60
+
+
+def test_nothing_here_needs_torch():
+    modules = "weightscope.fit, weightscope.covariance, weightscope.statistics.group_means, sys"
+    heavy = "{'torch', 'h5py', 'matplotlib'}"
+    command = [sys.executable, "-c", f"import {modules}; sys.exit(bool({heavy} & set(sys.modules)))"]
+    assert subprocess.run(command, check=False).returncode == 0
