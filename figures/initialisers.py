@@ -1,0 +1,48 @@
+"""What the structured initialisers do: QK and VO products and filters, before and after."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import weightscope.init as wi
+from weightscope import plots
+from weightscope.anatomy import attention, depthwise
+from weightscope.networks import ConvMixer, ViT
+
+HERE = Path(__file__).parent
+
+
+def products(network: torch.nn.Module) -> list[np.ndarray]:
+    """W_Q W_K^T of the first head and W_V W_O of all heads, in the first layer: two (d, d) matrices."""
+    part = attention(network)[0]
+    q, k, v, o = (part.read(name) for name in "qkvo")
+    return [(q[0] @ k[0].T).numpy(), (v @ o).sum(0).numpy()]
+
+
+def main(out: Path = HERE / "initialisers.png") -> None:
+    torch.manual_seed(0)
+    vit = ViT(32, 4, 192, 2, 3, 10)
+    mixer = ConvMixer(64, 6, 9, 2, 10)
+    before, filters_before = products(vit), [part.read().numpy() for part in depthwise(mixer)]
+    generator = torch.Generator().manual_seed(0)
+    wi.mimetic_attention_(vit, generator=generator)
+    wi.conv_covariance_(mixer, preset="cifar-patch2", generator=generator)
+    after, filters_after = products(vit), [part.read().numpy() for part in depthwise(mixer)]
+    figure = plots.matrix_grid(
+        np.stack([np.stack(pair) for pair in zip(before, after, strict=True)]),
+        row_labels=("query-key", "value-output"),
+        column_labels=("default", "mimetic"),
+        title="Mimetic attention: one product towards the identity, the other away from it",
+    )
+    plots.save(figure, out.with_name(f"{out.stem}_attention{out.suffix}"))
+    figure, axes = plots.subplots(2, 2, width=9, height=9.4)
+    for row, (name, filters) in enumerate((("default", filters_before), ("conv covariance", filters_after))):
+        for column, layer in enumerate((0, len(filters) - 1)):
+            title = f"{name}, layer {layer + 1} of {len(filters)}"
+            plots.filter_grid(filters[layer][:36], axes[row][column], columns=6, scale="each", title=title)
+    plots.save(figure, out.with_name(f"{out.stem}_filters{out.suffix}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The stripes of the MLP paper's Fig. 1a in a population of 512 ConvNeXts: reads analyses/mlp_stripes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from weightscope import plots
+
+HERE = Path(__file__).parent
+STUDY = HERE.parent / "analyses" / "mlp_stripes"
+
+
+def main(study: Path = STUDY, out: Path = HERE / "mlp_stripes.png") -> None:
+    result = json.loads((study / "results.json").read_text())
+    with np.load(study / "correlation.npz") as stored:
+        matrix = stored["correlation"] * float(stored["step"])
+        block, stops = int(stored["block"]), [0, *stored["stops"].tolist()]
+        blocks = {str(name): slice(a, b) for name, a, b in zip(stored["names"], stops, stops[1:], strict=False)}
+    np.fill_diagonal(matrix, 1.0)  # the diagonal does not fit into the stored bytes
+    figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
+    n = result["networks"] - result["diverged"]
+    title = f"Correlation of [vec W1, vec W2] in block {block}, {n} networks"
+    plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, diagonal="mask")
+    kinds = {
+        ("W1", "column"): "W1, over hidden units",
+        ("W2", "row"): "W2, over hidden units",
+        ("W1", "row"): "W1, over inputs",
+        ("W2", "column"): "W2, over outputs",
+    }
+    rows = [
+        (f"block {row['block']}", kinds[row["matrix"], row["means"]], row["ratio"], *row["ci95"])
+        for row in result["stripes"]
+        if (row["matrix"], row["means"]) in kinds
+    ]
+    title = "Variance of group means, relative to independent entries"
+    plots.stripe_ratios(rows, right, title=title)
+    plots.save(figure, out)
+
+
+if __name__ == "__main__":
+    main()
