@@ -90,14 +90,14 @@ def solve(
     head_width: int,
     *,
     scale: float | None = None,
-    iterations: int = 80,
+    iterations: int = 50,
     shared_key: bool = False,
 ) -> dict[Offset, tuple[Tensor, Tensor]]:
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
 
     The offset (0, 0) is solved from a multiple of the identity in the space of the codes, every other one from its
-    solution, shifted; both by L-BFGS. The penalty halves the norm that Adam ends with and keeps rows whose target
-    lies outside the image from fixing on one token.
+    solution, shifted; both by L-BFGS. The penalty keeps the norms below those that Adam ends with. Rows whose target
+    lies outside the image have no impulse: their best map is a flat one.
 
     Args:
         codes: X (N, d), what attention reads: position codes after LayerNorm, or another pseudo input.
@@ -147,6 +147,14 @@ def _outer(factor: Tensor, directions: Tensor, head_width: int) -> Tensor:
     return torch.nn.functional.pad(weight, (0, head_width - weight.shape[1]))
 
 
+def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors (r, k) with the product a b^T and the smallest norms: U S^(1/2) and V S^(1/2)."""
+    u, s, vh = torch.linalg.svd(a @ b.T)
+    k = min(a.shape)
+    roots = s[:k].sqrt()
+    return tuple(torch.nn.functional.pad(f[:, :k] * roots, (0, a.shape[1] - k)) for f in (u, vh.T))
+
+
 def _masked(logits: Tensor) -> Tensor:
     n = logits.shape[-1]
     return logits.masked_fill(torch.ones(n, n, dtype=torch.bool, device=logits.device).triu(1), -math.inf)
@@ -168,12 +176,15 @@ class _Problem:
         return trials[min(range(len(trials)), key=losses.__getitem__)]
 
     def shift(self, offset: Offset) -> Tensor:
-        """The linear map (r, r) that takes codes nearest to those `offset` away: ridge least squares."""
+        """The linear map (r, r) that takes codes nearest to those `offset` away: ridge least squares.
+
+        Tokens whose target lies outside go to zero, so that they look at all tokens alike. Left out, they would
+        end up at the code of some token near the edge, and the softmax would be too steep there to leave it.
+        """
         index = self.tokens.targets(offset)
-        here = self.y[index >= 0]
-        there = self.y[index[index >= 0]]
+        there = self.y[index.clamp_min(0)] * (index >= 0)[:, None]
         ridge = _RIDGE * torch.eye(self.y.shape[1], dtype=self.y.dtype)
-        return torch.linalg.solve(here.T @ here + ridge, here.T @ there)
+        return torch.linalg.solve(self.y.T @ self.y + ridge, self.y.T @ there)
 
     def polish(self, offset: Offset, a: Tensor, b: Tensor, move_key: bool = True) -> tuple[Tensor, Tensor]:
         """Minimise the objective by L-BFGS from (a, b)."""
@@ -187,7 +198,7 @@ class _Problem:
             return self._evaluate(index, x, b)[:2]
 
         if move_key:
-            return tuple(minimise(both, torch.stack([a, b]), self.iterations))
+            return _balanced(*minimise(both, torch.stack(_balanced(a, b)), self.iterations))
         return minimise(queries, a, self.iterations), b
 
     def _evaluate(self, index: Tensor, a: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:

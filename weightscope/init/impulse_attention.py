@@ -39,7 +39,7 @@ def impulse_attention_(
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     layers: int | list[int] | None = None,
-    iterations: int = 80,
+    iterations: int = 50,
     generator: torch.Generator | None = None,
 ) -> M:
     """Give each head queries and keys whose attention map is an impulse: token (y, x) looks at (y + dy, x + dx).

@@ -1,0 +1,246 @@
+import math
+
+import pytest
+import torch
+from references_init import low_rank_product, product_statistics
+from torch import nn
+
+from weightscope.anatomy import attention
+from weightscope.errors import UsageError
+from weightscope.init import mimetic_attention_, sinusoidal_positions_
+from weightscope.init._topk import _filtered, factors, spectrum
+from weightscope.init.attention import noisy_identity, query_key, value_output
+from weightscope.init.positions import sinusoidal_codes
+from weightscope.networks import ViT, sinusoidal_positions
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def vit(width=96, depth=2, heads=3, **options):
+    return ViT(16, 4, width, depth, heads, 10, **options)
+
+
+def encoder(width=48, heads=3, depth=1):
+    layer = nn.TransformerEncoderLayer(width, heads, 96, batch_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+
+
+def relative(found, wanted):
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+@pytest.mark.parametrize(("d", "k"), [(48, 16), (96, 96), (192, 64)])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (0.3, -0.5), (0.5, 0.0)])
+def test_query_key_is_the_best_approximation_of_its_rank(d, k, alpha, beta):
+    """Eckart and Young: Q K^T is the truncated singular value decomposition of alpha Z + beta I."""
+    q, key = query_key(d, k, 1, alpha, beta, seeded(1))
+    wanted = low_rank_product(noisy_identity(d, alpha, beta, seeded(1)), k)
+    assert relative(q[0] @ key.T, wanted) < 2e-5
+    torch.testing.assert_close(q[0].T @ q[0], key.T @ key, atol=1e-4, rtol=1e-4)  # balanced: S on both sides
+    off = key.T @ key - torch.diag((key.T @ key).diagonal())
+    assert off.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_heads_that_share_a_key_are_jointly_best(group):
+    d, k = 48, 16
+    q, key = query_key(d, k, group, 0.7, 0.7, seeded(2))
+    g = seeded(2)
+    stacked = torch.cat([noisy_identity(d, 0.7, 0.7, g) for _ in range(group)])
+    assert relative(torch.cat(list(q @ key.T)), low_rank_product(stacked, k)) < 2e-5
+    torch.testing.assert_close((q.mT @ q).mean(0), key.T @ key, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(q[0], q[1], atol=0.1)
+
+
+def test_value_output_is_the_published_product():
+    """Eq. 3.13-3.15 with the square root on both sides: all of alpha Z - beta I, factors of equal norm."""
+    d, heads, k = 48, 3, 16
+    v, o = value_output(d, heads, heads, k, 0.4, 0.4, seeded(3))
+    assert relative((v @ o).sum(0), noisy_identity(d, 0.4, -0.4, seeded(3))) < 2e-5
+    left, right = v.transpose(0, 1).reshape(d, d), o.reshape(d, d)
+    torch.testing.assert_close(left.T @ left, right @ right.T, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "k"), [(4, 2, 12), (4, 1, 12), (3, 3, 32)])
+def test_values_shared_between_heads_or_wider_than_the_stream(heads, kv_heads, k):
+    d = 48
+    v, o = value_output(d, heads, kv_heads, k, 0.4, 0.4, seeded(4))
+    assert v.shape == (kv_heads, d, k)
+    assert o.shape == (heads, k, d)
+    total = sum(v[h // (heads // kv_heads)] @ o[h] for h in range(heads))
+    wanted = low_rank_product(noisy_identity(d, 0.4, -0.4, seeded(4)), kv_heads * k)
+    assert relative(total, wanted) < 2e-5
+    assert (v.square().sum() / o.square().sum() - 1).abs() < 1e-3
+
+
+def test_wide_heads_fill_every_column():
+    q, key = query_key(24, 40, 1, 0.7, 0.7, seeded(5))
+    assert relative(q[0] @ key.T, noisy_identity(24, 0.7, 0.7, seeded(5))) < 2e-5
+    assert key.norm(dim=0).min() > 0.1
+
+
+def test_without_noise_heads_get_random_subspaces():
+    """beta I has no preferred directions; an SVD would give every head the first k coordinates."""
+    one, key = query_key(96, 32, 1, 0.0, 0.5, seeded(6))
+    product = one[0] @ key.T
+    torch.testing.assert_close(product @ product, 0.5 * product, atol=1e-5, rtol=0)  # beta times a projection
+    assert abs(product.trace() - 16) < 1e-3
+    assert product.diagonal().max() < 0.4  # not the first coordinates
+    negative, key = query_key(96, 32, 1, 0.0, -0.5, seeded(6))
+    torch.testing.assert_close(negative[0] @ key.T, -product)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (0.3, 0.7), (1.0, 0.0)])
+@pytest.mark.parametrize(("d", "k"), [(384, 64), (512, 64)])
+def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
+    """The spectrum only buys speed: the product differs by less than a thousandth."""
+    matrix = noisy_identity(d, alpha, beta, seeded(7))
+    law = spectrum(alpha, beta)
+    assert _filtered(matrix, k, law) is not None, "not even tried"
+    left, right = factors(matrix, k, None, law)
+    assert relative(left @ right.T, low_rank_product(matrix, k)) < 1e-3
+    exact = torch.linalg.svdvals(matrix.double())[:k]
+    torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=2e-3)
+    torch.testing.assert_close(left.T @ left, right.T @ right, atol=1e-4, rtol=1e-4)
+    assert exact.square().sum() * (1 - 1e-6) < (left @ right.T).double().square().sum()
+
+
+def test_the_filter_gives_up_where_the_spectrum_is_another():
+    matrix = noisy_identity(384, 0.7, 0.7, seeded(8))
+    wrong = tuple(s * 40 for s in spectrum(0.7, 0.7))
+    assert _filtered(matrix, 64, wrong) is None
+    left, right = factors(matrix, 64, None, wrong)
+    assert relative(left @ right.T, low_rank_product(matrix, 64)) < 1e-4
+
+
+def test_statistics_at_width_192():
+    """Published figures at d = 192, a = b = 0.4: diagonal -0.40 +- 0.01, deviation ~0.03, noise ~0.40."""
+    model = vit(width=192, depth=6)
+    mimetic_attention_(model, generator=seeded(9))
+    for part in attention(model):
+        mean, deviation, noise = product_statistics((part.read("v") @ part.read("o")).sum(0))
+        assert abs(mean + 0.4) < 0.01
+        assert 0.02 < deviation < 0.04
+        assert abs(noise - 0.4) < 0.01
+        for q, k in zip(part.read("q"), part.read("k"), strict=True):
+            assert product_statistics(q @ k.T)[0] > 0.35
+            assert torch.linalg.matrix_rank(q @ k.T) == 64
+
+
+def test_heads_and_layers_are_independent():
+    model = vit(width=96, depth=2)
+    mimetic_attention_(model, generator=seeded(10))
+    products = [q @ k.T for part in attention(model) for q, k in zip(part.read("q"), part.read("k"), strict=True)]
+    rest = torch.stack([p - torch.diag(p.diagonal()) for p in products]).flatten(1)
+    correlation = torch.corrcoef(rest)
+    # 9,120 entries: deviation 0.0105, so six of them
+    assert (correlation - torch.eye(len(rest))).abs().max() < 0.063
+
+
+def test_same_random_has_its_noise_from_the_widths():
+    """W_Q = W_K = N(0, I/k): mean of the diagonal beta, noise beta sqrt(d/k); W_proj = -W_V^T."""
+    model = vit(width=192, depth=2)
+    mimetic_attention_(model, construction="same-random", beta_qk=0.6, generator=seeded(11))
+    for part in attention(model):
+        q, k, v, o = (part.read(name) for name in "qkvo")
+        assert torch.equal(q, k)
+        torch.testing.assert_close(v.transpose(0, 1).reshape(192, 192), -o.reshape(192, 192).T)
+        mean, _, noise = product_statistics((v @ o).sum(0))
+        assert abs(mean + 0.4) < 0.02
+        assert abs(noise - 0.4) < 0.03
+        for h in range(3):
+            mean, _, noise = product_statistics(q[h] @ k[h].T)
+            assert abs(mean - 0.6) < 0.04
+            assert abs(noise - 0.6 * math.sqrt(192 / 64)) < 0.1
+
+
+def test_presets_parts_layers_and_the_sign_ablation():
+    base, model = vit(), vit()
+    model.load_state_dict(base.state_dict())
+    mimetic_attention_(model, preset="language", parts="vo", layers=-1, generator=seeded(12))
+    first, last = attention(model)
+    assert torch.equal(first.read("v"), attention(base)[0].read("v"))
+    assert torch.equal(last.read("q"), attention(base)[1].read("q"))
+    mean, _, noise = product_statistics((last.read("v") @ last.read("o")).sum(0))
+    assert abs(mean + 0.2) < 0.01
+    assert abs(noise - 0.2) < 0.02
+    mimetic_attention_(model, beta_vo=-0.4, generator=seeded(12))
+    assert product_statistics((last.read("v") @ last.read("o")).sum(0))[0] > 0.38
+
+
+def test_attention_of_a_forward_pass_uses_the_product():
+    """Row vectors, scale 1/sqrt(k): the logits that a module computes are X (alpha Z + beta I) X^T / sqrt(k)."""
+    layer = nn.MultiheadAttention(48, 3, bias=False, batch_first=True)
+    mimetic_attention_(layer, generator=seeded(13))
+    x = torch.randn(1, 7, 48, generator=seeded(14))
+    _, weights = layer(x, x, x, average_attn_weights=False)
+    g = seeded(13)
+    for h in range(3):
+        product = low_rank_product(noisy_identity(48, 0.7, 0.7, g), 16).float()
+        torch.testing.assert_close(weights[0, h], torch.softmax(x[0] @ product @ x[0].T / 4, -1), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"alpha_qk": -0.1}, "alpha_qk: expected a number >= 0"),
+        ({"beta_vo": float("inf")}, "beta_vo: expected a finite number"),
+        ({"preset": "audio"}, "'vision', 'language'"),
+        ({"preset": "language", "beta_qk": 0.1}, "leave them out"),
+        ({"construction": "qr"}, "'svd', 'same-random'"),
+        ({"construction": "same-random", "alpha_vo": 0.2}, "leave the alphas alone"),
+        ({"parts": "q"}, "'both', 'qk', 'vo'"),
+        ({"layers": 5}, r"expected some of \[0, 1\], found 5"),
+        ({"layers": []}, "at least one layer"),
+        ({"layers": [True]}, "integers"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        mimetic_attention_(vit(), **arguments)
+
+
+def test_cross_attention_alone_is_refused():
+    layer = nn.ModuleDict({"multihead_attn": nn.MultiheadAttention(48, 3, kdim=20, vdim=28)})
+    with pytest.raises(UsageError, match="cross-attention only"):
+        mimetic_attention_(layer)
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+def test_codes_agree_with_the_networks_own():
+    torch.testing.assert_close(sinusoidal_codes(5, 7, 32), sinusoidal_positions(5, 7, 32), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(9, None), (4, 6)])
+def test_codes_have_constant_norm_and_shifts_rotate_them(rows, columns):
+    """<code(a), code(b)> depends on b - a only, so a shift is an isometry of the codes."""
+    codes = sinusoidal_codes(rows, columns, 32, dtype=torch.float64)
+    torch.testing.assert_close(codes.square().sum(1), torch.full((len(codes),), 16.0, dtype=torch.float64))
+    gram = codes @ codes.T
+    step = 1 if columns is None else columns + 1
+    inner = [i for i in range(len(codes) - step) if columns is None or i % columns < columns - 1]
+    shifted = [i + step for i in inner]
+    torch.testing.assert_close(gram[inner][:, inner], gram[shifted][:, shifted])
+
+
+@pytest.mark.parametrize("special", ["keep", "zero"])
+def test_class_tokens_are_kept_or_zeroed(special):
+    model = vit(pool="token", positions="learned")
+    before = model.pos_embed.detach().clone()
+    sinusoidal_positions_(model, gamma=3.0, special=special)
+    torch.testing.assert_close(model.pos_embed.detach()[0, 1:], 3 * sinusoidal_codes(4, 4, 96))
+    wanted = before[0, 0] if special == "keep" else torch.zeros(96)
+    assert torch.equal(model.pos_embed.detach()[0, 0], wanted)
+
+
+def test_position_refusals():
+    with pytest.raises(UsageError, match="4 divides, found 30"):
+        sinusoidal_codes(4, 4, 30)
+    with pytest.raises(UsageError, match="special"):
+        sinusoidal_positions_(vit(), special="random")
+    with pytest.raises(UsageError, match="temperature"):
+        sinusoidal_positions_(vit(), temperature=0.0)

@@ -1,0 +1,266 @@
+import math
+
+import pytest
+import torch
+from references_init import impulse_adam, impulse_map
+from torch import nn
+
+from weightscope.anatomy import attention, positions
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init import impulse_attention_, sinusoidal_positions_
+from weightscope.init._lbfgs import minimise
+from weightscope.init.impulse import Tokens, _Problem, attention_map, impulse_matrix, normalised, solve
+from weightscope.init.impulse_attention import filter_offsets
+from weightscope.init.positions import sinusoidal_codes
+from weightscope.networks import ViT
+
+GRID = Tokens(16, 16)
+BOUND = 4e-5  # mean squared error of a 256 x 256 map
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def codes():
+    return normalised(sinusoidal_codes(16, 16, 192))
+
+
+@pytest.fixture(scope="module")
+def solved(codes):
+    return solve(codes, GRID, filter_offsets(3, True), 64)
+
+
+def error(codes, pair, offset, tokens=GRID):
+    found = attention_map(codes, *pair, 1 / math.sqrt(pair[0].shape[1]), tokens.causal)
+    return (found - impulse_matrix(tokens, offset)).square().mean().item()
+
+
+@pytest.mark.parametrize("offset", [(0, 0), (0, 1), (-2, 1), (3, 0)])
+def test_the_wanted_map_equals_the_naive_one(offset):
+    tokens = Tokens(5, 7)
+    assert torch.equal(impulse_matrix(tokens, offset).double(), impulse_map(5, 7, *offset))
+    with_class = impulse_matrix(Tokens(5, 7, prefix=2), offset)
+    assert torch.equal(with_class[2:, 2:], impulse_matrix(tokens, offset))
+    assert not with_class[:2].any()
+    assert not with_class[:, :2].any()
+
+
+@pytest.mark.parametrize("offset", filter_offsets(3, True))
+def test_every_offset_meets_the_bound_with_every_peak_in_place(codes, solved, offset):
+    assert error(codes, solved[offset], offset) < BOUND
+    wanted = impulse_matrix(GRID, offset)
+    inside = wanted.sum(1) > 0
+    found = attention_map(codes, *solved[offset], 1 / 8)
+    assert torch.equal(found[inside].argmax(1), wanted[inside].argmax(1))
+
+
+def test_better_and_smaller_than_three_hundred_steps_of_adam(codes, solved):
+    """The same problem by Adam at rate 0.01 falling to 0: more error and larger norms."""
+    q, k = impulse_adam(sinusoidal_codes(16, 16, 192), impulse_map(16, 16, 1, 1), 64, 300, 1e-2, seeded(), decay=True)
+    assert error(codes, solved[1, 1], (1, 1)) < error(codes, (q.double(), k.double()), (1, 1))
+    assert solved[1, 1][0].norm() < 0.9 * q.norm()
+    assert solved[1, 1][1].norm() < 0.9 * k.norm()
+
+
+def test_a_rotation_of_both_factors_changes_nothing(codes, solved):
+    rotation = torch.linalg.qr(torch.randn(64, 64, generator=seeded(), dtype=torch.float64))[0]
+    q, k = solved[1, -1]
+    torch.testing.assert_close(
+        attention_map(codes, q @ rotation, k @ rotation, 1 / 8), attention_map(codes, q, k, 1 / 8)
+    )
+
+
+def test_gradients_are_those_of_the_objective():
+    x = normalised(sinusoidal_codes(4, 5, 16))
+    for tokens in (Tokens(4, 5), Tokens(1, 20, causal=True)):
+        problem = _Problem(x, tokens, 0.3, 1)
+        a, b = (torch.randn(16, 6, generator=seeded(s), dtype=torch.float64).requires_grad_() for s in (1, 2))
+        index = tokens.targets((0, -1))
+        p = attention_map(x, a, b, 0.3, tokens.causal)
+        wanted = impulse_matrix(tokens, (0, -1)).double()
+        loss = (p - wanted).square().sum() / 20 + 1e-7 * 20 * (a.square().sum() + b.square().sum())
+        loss.backward()
+        value, da, db = problem._evaluate(index, a.detach(), b.detach())
+        assert abs(value - loss.item()) < 1e-12
+        torch.testing.assert_close(da, a.grad)
+        torch.testing.assert_close(db, b.grad)
+
+
+def test_lbfgs_finds_the_minimum_of_a_quadratic_and_of_rosenbrock():
+    matrix = torch.diag(torch.logspace(0, 3, 12, dtype=torch.float64))
+
+    def quadratic(x):
+        return float(0.5 * x @ matrix @ x - x.sum()), matrix @ x - 1
+
+    torch.testing.assert_close(
+        minimise(quadratic, torch.zeros(12, dtype=torch.float64), 60), 1 / matrix.diagonal(), atol=1e-6, rtol=0
+    )
+
+    def rosenbrock(x):
+        value = (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
+        gradient = torch.stack([-2 * (1 - x[0]) - 400 * x[0] * (x[1] - x[0] ** 2), 200 * (x[1] - x[0] ** 2)])
+        return float(value), gradient
+
+    found = minimise(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64), 80)
+    torch.testing.assert_close(found, torch.ones(2, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "mixture"])
+def test_random_pseudo_inputs_are_solved_too(kind):
+    draws = torch.randn(256, 192, generator=seeded(3), dtype=torch.float64)
+    x = normalised(draws if kind == "gaussian" else 0.5 * draws + sinusoidal_codes(16, 16, 192))
+    pair = solve(x, GRID, [(0, 1)], 64)[0, 1]
+    assert error(x, pair, (0, 1)) < BOUND
+
+
+def test_class_token_and_narrow_heads():
+    tokens = Tokens(8, 8, prefix=1)
+    x = normalised(torch.cat([torch.zeros(1, 96), sinusoidal_codes(8, 8, 96)]))
+    pair = solve(x, tokens, [(1, 0)], 8)[1, 0]
+    found = attention_map(x, *pair, 8**-0.5)
+    wanted = impulse_matrix(tokens, (1, 0))
+    inside = wanted.sum(1) > 0
+    assert torch.equal(found[inside].argmax(1), wanted[inside].argmax(1))
+    assert found[inside, 0].max() < 0.05  # the class token is not looked at
+
+
+def test_causal_sequences_look_back():
+    tokens = Tokens(1, 32, causal=True)
+    x = normalised(sinusoidal_codes(32, None, 64))
+    pair = solve(x, tokens, [(0, -1)], 16)[0, -1]
+    found = attention_map(x, *pair, 0.25, causal=True)
+    assert not found.triu(1).any()
+    assert found[1:].argmax(1).tolist() == list(range(31))
+
+
+def test_a_shared_key_serves_every_offset(codes):
+    pairs = solve(codes, GRID, [(0, 0), (0, 1), (-1, -1)], 64, shared_key=True)
+    assert all(torch.equal(pair[1], pairs[0, 0][1]) for pair in pairs.values())
+    assert all(error(codes, pair, offset) < BOUND for offset, pair in pairs.items())
+
+
+# --- on modules -------------------------------------------------------------------------------------------------------
+
+
+def vit(depth=3, heads=3, width=48, **options):
+    return ViT(32, 4, width, depth, heads, 10, **options)
+
+
+def offsets_of(model, tokens=None):
+    """The offset of the nearest impulse of each head, layer by layer."""
+    tokens = tokens or Tokens(8, 8)
+    x = normalised(positions(model)[0].read())
+    wanted = {o: impulse_matrix(tokens, o) for o in filter_offsets(5, True)}
+    out = []
+    for part in attention(model):
+        found = [
+            attention_map(x, q.double(), k.double(), part.scale)
+            for q, k in zip(part.read("q"), part.read("k"), strict=True)
+        ]
+        out.append([min(wanted, key=lambda o, f=f: (f - wanted[o]).square().sum().item()) for f in found])
+    return out
+
+
+def test_offsets_are_dealt_without_repetition_and_differ_between_layers():
+    model = impulse_attention_(vit(heads=6), generator=seeded(1))
+    dealt = offsets_of(model)
+    assert all(len(set(layer)) == 6 for layer in dealt)
+    assert all(set(layer) <= set(filter_offsets(3, True)) for layer in dealt)
+    assert dealt[0] != dealt[1]
+
+
+def test_given_offsets_and_cycles():
+    model = impulse_attention_(vit(depth=2), offsets=[(0, 1), (2, 0)], generator=seeded())
+    assert offsets_of(model) == [[(0, 1), (2, 0), (0, 1)], [(2, 0), (0, 1), (2, 0)]]
+    model = impulse_attention_(vit(depth=3), offsets="cycle", generator=seeded())
+    assert [o for layer in offsets_of(model) for o in layer] == filter_offsets(3, True)
+
+
+def test_heads_with_one_offset_have_different_weights():
+    model = impulse_attention_(vit(depth=2), offsets=[(0, 1)], generator=seeded())
+    heads = torch.cat([part.read("q") for part in attention(model)]).flatten(1)
+    similar = torch.nn.functional.cosine_similarity(heads[:, None], heads[None], dim=-1)
+    assert (similar - torch.eye(len(heads))).abs().max() < 0.6
+    assert offsets_of(model) == [[(0, 1)] * 3] * 2
+
+
+def test_same_layers_repeat_the_first():
+    model = impulse_attention_(vit(), same_layers=True, generator=seeded())
+    first, *others = attention(model)
+    assert all(torch.equal(first.read(name), part.read(name)) for part in others for name in "qk")
+
+
+def test_layers_after_the_first_may_have_another_pseudo_input():
+    model, plain = vit(), vit()
+    impulse_attention_(model, following="gaussian", offsets=[(0, 1)], generator=seeded())
+    impulse_attention_(plain, offsets=[(0, 1)], generator=seeded())
+    assert torch.equal(attention(model)[0].read("q"), attention(plain)[0].read("q"))
+    assert offsets_of(model)[0] == [(0, 1)] * 3
+    assert not torch.allclose(attention(model)[1].read("q"), attention(plain)[1].read("q"), atol=1e-2)
+
+
+def test_the_modules_own_codes_are_used():
+    """Learned positions are random vectors: the maps hold for them, and no longer for sinusoidal codes."""
+    model = vit(positions="learned", depth=1)
+    impulse_attention_(model, offsets=[(1, 1)], generator=seeded())
+    assert offsets_of(model) == [[(1, 1)] * 3]
+    sinusoidal_positions_(model)
+    assert offsets_of(model) != [[(1, 1)] * 3]
+
+
+def test_biases_that_would_bend_the_map_become_zero():
+    layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
+    with torch.no_grad():
+        layer.self_attn.in_proj_bias.fill_(1)
+    impulse_attention_(layer, grid=(4, 4), generator=seeded())
+    assert layer.self_attn.in_proj_bias.tolist() == [0.0] * 96 + [1.0] * 48
+
+
+def test_a_forward_pass_shows_the_impulses():
+    model = impulse_attention_(vit(depth=1), offsets=[(0, -1)], generator=seeded()).eval()
+    x = model.blocks[0].norm1(model.pos_embed)
+    part = attention(model)[0]
+    logits = (x @ part.read("q")) @ (x @ part.read("k")).mT * part.scale
+    peaks = torch.softmax(logits, -1).argmax(-1)
+    inside = (impulse_matrix(Tokens(8, 8), (0, -1)).sum(1) > 0).nonzero()[:, 0]
+    assert all(torch.equal(head[inside], inside - 1) for head in peaks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"filter_size": 4}, "odd"),
+        ({"filter_size": 0}, "filter_size"),
+        ({"offsets": "all"}, "'random', 'cycle'"),
+        ({"offsets": [(0, 9)]}, "outside the 8 x 8 tokens"),
+        ({"offsets": [(0, 1, 2)]}, "pairs"),
+        ({"offsets": [(0, 0.5)]}, "integers"),
+        ({"offsets": []}, "at least one"),
+        ({"pseudo_input": "images"}, "positions"),
+        ({"following": "images"}, "positions"),
+        ({"grid": (8, 8)}, "leave it out"),
+        ({"iterations": 0}, "iterations"),
+        ({"layers": [7]}, "expected some of"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        impulse_attention_(vit(), **arguments)
+
+
+def test_no_positions_need_a_grid():
+    layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
+    with pytest.raises(AnatomyError, match=r"give grid="):
+        impulse_attention_(layer)
+    impulse_attention_(layer, grid=16, generator=seeded())
+    with pytest.raises(UsageError, match="grid"):
+        impulse_attention_(layer, grid=(1, 2, 3))
+
+
+def test_solve_refuses_codes_that_do_not_fit():
+    with pytest.raises(UsageError, match="one row for each of 4 tokens"):
+        solve(torch.ones(5, 8), Tokens(2, 2), [(0, 0)], 4)
+    with pytest.raises(UsageError, match="found zeros"):
+        solve(torch.zeros(4, 8), Tokens(2, 2), [(0, 0)], 4)
