@@ -181,6 +181,8 @@ class _Layout:
     def __init__(self, student: nn.Module, teacher: Any) -> None:
         self.blocks: dict[str, int] = {}
         self.uneven: set[str] = set()
+        convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        self.filters = {f"{n}.weight".lstrip(".") for n, m in student.named_modules() if isinstance(m, convolutions)}
         for part in _found(attention, student):
             for named in (part.parameters, part.bias_parameters):
                 of_qkv = [group[0] for key, group in named.items() if key != "o"]
@@ -230,7 +232,7 @@ class _Chooser:
         large = tuple(tensor.shape)
         if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
             raise SpecError(f"`{name}`: expected at most the teacher's {large}, found {shape}; is the student larger?")
-        if len(shape) > 2 and name not in layout.tables and shape[2:] != large[2:]:
+        if name in layout.filters and shape[2:] != large[2:]:
             raise SpecError(
                 f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out by exclude="
             )

@@ -1,0 +1,198 @@
+"""MLP, state-space and residual initialisers: what they do to the function a network computes."""
+
+import copy
+import math
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import nn
+
+from weightscope import anatomy
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init import (
+    delta_orthogonal_,
+    layer_scale_identity_,
+    mimetic_mlp_,
+    mimetic_ssm_,
+    t_fixup_,
+    zero_init_,
+)
+from weightscope.init.mlp import anticorrelated
+from weightscope.init.residual import zero_matrix
+from weightscope.networks import ViT
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def vit(**options):
+    torch.manual_seed(0)
+    return ViT(16, 4, 48, 2, 3, 10, **options)
+
+
+@pytest.mark.parametrize("mode", ["scalar", "rows"])
+def test_the_mean_reaches_every_hidden_unit_alike(mode):
+    """Eq. 1 and 2: all p pre-activations of x move by the same number, b^T x or b sum(x)."""
+    before = vit()
+    after = mimetic_mlp_(copy.deepcopy(before), mode=mode, b=0.1, sigma=0.01, generator=seeded())
+    x = torch.randn(5, 48, generator=seeded(1))
+    for old, new in zip(before.blocks, after.blocks, strict=True):
+        move = (new.mlp.fc1(x) - old.mlp.fc1(x)).detach()  # (5, p)
+        torch.testing.assert_close(move, move[:, :1].expand_as(move), atol=1e-5, rtol=0)
+        if mode == "scalar":
+            torch.testing.assert_close(move[:, 0], 0.1 * x.sum(1), atol=1e-5, rtol=0)
+        assert torch.equal(old.mlp.fc2.weight, new.mlp.fc2.weight)
+
+
+def test_rows_keep_the_grand_mean_and_sigma_is_a_variance():
+    net = nn.TransformerEncoderLayer(4096, 8, 4)
+    nn.init.zeros_(net.linear1.weight)
+    mimetic_mlp_(net, mode="rows", sigma=0.01, generator=seeded())
+    means = net.linear1.weight.detach()[0]
+    assert abs(means.std() - 0.1) < 0.1 * 6 / math.sqrt(2 * 4096)
+    assert abs(means.mean()) < 6 * 0.1 / 64
+
+
+def test_anticorrelation_of_alike_layers_is_minus_the_root_of_a_half():
+    w1, w2 = torch.randn(400, 300, generator=seeded()), torch.randn(300, 400, generator=seeded(1))
+    new = anticorrelated(w1, w2)
+    correlation = torch.corrcoef(torch.stack([new.reshape(-1), w2.T.reshape(-1)]))[0, 1]
+    assert abs(correlation + math.sqrt(0.5)) < 6 / math.sqrt(w1.numel())
+    assert abs(new.var() - 0.5) < 0.01
+
+
+def test_gates_get_a_vector_of_their_own():
+    model = FAMILIES["hf-llama"].build()
+    before = copy.deepcopy(model)
+    mimetic_mlp_(model, mode="rows", sigma=1.0, gate=True, layers=0, generator=seeded())
+    old, new = anatomy.mlps(before), anatomy.mlps(model)
+    moves = [new[0].read(name) - old[0].read(name) for name in ("w1", "gate")]
+    assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
+    assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
+    assert torch.equal(new[1].read("w1"), old[1].read("w1"))
+
+
+# --- state-space layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hf-mamba", "hf-mamba2"])
+def test_each_component_has_its_switch(name):
+    components = {
+        "a": {"A_log"},
+        "delta": {"dt_weight", "dt_bias"},
+        "cb": {"C"},
+        "convolution": {"conv_weight", "conv_bias"},
+    }
+    base = FAMILIES[name].build()
+    for switch, wanted in components.items():
+        model = mimetic_ssm_(copy.deepcopy(base), **{s: s == switch for s in components}, layers=1)
+        first, second = anatomy.ssms(model)
+        old_first, old = anatomy.ssms(base)
+        changed = {part for part in second.parts if not torch.equal(second.read(part), old.read(part))}
+        assert changed == wanted
+        assert all(torch.equal(first.read(part), old_first.read(part)) for part in first.parts)
+
+
+def test_states_decay_slowly_and_steps_are_one():
+    """Delta = 1 and A = -exp(-c A_log) keep exp(Delta A) near 1 for all states but the first (A_log = log 1)."""
+    model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), c=8.0)
+    for part in anatomy.ssms(model):
+        kept = torch.exp(torch.nn.functional.softplus(part.read("dt_bias"))[:, None] * -torch.exp(part.read("A_log")))
+        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 whatever c is
+        assert kept[:, 1:].min() > 0.99
+
+
+def test_readout_and_write_are_correlated():
+    """(W_C + W_B) / 2 against W_B, independent and alike: correlation 1/sqrt(2)."""
+    model = mimetic_ssm_(FAMILIES["hf-mamba2"].build())
+    for part in anatomy.ssms(model):
+        both = torch.stack([part.read("C").reshape(-1), part.read("B").reshape(-1)])
+        assert abs(torch.corrcoef(both)[0, 1] - math.sqrt(0.5)) < 0.15
+
+
+def test_the_identity_convolution_passes_the_current_token():
+    model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), convolution=True)
+    mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    x = torch.randn(1, mixer.conv1d.weight.shape[0], 9, generator=seeded())
+    torch.testing.assert_close(mixer.conv1d(x)[..., :9], x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"c": 0}, "c: "), ({"a": 1}, "a: "), ({"convolution": 2}, "convol")]
+)
+def test_ssm_refusals(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        mimetic_ssm_(FAMILIES["hf-mamba"].build(), **arguments)
+
+
+# --- residual baselines -----------------------------------------------------------------------------------------------
+
+
+def test_zero_matrices_are_zeros_and_ones_up_to_a_factor():
+    assert torch.equal(zero_matrix(3, 3), torch.eye(3))
+    assert torch.equal(zero_matrix(2, 4), torch.eye(4)[:2])
+    tall = zero_matrix(12, 5)  # m = 4, c = 2^(-3/2)
+    assert torch.equal(tall.abs(), torch.full((12, 5), 2**-1.5))
+    square = zero_matrix(16, 8) / 2**-1.5  # whole columns of a Hadamard matrix are orthogonal
+    assert torch.equal(square.T @ square, 16 * torch.eye(8))
+
+
+def test_with_zero_init_every_branch_adds_nothing():
+    model = zero_init_(vit(), parts="both")
+    x = torch.randn(2, 16, 48, generator=seeded())
+    assert torch.equal(model.blocks(x), x)
+    assert torch.equal(zero_init_(vit()).blocks[0].mlp.fc2.weight, vit().blocks[0].mlp.fc2.weight)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("encoder", 0.67 * 2**-0.25), ("decoder", 18**-0.25)])
+def test_t_fixup_scales_by_depth(kind, scale):
+    model = t_fixup_(vit(), kind=kind, generator=seeded())
+    part = anatomy.attention(model)[0]
+    bound = math.sqrt(6 / 96)
+    assert 0.95 * bound < part.read("q").abs().max() <= bound
+    assert 0.95 * bound * scale < part.read("v").abs().max() <= bound * scale
+    mlp = anatomy.mlps(model)[1]
+    assert 0.95 < mlp.read("w2").abs().max() / (math.sqrt(6 / (5 * 48)) * scale) <= 1 + 1e-6
+
+
+def test_t_fixup_embeddings():
+    model = t_fixup_(FAMILIES["hf-gpt2"].build(), kind="decoder", embeddings=True, generator=seeded())
+    table = model.transformer.wte.weight.detach()
+    assert abs(table.std() / (18**-0.25 / math.sqrt(48)) - 1) < 6 / math.sqrt(2 * table.numel())
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_delta_orthogonal_convolutions_are_isometries(groups):
+    layer = delta_orthogonal_(nn.Conv2d(12, 24, 5, padding=2, groups=groups), generator=seeded())
+    x = torch.randn(2, 12, 9, 9, generator=seeded(1))
+    torch.testing.assert_close(layer(x).square().sum(), x.square().sum())
+    narrow = delta_orthogonal_(nn.Conv2d(24, 12, 3, padding=1, bias=False), gain=2.0, generator=seeded())
+    centre = narrow.weight.detach()[:, :, 1, 1]
+    torch.testing.assert_close(centre @ centre.T, 4 * torch.eye(12), atol=1e-5, rtol=0)
+
+
+def test_delta_orthogonal_needs_convolutions():
+    with pytest.raises(AnatomyError, match="convolutions"):
+        delta_orthogonal_(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_scale": 1.0}])
+def test_layer_scale_multiplies_each_branch(options):
+    """With factors or folded into the matrices, a block computes x + value f(x)."""
+    before, after = vit(**options), layer_scale_identity_(vit(**options), value=0.01)
+    block, scaled = before.blocks[0], after.blocks[0]
+    x = torch.randn(2, 16, 48, generator=seeded())
+    branch = block.ls1(block.attn(block.norm1(x)))
+    torch.testing.assert_close(scaled.ls1(scaled.attn(scaled.norm1(x))), 0.01 * branch, atol=1e-6, rtol=1e-4)
+    branch = block.ls2(block.mlp(block.norm2(x)))
+    torch.testing.assert_close(scaled.ls2(scaled.mlp(scaled.norm2(x))), 0.01 * branch, atol=1e-6, rtol=1e-4)
+
+
+def test_layer_scale_where():
+    with pytest.raises(AnatomyError, match="where='matrices'"):
+        layer_scale_identity_(vit(), where="factors")
+    model = layer_scale_identity_(vit(layer_scale=0.5), where="matrices", value=0.1)
+    assert torch.equal(model.blocks[0].ls1.gamma, torch.full((48,), 0.5))
+    torch.testing.assert_close(model.blocks[0].mlp.fc2.weight, vit(layer_scale=0.5).blocks[0].mlp.fc2.weight * 0.1)

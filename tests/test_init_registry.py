@@ -1,0 +1,209 @@
+import functools
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import weightscope.init as wi
+from weightscope.errors import UsageError
+from weightscope.networks import ViT
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def vit():
+    torch.manual_seed(0)
+    return ViT(16, 4, 32, 2, 2, 10)
+
+
+def test_every_exported_initialiser_is_registered_under_its_name():
+    exported = {n.removesuffix("_") for n in wi.__all__ if n.endswith("_")}
+    assert exported == set(wi.REGISTRY)
+    assert all(wi.REGISTRY[name] is getattr(wi, f"{name}_") for name in wi.REGISTRY)
+
+
+@pytest.mark.parametrize("name", list(wi.REGISTRY))
+def test_signatures_are_alike(name):
+    """`name_(module, [source,] *, ..., generator=None)`, keyword-only numbers, a docstring with source and example."""
+    found = inspect.signature(wi.REGISTRY[name]).parameters
+    assert next(iter(found)) == "module"
+    assert found["generator"].default is None
+    assert found["generator"].kind is inspect.Parameter.KEYWORD_ONLY
+    positional = [p.name for p in found.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional in (["module"], ["module", "source"], ["module", "teacher"])
+    assert "Example:" in wi.REGISTRY[name].__doc__
+    assert name == "default" or "Source:" in wi.REGISTRY[name].__doc__
+
+
+def test_get_binds_named_numbers():
+    one, other = vit(), vit()
+    assert wi.get("mimetic_attention", beta_vo=0.2)(one, generator=seeded()) is one
+    wi.mimetic_attention_(other, beta_vo=0.2, generator=seeded())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_joined_names_run_in_order_and_share_numbers_out():
+    one, other = vit(), vit()
+    wi.get("sinusoidal_positions + mimetic_attention+mimetic_mlp", gamma=2.0, b=0.1, alpha_qk=0.5)(
+        one, generator=seeded()
+    )
+    g = seeded()
+    wi.sinusoidal_positions_(other, gamma=2.0)
+    wi.mimetic_attention_(other, alpha_qk=0.5, generator=g)
+    wi.mimetic_mlp_(other, b=0.1, generator=g)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_compose_takes_names_and_functions():
+    one, other = vit(), vit()
+    both = wi.compose("trunc_normal", functools.partial(wi.mimetic_mlp_, mode="rows"))
+    assert both(one, generator=seeded()) is one
+    g = seeded()
+    wi.mimetic_mlp_(wi.trunc_normal_(other, generator=g), mode="rows", generator=g)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_default_changes_nothing():
+    one, other = vit(), vit()
+    assert wi.get("default")(one, generator=seeded()) is one
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_parameters_lists_names_and_defaults():
+    assert wi.parameters("conv_covariance")["psd"] == "abs"
+    assert wi.parameters("mimetic_attention")["alpha_qk"] == 0.7
+    assert wi.parameters("transfer")["source"] is inspect.Parameter.empty
+    assert "generator" not in wi.parameters("xavier")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("mimetic", {}, r"no initialiser 'mimetic'; there are default\(\); kaiming_uniform\(slope, bias, select\)"),
+        ("mimetic_attention", {"alpha": 0.1}, "no parameter 'alpha'; .*alpha_qk, beta_qk"),
+        ("default", {"alpha": 0.1}, "default: none"),
+        ("impulse_attention+mimetic_attention", {"layers": 0}, "could be meant for impulse_attention or mimetic"),
+        ("transfer", {}, "transfer: needs source"),
+        ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
+        ("", {}, "no initialiser ''"),
+        (7, {}, "by its name"),
+    ],
+)
+def test_refusals(name, numbers, message):
+    with pytest.raises(UsageError, match=message):
+        wi.get(name, **numbers)
+
+
+def test_compose_refusals():
+    with pytest.raises(UsageError, match="at least one"):
+        wi.compose()
+    with pytest.raises(UsageError, match="names or functions"):
+        wi.compose("default", 3)
+
+
+def test_import_is_light():
+    heavy = ["scipy", "h5py", "matplotlib", "pydantic", "timm", "transformers", "sklearn"]
+    code = f"import sys, torch, weightscope.init; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_unknown_attributes_of_the_package():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        wi.nothing  # noqa: B018
+
+
+# --- univariate baselines ---------------------------------------------------------------------------------------------
+
+
+def test_fused_projections_are_three_matrices():
+    """Glorot's variance of a (d, d) matrix is 1/d, fused or not; of a (3d, d) matrix it would be half of that."""
+    fused, apart = nn.MultiheadAttention(96, 3), nn.Linear(96, 96)
+    wi.xavier_(fused, generator=seeded())
+    wi.xavier_(apart, generator=seeded())
+    assert abs(fused.in_proj_weight.std() * 96**0.5 - 1) < 0.02
+    assert abs(apart.weight.std() * 96**0.5 - 1) < 0.04
+    assert torch.equal(fused.in_proj_weight[:96], apart.weight)
+
+
+def test_kaiming_with_the_default_slope_is_what_torch_draws():
+    torch.manual_seed(3)
+    wanted = nn.Linear(40, 50)
+    found = nn.Linear(40, 50)
+    torch.manual_seed(3)
+    wi.kaiming_uniform_(found)
+    torch.testing.assert_close(found.weight, wanted.weight, atol=1e-7, rtol=0)
+    assert found.bias.abs().max() <= 40**-0.5
+    wi.kaiming_uniform_(found, slope=0.0, generator=seeded())
+    assert abs(found.weight.std() / (2 / 40) ** 0.5 - 1) < 0.05  # He's variance for ReLU
+
+
+@pytest.mark.parametrize(("rule", "kind"), [("zero", "zero"), ("keep", "ones"), ("uniform", "spread")])
+def test_bias_rules(rule, kind):
+    layer = nn.Linear(16, 64)
+    nn.init.ones_(layer.bias)
+    wi.trunc_normal_(layer, bias=rule, generator=seeded())
+    if kind == "spread":
+        assert 0.2 < layer.bias.abs().max() <= 0.25
+    else:
+        assert torch.equal(layer.bias, torch.full((64,), float(kind == "ones")))
+
+
+def test_truncation_cuts_and_keeps_the_shape():
+    layer = nn.Linear(300, 300, bias=False)
+    wi.trunc_normal_(layer, std=0.5, cut=0.5, generator=seeded())
+    w = layer.weight.detach()
+    assert w.abs().max() <= 0.5
+    # a normal cut at one deviation has the variance 1 - 2 phi(1) / (2 Phi(1) - 1) = 0.2911
+    assert abs(w.var() / 0.25 - 0.2911) < 0.005
+
+
+def test_select_limits_what_is_drawn():
+    model = vit()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    wi.kaiming_uniform_(model, select="*mlp.fc1*, head.weight", generator=seeded())
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"head.weight", "head.bias"} | {
+        f"blocks.{i}.mlp.fc1.{k}" for i in (0, 1) for k in ("weight", "bias")
+    }
+    with pytest.raises(UsageError, match=r"'\*fc9\*' matches none of"):
+        wi.kaiming_uniform_(model, select="*fc9*")
+
+
+def test_a_matrix_shared_with_an_embedding_is_left_alone():
+    table = nn.Embedding(20, 8)
+    head = nn.Linear(8, 20, bias=False)
+    head.weight = table.weight
+    model = nn.Sequential(table, nn.Linear(8, 8), head)
+    before = table.weight.detach().clone()
+    wi.xavier_(model, generator=seeded())
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: wi.xavier_(m, gain=0), "gain"),
+        (lambda m: wi.xavier_(m, distribution="cauchy"), "'uniform', 'normal'"),
+        (lambda m: wi.kaiming_uniform_(m, slope=-1), "slope"),
+        (lambda m: wi.trunc_normal_(m, std=-1), "std"),
+        (lambda m: wi.trunc_normal_(m, std=1.0, cut=0.5), "cut"),
+        (lambda m: wi.trunc_normal_(m, bias="ones"), "bias"),
+        (lambda m: wi.mimetic_mlp_(m, mode="columns"), "'scalar', 'rows', 'anticorrelated'"),
+        (lambda m: wi.mimetic_mlp_(m, sigma=-1), "sigma"),
+        (lambda m: wi.mimetic_mlp_(m, gate=True), "has no gate"),
+        (lambda m: wi.mimetic_mlp_(m, gate=1), "true or false"),
+        (lambda m: wi.mimetic_mlp_(m, b="0.1"), "finite number"),
+        (lambda m: wi.layer_scale_identity_(m, value=0), "value"),
+        (lambda m: wi.zero_init_(m, parts="all"), "'attention', 'mlp', 'both'"),
+        (lambda m: wi.t_fixup_(m, kind="both"), "'encoder', 'decoder'"),
+        (lambda m: wi.t_fixup_(m, embeddings=True), "nn.Embedding"),
+    ],
+)
+def test_argument_refusals(call, message):
+    with pytest.raises(UsageError, match=message):
+        call(vit())

@@ -1,0 +1,317 @@
+import copy
+
+import pytest
+import torch
+from references_init import low_rank_product, select_uniform
+from torch import nn
+
+from weightscope.errors import SpecError, UsageError
+from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
+from weightscope.init.selection import end_to_end, spaced, squeezed
+from weightscope.networks import ConvNeXt, ViT
+
+CONSISTENT = ["uniform", "linspace", "consecutive", "random"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def vit(width=64, depth=4, heads=4, image=16, classes=10, seed=0, **options):
+    torch.manual_seed(seed)
+    model = ViT(image, 4, width, depth, heads, classes, **options)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return model
+
+
+def student(**options):
+    return vit(**{"width": 32, "depth": 2, "heads": 2, "seed": 1} | options)
+
+
+# --- indices ----------------------------------------------------------------------------------------------------------
+
+
+def test_spacing_is_that_of_the_papers_example():
+    assert spaced(4, 2).tolist() == [0, 2]
+    assert spaced(6, 3).tolist() == [0, 2, 4]
+    assert spaced(10, 4).tolist() == [0, 2, 5, 7]
+    assert end_to_end(6, 3).tolist() == [0, 2, 5]
+    assert end_to_end(6, 1).tolist() == [0]
+
+
+def test_squeezing_keeps_the_largest_in_their_order():
+    w = torch.tensor([[1.0, -5.0, 0.1], [4.0, 0.2, -3.0]])
+    assert squeezed(w, (2, 2)).tolist() == [[1.0, -5.0], [4.0, -3.0]]
+
+
+# --- whole networks ---------------------------------------------------------------------------------------------------
+
+
+def test_uniform_selection_equals_the_papers_algorithm_on_every_tensor():
+    teacher, small = vit(), student()
+    head = small.head.weight.clone()
+    select_weights_(small, teacher)
+    theirs = dict(teacher.named_parameters())
+    for name, value in small.named_parameters():
+        if not name.startswith("head"):
+            assert torch.equal(value, select_uniform(theirs[name], value.shape)), name
+    assert torch.equal(small.head.weight, head)
+
+
+@pytest.mark.parametrize(("rule", "wanted"), [("first", [0, 1, 2]), ("spaced", [0, 2, 4]), ("linspace", [0, 2, 5])])
+def test_layers(rule, wanted):
+    teacher, small = vit(depth=6), student(depth=3, width=64, heads=4)
+    select_weights_(small, teacher, layers=rule)
+    for mine, theirs in enumerate(wanted):
+        for name, value in small.blocks[mine].named_parameters():
+            assert torch.equal(value, teacher.blocks[theirs].get_parameter(name))
+
+
+def test_first_layers_of_every_stage():
+    torch.manual_seed(0)
+    teacher, small = ConvNeXt((16, 32), (3, 5)), ConvNeXt((8, 16), (2, 3))
+    select_weights_(small, teacher, components="all", exclude="head*")
+    names = [name for name, _ in small.named_parameters() if "stages" in name]
+    assert any(".1.blocks.2." in name for name in names)
+    for name in names:
+        value, theirs = small.get_parameter(name), teacher.get_parameter(name)
+        assert torch.equal(value, select_uniform(theirs, value.shape)), name
+
+
+@pytest.mark.parametrize("elements", CONSISTENT)
+def test_the_residual_stream_is_selected_consistently(elements):
+    """A teacher whose stream carries nothing outside the kept channels is reproduced by the student's products.
+
+    Writing matrices zeroed outside the kept rows: then what every reading matrix of the student sees equals what the
+    teacher's sees, so W_read W_write agrees for any pair. It needs one index set for the whole stream.
+    """
+    teacher, small = vit(), student()
+    select_weights_(small, teacher, elements=elements, generator=seeded(3))
+    kept = _kept(teacher.norm.weight if hasattr(teacher.norm, "weight") else teacher.fc_norm.weight, small)
+    for i in range(2):
+        write, read = teacher.blocks[i].mlp.fc2.weight, teacher.blocks[1 - i].mlp.fc1.weight
+        mine, other = small.blocks[i].mlp.fc2.weight, small.blocks[1 - i].mlp.fc1.weight
+        hidden = _rows(write[kept], mine)
+        units = _rows(read[:, kept].T, other.T)
+        wanted = read[:, kept] @ write[kept]
+        torch.testing.assert_close(other @ mine, wanted[units][:, hidden], atol=1e-5, rtol=1e-4)
+
+
+def _kept(theirs, small):
+    mine = small.fc_norm.weight
+    return torch.tensor([int((theirs == value).nonzero()[0]) for value in mine])
+
+
+def _rows(theirs, mine):
+    """Columns of the teacher's matrix that are the student's columns, found by value."""
+    found = [int((theirs == column[:, None]).all(0).nonzero()[0]) for column in mine.T]
+    return torch.tensor(found)
+
+
+def test_without_consistency_the_streams_differ():
+    teacher, small = vit(), student()
+    select_weights_(small, teacher, elements="random-inconsistent", generator=seeded(3))
+    kept = _kept(teacher.fc_norm.weight, small)
+    matches = (teacher.blocks[0].mlp.fc2.weight[kept] == small.blocks[0].mlp.fc2.weight[:, :1]).all(0)
+    assert not matches.any()
+
+
+@pytest.mark.parametrize(("elements", "whole"), [("consecutive", True), ("uniform", False)])
+def test_consecutive_takes_whole_heads_and_uniform_some_of_all(elements, whole):
+    teacher, small = vit(), student()
+    select_weights_(small, teacher, elements=elements)
+    theirs = teacher.blocks[0].attn.qkv.weight.reshape(3, 4, 16, 64)  # q/k/v, heads, k, d
+    mine = small.blocks[0].attn.qkv.weight.reshape(3, 2, 16, 32)
+    columns = torch.arange(32) if whole else torch.arange(32) * 2
+    wanted = (
+        theirs[:, :2][..., columns] if whole else theirs.reshape(3, 64, 64)[:, ::2][..., columns].reshape(mine.shape)
+    )
+    assert torch.equal(mine, wanted)
+    bias = teacher.blocks[0].attn.qkv.bias.reshape(3, 64)
+    assert torch.equal(small.blocks[0].attn.qkv.bias.reshape(3, 32), bias[:, :32] if whole else bias[:, ::2])
+
+
+def test_structured_pruning_keeps_the_largest_slices():
+    teacher, small = vit(), student()
+    with torch.no_grad():
+        teacher.blocks[0].mlp.fc1.weight[5:133] *= 100  # 128 of 256 hidden units
+    select_weights_(small, teacher, elements="l1")
+    assert small.blocks[0].mlp.fc1.weight.abs().mean() > 50 * small.blocks[1].mlp.fc1.weight.abs().mean()
+
+
+def test_unstructured_pruning_keeps_the_largest_entries():
+    teacher, small = vit(), student()
+    select_weights_(small, teacher, elements="magnitude")
+    theirs, mine = teacher.blocks[0].mlp.fc2.weight, small.blocks[0].mlp.fc2.weight
+    cut = theirs.abs().reshape(-1).sort(descending=True).values[mine.numel() - 1]
+    assert mine.abs().min() == cut
+
+
+def test_position_tables_are_selected_on_the_grid():
+    teacher, small = (
+        vit(image=32, positions="learned", pool="token"),
+        student(image=16, positions="learned", pool="token"),
+    )
+    select_weights_(small, teacher)
+    theirs = teacher.pos_embed[0, 1:].reshape(8, 8, 64)[::2, ::2, ::2].reshape(16, 32)
+    assert torch.equal(small.pos_embed[0, 1:], theirs)
+    assert torch.equal(small.pos_embed[0, 0], teacher.pos_embed[0, 0, ::2])
+
+
+def test_components_and_exclusions():
+    teacher, small = vit(), student()
+    before = {n: p.detach().clone() for n, p in small.named_parameters()}
+    select_weights_(small, teacher, components=["attention", "mlp"], exclude="blocks.1.*")
+    changed = {n for n, p in small.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {n for n in before if n.startswith("blocks.0.") and "norm" not in n}
+
+
+def test_a_state_dict_with_wrapper_prefixes_is_a_teacher():
+    teacher, one, other = vit(), student(), student()
+    select_weights_(one, teacher)
+    wrapped = {f"module._orig_mod.{name}": value for name, value in teacher.state_dict().items()}
+    select_weights_(other, wrapped)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_batch_norm_statistics_come_along():
+    class Net(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.conv = nn.Conv2d(3, width, 3)
+            self.bn = nn.BatchNorm2d(width)
+
+    teacher, small = Net(8), Net(4)
+    teacher.bn.running_var.copy_(torch.arange(8.0))
+    select_weights_(small, teacher)
+    assert small.bn.running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
+        ({"elements": "best"}, UsageError, "'uniform'"),
+        ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
+        ({"components": []}, UsageError, "at least one"),
+        ({"components": "head", "exclude": "head*"}, UsageError, "nothing of the module"),
+        ({"teacher": student(width=16)}, SpecError, "is the student larger"),
+        ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
+        ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
+        ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
+        ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
+    ],
+)
+def test_refusals_change_nothing(arguments, error, message):
+    small = student()
+    before = copy.deepcopy(small)
+    with pytest.raises(error, match=message):
+        select_weights_(small, **{"teacher": vit()} | arguments)
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), before.parameters(), strict=True))
+
+
+def test_filters_of_another_size_are_refused():
+    torch.manual_seed(0)
+    with pytest.raises(SpecError, match=r"filters of \(5, 5\) cannot be selected from \(7, 7\)"):
+        select_weights_(ConvNeXt((8,), (1,), kernel_size=5), ConvNeXt((8,), (1,)))
+
+
+# --- transfer and controls --------------------------------------------------------------------------------------------
+
+
+def test_transfer_copies_what_is_selected():
+    source, model = vit(), vit(seed=1)
+    before = copy.deepcopy(model)
+    assert transfer_(model, source, components="attention", select="blocks.0.*") is model
+    for (name, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        wanted = source.get_parameter(name) if name.startswith("blocks.0.attn.") else old
+        assert torch.equal(new, wanted), name
+
+
+def test_transfer_is_all_or_nothing():
+    model = student()
+    before = copy.deepcopy(model)
+    with pytest.raises(SpecError, match=r"expected \(1, 16, 32\), found \(1, 16, 64\)"):
+        transfer_(model, vit())
+    with pytest.raises(SpecError, match="the source has no"):
+        transfer_(model, {"pos_embed": model.pos_embed})
+    with pytest.raises(UsageError, match="nothing is both"):
+        transfer_(model, vit(), select="head*", components="mlp")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_transfer_reads_a_checkpoint_by_path(tmp_path):
+    pytest.importorskip("weightscope.checkpoint", reason="the checkpoint reader is not there")
+    from safetensors.torch import save_file
+
+    source, model = vit(), vit(seed=1)
+    save_file(source.state_dict(), tmp_path / "source.safetensors")
+    transfer_(model, tmp_path / "source.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+
+
+def test_top_directions_of_each_packed_matrix():
+    source, model = vit(), vit(seed=1)
+    bias = model.blocks[0].attn.qkv.bias.clone()
+    transfer_singular_(model, source, rank=4, components="attention")
+    pairs = zip(source.blocks[0].attn.qkv.weight.chunk(3), model.blocks[0].attn.qkv.weight.chunk(3), strict=True)
+    for theirs, mine in pairs:
+        torch.testing.assert_close(mine.detach(), low_rank_product(theirs.detach(), 4).float(), atol=1e-5, rtol=1e-4)
+    assert torch.equal(model.blocks[0].attn.qkv.bias, bias)
+
+
+def test_the_remainder_is_kept_outside_the_directions():
+    source, model = vit(), vit(seed=1)
+    old = model.blocks[1].mlp.fc1.weight.detach().clone()
+    transfer_singular_(model, source, fraction=0.25, remainder="keep", select="blocks.1.mlp.fc1.*")
+    u, s, vh = torch.linalg.svd(source.blocks[1].mlp.fc1.weight.detach(), full_matrices=False)
+    u, s, vh = u[:, :16], s[:16], vh[:16]
+    new = model.blocks[1].mlp.fc1.weight.detach()
+    torch.testing.assert_close(u.T @ new @ vh.T, torch.diag(s), atol=1e-4, rtol=1e-4)
+    outside = torch.eye(256) - u @ u.T, torch.eye(64) - vh.T @ vh
+    torch.testing.assert_close(outside[0] @ new @ outside[1], outside[0] @ old @ outside[1], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({}, "one of rank and fraction"), ({"rank": 1, "fraction": 0.1}, "one of rank"), ({"rank": 0}, "rank"),
+     ({"fraction": 1.5}, "fraction"), ({"rank": 1, "remainder": "noise"}, "remainder"),
+     ({"rank": 1, "select": "*norm*"}, "no matrix")],
+)  # fmt: skip
+def test_singular_refusals(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        transfer_singular_(vit(), vit(), **arguments)
+
+
+@pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
+def test_permutations_keep_what_they_say(mode):
+    model = vit()
+    before = copy.deepcopy(model)
+    permute_(model, mode=mode, components="mlp", generator=seeded())
+    old, new = before.blocks[0].mlp.fc1.weight.detach(), model.blocks[0].mlp.fc1.weight.detach()
+    assert not torch.equal(old, new)
+    assert torch.equal(old.reshape(-1).sort().values, new.reshape(-1).sort().values)
+    values = [torch.linalg.svdvals(w) for w in (old, new)]
+    assert torch.allclose(*values, atol=1e-4) == (mode != "entries")
+    if mode == "rows":
+        torch.testing.assert_close(new.T @ new, old.T @ old, atol=1e-4, rtol=1e-4)
+    if mode == "columns":
+        torch.testing.assert_close(new @ new.T, old @ old.T, atol=1e-4, rtol=1e-4)
+    assert torch.equal(before.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
+
+
+def test_queries_keys_and_values_are_permuted_apart():
+    model = vit()
+    before = copy.deepcopy(model)
+    permute_(model, components="attention", generator=seeded())
+    pairs = zip(before.blocks[0].attn.qkv.weight.chunk(3), model.blocks[0].attn.qkv.weight.chunk(3), strict=True)
+    assert all(torch.equal(a.reshape(-1).sort().values, b.reshape(-1).sort().values) for a, b in pairs)
+
+
+def test_permutation_refusals():
+    with pytest.raises(UsageError, match="'entries', 'rows', 'columns'"):
+        permute_(vit(), mode="heads")
+    with pytest.raises(UsageError, match="no matrix"):
+        permute_(vit(), components="norm")
