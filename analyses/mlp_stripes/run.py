@@ -107,9 +107,8 @@ def main() -> None:
     names = {"names": np.array(list(stops)), "stops": np.array(list(stops.values()))}
     np.savez_compressed(options.out / "correlation.npz", **arrays, **names)
     for row in result["contrasts"]:
-        print(
-            f"block {row['block']}: {row['contrast']}: {row['quotient']:.2f} ({row['ci95'][0]:.2f}-{row['ci95'][1]:.2f})"
-        )
+        low, high = row["ci95"]
+        print(f"block {row['block']}: {row['contrast']}: {row['quotient']:.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":
