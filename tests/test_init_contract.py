@@ -19,7 +19,7 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import REGISTRY, conv_covariance, get
 from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
@@ -503,12 +503,29 @@ HALVES = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("case", "family"), HALVES)
-def test_contract_in_bfloat16(case, family):
-    before, model = fresh(family).bfloat16(), fresh(family).bfloat16()
+def test_contract_in_half_precision(case, family, dtype):
+    before, model = fresh(family).to(dtype), fresh(family).to(dtype)
     case.run(model)
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(p.dtype == dtype for p in model.parameters())
     case.check(before, model, case.half)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("case", "family"), HALVES)
+def test_contract_on_a_gpu(case, family):
+    """The generator's numbers are drawn on the CPU, so that weights are the same on any device."""
+    here, there = case.run(fresh(family)), case.run(fresh(family).cuda())
+    for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
+        assert theirs.is_cuda
+        torch.testing.assert_close(theirs.cpu(), mine, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kaiming_uniform", "mimetic_mlp", "mimetic_attention", "sinusoidal_positions"])
+def test_the_meta_device_is_refused(name):
+    with pytest.raises(WeightscopeError, match="meta device"):
+        get(name)(fresh(FAMILIES["ours-vit"]).to("meta"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -149,7 +149,13 @@ def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = t
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Copy numbers into a parameter, whatever its type and device."""
+    """Copy numbers into a parameter, whatever its type and device.
+
+    Raises:
+        DataError: if the parameter is on the meta device, where copying would do nothing.
+    """
+    if tensor.is_meta:
+        raise DataError("the module is on the meta device and holds no numbers; materialise it first")
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 

@@ -149,7 +149,7 @@ def _codes(
     causal = bool(part.causal)
     if table is not None:
         shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read(), Tokens(*shape, table.prefix, causal)
+        return table.read().cpu(), Tokens(*shape, table.prefix, causal)
     if isinstance(grid, int):
         return sinusoidal_codes(count("grid", grid, 2), None, part.width), Tokens(1, grid, 0, causal)
     if len(grid) != 2:

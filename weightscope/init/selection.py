@@ -102,7 +102,7 @@ def select_weights_(
     chooser = _Chooser(elements, cpu_generator(generator))
     layout = _Layout(module, teacher)
     chosen = {
-        name: chooser.select(name, torch.as_tensor(source[counterpart[name]]), tuple(value.shape), layout)
+        name: chooser.select(name, torch.as_tensor(source[counterpart[name]]).cpu(), tuple(value.shape), layout)
         for name, value in wanted.items()
     }
     for name, value in chosen.items():

@@ -134,7 +134,8 @@ def transfer_singular_(
 
 
 def _leading(mine: Tensor, theirs: Tensor, rank: int, remainder: str) -> Tensor:
-    u, s, vh = torch.linalg.svd(theirs.to(mine.device), full_matrices=False)
+    mine, theirs = mine.cpu(), theirs.cpu()  # the same bits whatever the device
+    u, s, vh = torch.linalg.svd(theirs, full_matrices=False)
     u, s, vh = u[:, :rank], s[:rank], vh[:rank]
     top = (u * s) @ vh
     if remainder == "zero":
