@@ -56,13 +56,13 @@ def t_fixup(source: Source, *, kind: str) -> list[Check]:
     checks: list[Check] = []
     for part in attention:
         for letter in "qkvo":
-            w = part.read(letter).cpu().double()
+            w = part.read(letter).cpu()
             widths = w.shape[0] * w.shape[1 if letter == "o" else 2] + w.shape[2 if letter == "o" else 1]
             rows = uniform_entries(w, math.sqrt(6 / widths) * (scale if letter in "vo" else 1.0))
             checks += [Check("t_fixup", letter, part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
     for mlp in mlps:
         for letter in mlp.names:
-            w = mlp.read(letter).cpu().double()
+            w = mlp.read(letter).cpu()
             rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
             checks += [Check("t_fixup", letter, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
     return checks

@@ -67,7 +67,7 @@ def _each(source: Source, name: str, select: str, bias: str, rows: Callable[[Ten
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.double())]
+            checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.float())]
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
             largest = float(matrix.bias.detach().abs().max())
@@ -84,14 +84,15 @@ def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest:
     """Mean, variance and kurtosis of entries, over what is promised, with their sampling errors."""
     n = w.numel()
     m4, m6, m8 = moments
-    square = float(w.square().mean())
+    squares = w.square()
+    square = float(squares.mean())
     rows = [
         ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
         ("variance", square / std**2, normal(1.0, math.sqrt((m4 - 1) / n), slack=2e-3)),
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
-        rows.append(("kurtosis", float(w.pow(4).mean()) / square**2, normal(m4, error, slack=0.02)))
+        rows.append(("kurtosis", float(squares.square().mean()) / max(square**2, 1e-300), normal(m4, error, slack=0.02)))
     if largest < math.inf:
-        rows.append(("largest", float(w.abs().max()) / largest, (0.0, 1.004)))
+        rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
     return rows
