@@ -662,6 +662,29 @@ def test_meta_tensors_are_found_but_not_written():
         part.write("q", torch.zeros(2, 8, 4))
 
 
+def test_tables_of_rotations_and_relative_biases_are_no_embeddings():
+    transformers, timm = shims.transformers(), shims.timm()
+    config = transformers.GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=10)
+    with pytest.raises(AnatomyError, match="expected position embeddings, found 1 attention modules, 1 MLPs"):
+        anatomy.positions(transformers.GPTJModel(config))
+    eva = timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1, num_classes=2)
+    (part,) = anatomy.attention(eva)
+    assert part.rotary
+    assert [table.name for table in anatomy.positions(eva)] == ["pos_embed"]
+    assert [mlp.kind for mlp in anatomy.mlps(eva)] == ["gated"]
+
+
+def test_pooling_by_a_learned_query_is_cross_attention():
+    transformers, timm = shims.transformers(), shims.timm()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    siglip = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8))
+    assert [part.kind for part in anatomy.attention(siglip)] == ["self", "cross"]
+    model = timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, global_pool="map", class_token=False
+    )
+    assert [part.kind for part in anatomy.attention(model)] == ["self", "cross"]
+
+
 def test_inventory():
     counts = anatomy.inventory(built("hf-whisper"))
     assert counts["attention modules"] == 6

@@ -17,6 +17,8 @@ _POSITION = re.compile(
     r"(^|\.)(pos_embed|pos_embedding|position_embeddings?|positional_embeddings?|embed_positions|wpe|positions|"
     r"position_embed|pos_emb|positional_encoding|pe)(\.weight|\.pe)?$"
 )
+# Tables of rotations, and of biases between pairs of tokens, are no embeddings of tokens.
+_NOT_TOKENS = re.compile(r"(^|\.)(rope|rotary\w*|rel_pos\w*|attn|self_attn|attention|self_attention)\.")
 _TOKENS = re.compile(
     r"(^|\.)(cls_token|class_token|class_embedding|dist_token|distillation_token|reg_tokens?|register_tokens)$"
 )
@@ -118,7 +120,8 @@ def find_positions(source: Source) -> list[PositionEmbedding]:
     tables = []
     seen: set[Any] = set()
     for name in source.names:
-        shape = source.shape(name) if _POSITION.search(name) else ()
+        named = _POSITION.search(name) and not _NOT_TOKENS.search(name)
+        shape = source.shape(name) if named else ()
         if len(shape) == 3 and shape[0] == 1:
             shape = shape[1:]
         if len(shape) == 2 and min(shape) > 1 and source.identity(name) not in seen:

@@ -1,5 +1,6 @@
 """The two (or three) matrices of each MLP, whether linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,6 +44,7 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme("linear1", "linear2"),  # nn.TransformerEncoderLayer
     Scheme("c_fc", "c_proj", conv1d=True),  # GPT-2
     Scheme("intermediate.dense", "output.dense"),  # BERT
+    Scheme("intermediate_dense", "output_dense"),  # wav2vec 2.0
     Scheme("pwconv1", "pwconv2"),  # ConvNeXt as published
     Scheme("lin1", "lin2"),  # DistilBERT, SAM
     Scheme("dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX, BLOOM
@@ -54,6 +56,10 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme("mlp.0", "mlp.2"),
     Scheme("block.3", "block.5"),  # torchvision's ConvNeXt
 )
+
+
+# Small MLPs that turn relative positions into biases of attention are no MLPs of the residual stream.
+_POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +166,8 @@ def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
             suffix = f"{scheme.w1}.weight"
             prefix = name.removesuffix(suffix)
             if not name.endswith(suffix) or (prefix and not prefix.endswith(".")) or prefix in taken:
+                continue
+            if _POSITIONAL.search(prefix):
                 continue
             others = [f"{prefix}{n}.weight" for n in (scheme.w2, scheme.gate) if n is not None]
             if all(other in source for other in others):
