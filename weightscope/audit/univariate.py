@@ -92,7 +92,9 @@ def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest:
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
-        rows.append(("kurtosis", float(squares.square().mean()) / max(square**2, 1e-300), normal(m4, error, slack=0.02)))
+        rows.append(
+            ("kurtosis", float(squares.square().mean()) / max(square**2, 1e-300), normal(m4, error, slack=0.02))
+        )
     if largest < math.inf:
         rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
     return rows
