@@ -1,0 +1,31 @@
+"""Pictures of weights, populations and benchmarks: arrays and axes in, axes out.
+
+Every function draws on the axes that it is given, or on a new figure of its own, and returns the axes (`.figure` is
+what `save` wants). Statistics are computed elsewhere; here they are drawn. The user's matplotlib settings and backend
+are not touched. This is the only part of weightscope that imports matplotlib and seaborn.
+"""
+
+from weightscope.plots._style import subplots
+from weightscope.plots.benchmark import convergence, paired_differences
+from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
+from weightscope.plots.evidence import heldout_scores, stripe_ratios
+from weightscope.plots.files import render, save
+from weightscope.plots.grids import filter_grid, matrix_grid
+from weightscope.plots.training import accuracy_distribution, training_curves
+
+__all__ = [
+    "accuracy_distribution",
+    "block_form",
+    "convergence",
+    "covariance_map",
+    "filter_covariance",
+    "filter_grid",
+    "heldout_scores",
+    "matrix_grid",
+    "paired_differences",
+    "render",
+    "save",
+    "stripe_ratios",
+    "subplots",
+    "training_curves",
+]

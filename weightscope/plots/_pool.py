@@ -1,0 +1,119 @@
+"""Large symmetric matrices averaged over cells, so that a picture gets what its pixels can show."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightscope.errors import DataError
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A matrix averaged over cells.
+
+    Attributes:
+        cells: (c, c); NaN where a cell has no entry that counts.
+        edges: (c + 1,) coordinates at which cells begin, and D.
+        factor: coordinates along one side of a usual cell; 1 if nothing was averaged.
+    """
+
+    cells: np.ndarray
+    edges: np.ndarray
+    factor: int
+
+    @property
+    def off_diagonal(self) -> np.ndarray:
+        """The finite values beside the diagonal cells."""
+        values = self.cells[~np.eye(len(self.cells), dtype=bool)]
+        return values[np.isfinite(values)]
+
+
+def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray, int]:
+    """Cell borders that never cross a block's border, with at most `most` cells (or one for each block).
+
+    Cells have one size within a block, except the last: an uneven size would give regular stripes a false beat.
+    """
+    size = bounds[-1][1]
+    factor = max(1, -(-size // most))
+    while True:
+        starts = np.concatenate([np.arange(a, b, factor) for a, b in bounds])
+        if len(starts) <= max(most, len(bounds)):
+            return np.append(starts, size), factor
+        factor += 1
+
+
+def pool(matrix: np.ndarray, edges: np.ndarray, factor: int, missing: np.ndarray, *, diagonal: bool) -> Pooled:
+    """Average a symmetric matrix (D, D) over cells.
+
+    The mean, and not the value of the largest size: a mean of f x f covariances is the covariance of two means, so
+    it is unbiased, noise shrinks as fast as a line of stripes does, and what it shows exists. The largest of f x f
+    noisy entries grows with f and paints structure where there is none. A cell on the diagonal averages its
+    entries beside the diagonal alone, or its diagonal entries alone: a mix of both would mean nothing.
+
+    Args:
+        matrix: (D, D).
+        edges: (c + 1,) from `cell_edges`.
+        factor: from `cell_edges`.
+        missing: (D,) bool, coordinates whose rows and columns do not count.
+        diagonal: whether cells on the diagonal show the diagonal's entries or those beside it.
+    """
+    starts = edges[:-1]
+    counted = np.add.reduceat((~missing).astype(np.float64), starts)  # (c,)
+    values = np.where(missing[:, None] | missing[None, :], 0.0, matrix) if missing.any() else matrix
+    sums = np.add.reduceat(np.add.reduceat(values, starts, axis=0, dtype=np.float64), starts, axis=1)
+    counts = np.outer(counted, counted)
+    own = np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix)), starts)
+    index = np.arange(len(starts))
+    sums[index, index] = own if diagonal else sums[index, index] - own
+    counts[index, index] = counted if diagonal else counted**2 - counted
+    cells = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    return Pooled(cells, edges, factor)
+
+
+def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
+    """The matrix as an array (D, D) of floats; see `check_entries` for its values.
+
+    Raises:
+        DataError: if it is not square or empty.
+    """
+    array = np.asarray(matrix)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
+        raise DataError(f"{what}: expected a square matrix (D, D), found {array.shape}")
+    if not np.issubdtype(array.dtype, np.floating):
+        array = array.astype(np.float64)
+    return array
+
+
+def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
+    """Refuse a matrix that is not finite and symmetric where it counts; works row block by row block.
+
+    Raises:
+        DataError: names the first entry.
+    """
+    scale = 0.0
+    for start in range(0, len(matrix), _ROWS):
+        rows = matrix[start : start + _ROWS]
+        bad = ~np.isfinite(rows)
+        bad[missing[start : start + _ROWS]] = False
+        bad[:, missing] = False
+        if bad.any():
+            i, j = np.argwhere(bad)[0]
+            raise DataError(
+                f"{what}: entry ({start + i}, {j}) is {rows[i, j]}, and {int(bad.sum())} in these rows are not finite; "
+                "leave out networks that diverged"
+            )
+        keep = np.where(np.isfinite(rows), np.abs(rows), 0)
+        scale = max(scale, float(keep.max()))
+    tolerance = scale * (1e-3 if matrix.dtype.itemsize < 8 else 1e-6)
+    for start in range(0, len(matrix), _ROWS):
+        rows, columns = matrix[start : start + _ROWS], matrix[:, start : start + _ROWS].T
+        apart = np.nan_to_num(np.abs(rows - columns), nan=0.0) > tolerance
+        if apart.any():
+            i, j = np.argwhere(apart)[0]
+            raise DataError(
+                f"{what}: expected a symmetric matrix, found {rows[i, j]} at ({start + i}, {j}) and "
+                f"{columns[i, j]} at ({j}, {start + i})"
+            )

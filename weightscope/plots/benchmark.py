@@ -1,0 +1,336 @@
+"""Initialisers compared: accuracy against training length, and differences on paired seeds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from scipy import stats
+
+from weightscope.errors import DataError, UsageError
+from weightscope.plots import _style, _text
+
+_FROZEN = " (frozen)"  # how `bench` marks an arm whose filters are frozen
+_ROW = 0.34  # inches
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How an initialiser is drawn, by its place among the others; a frozen arm like its thawed one, but hollow."""
+
+    colour: str
+    marker: str
+    line: Any
+    frozen: bool
+
+    @property
+    def face(self) -> str:
+        return "white" if self.frozen else self.colour
+
+
+def _looks(inits: Sequence[str]) -> dict[str, _Look]:
+    bases = list(dict.fromkeys(name.removesuffix(_FROZEN) for name in inits))
+    looks = {}
+    for name in inits:
+        i, frozen = bases.index(name.removesuffix(_FROZEN)), name.endswith(_FROZEN)
+        line = (0, (1, 1.5)) if frozen else _style.LINES[i % len(_style.LINES)]
+        looks[name] = _Look(
+            _style.PALETTE[i % len(_style.PALETTE)], _style.MARKERS[i % len(_style.MARKERS)], line, frozen
+        )
+    return looks
+
+
+@_style.themed
+def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """Test accuracy against training length with 95 % intervals, one line for each initialiser.
+
+    Every point is a full schedule of its length, so the lengths that were run are the ticks; the axis is
+    logarithmic (base 2) when they span a factor of 4. With a single length the initialisers are rows, with the
+    interval of the mean and the difference to the first one.
+
+    Args:
+        summary: rows of a benchmark's `results.json`: `init`, `epochs`, `n`, `mean` and `ci95` (fractions),
+            `difference` and `p` (None for the reference).
+        ax: where to draw; a new figure if None.
+        title: the finding.
+
+    Raises:
+        UsageError: if there are no rows, or a pair of initialiser and length comes twice.
+        DataError: if a mean is no fraction.
+
+    Example:
+        >>> save(convergence(json.load(open("results.json"))["summary"]).figure, "convergence.png")
+    """
+    rows = _checked(summary)
+    inits = list(dict.fromkeys(row["init"] for row in rows))
+    lengths = sorted({row["epochs"] for row in rows})
+    looks = _looks(inits)
+    if len(lengths) == 1:
+        return _single_length(rows, looks, ax, title)
+    canvas = _style.Canvas.on(ax, 6.8, 4.4)
+    ax = canvas.ax
+    for order, init in enumerate(inits):
+        _line(ax, init, looks[init], sorted((r for r in rows if r["init"] == init), key=lambda r: r["epochs"]), order)
+    if lengths[-1] >= 4 * lengths[0]:
+        ax.set_xscale("log", base=2)
+        margin = (lengths[-1] / lengths[0]) ** 0.05
+        ax.set_xlim(lengths[0] / margin, lengths[-1] * margin)
+    ax.xaxis.set_major_locator(FixedLocator(lengths))
+    shown = _without_collisions(lengths, ax, 72 * 0.75 * canvas.size[0])
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value in shown else ""))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.grid(axis="both")
+    _style.percent(ax.yaxis, *ax.get_ylim())
+    ax.set_xlabel("training length (epochs" + (", log scale)" if ax.get_xscale() == "log" else ")"))
+    ax.set_ylabel("test accuracy (%)")
+    room = 72 * 0.8 * canvas.size[0] - 44
+    handles = [_handle(look, _text.wrap(init, room)) for init, look in looks.items()]
+    canvas.legend(handles, _seeds(rows))
+    canvas.finish(title)
+    return ax
+
+
+def _handle(look: _Look, label: str) -> Line2D:
+    return Line2D(
+        [], [], color=look.colour, ls=look.line, marker=look.marker, mfc=look.face, mew=1.2, lw=1.5, label=label
+    )
+
+
+def _checked(summary: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    rows = list(summary)
+    if not rows or len({(row["init"], row["epochs"]) for row in rows}) < len(rows):
+        raise UsageError("convergence: expected rows that differ in init or epochs, found none or a repeated one")
+    for row in rows:
+        if not 0 <= row["mean"] <= 1:
+            where = f"`{row['init']}` after {row['epochs']} epochs"
+            raise DataError(f"{where}: expected a fraction between 0 and 1 as mean, found {row['mean']}")
+    return rows
+
+
+def _seeds(rows: Sequence[Mapping[str, Any]]) -> str:
+    counts = sorted({row["n"] for row in rows})
+    if counts == [1]:
+        return "1 seed, so no interval"
+    return f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds with 95 % CI"
+
+
+def _line(ax: Axes, init: str, look: _Look, rows: Sequence[Mapping[str, Any]], order: int) -> None:
+    epochs = np.array([row["epochs"] for row in rows], dtype=float)
+    mean = np.array([row["mean"] for row in rows])
+    low, high = (_end(rows, i) for i in (0, 1))
+    ax.fill_between(epochs, low, high, color=look.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
+    style: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker, "mfc": look.face}
+    style |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
+    ax.errorbar(epochs, mean, yerr=[mean - low, high - mean], label=init, **style)
+
+
+def _end(rows: Sequence[Mapping[str, Any]], end: int) -> np.ndarray:
+    """The intervals' lower or upper ends; one seed has none, and its point stands without a bar."""
+    values = [row["ci95"][end] if row["ci95"] is not None else None for row in rows]
+    return np.array(
+        [row["mean"] if v is None or not np.isfinite(v) else v for row, v in zip(rows, values, strict=True)]
+    )
+
+
+def _without_collisions(lengths: Sequence[float], ax: Axes, points: float) -> set[float]:
+    """The lengths whose labels have room; the first and the last always have."""
+    place = np.log2 if ax.get_xscale() == "log" else np.asarray
+    low, high = place(np.array(ax.get_xlim()))
+    at = {length: (float(place(np.float64(length))) - low) / (high - low) * points for length in lengths}
+    shown = [lengths[0]]
+    for length in lengths[1:]:
+        width = _text.text_width(f"{length:g}") + 5
+        fits_last = length == lengths[-1] or at[lengths[-1]] - at[length] >= width
+        if at[length] - at[shown[-1]] >= width and fits_last:
+            shown.append(length)
+    return {*shown, lengths[-1]}
+
+
+def _single_length(
+    rows: Sequence[Mapping[str, Any]], looks: Mapping[str, _Look], ax: Axes | None, title: str | None
+) -> Axes:
+    """Initialisers as rows: mean with its interval, and in words the difference to the first."""
+    names = [_text.wrap(row["init"], 165) for row in rows]
+    canvas = _style.Canvas.on(ax, 7.4, 1.0 + _row_height(names) * (len(rows) + 0.75))
+    ax = canvas.ax
+    low, high = _end(rows, 0), _end(rows, 1)
+    for y, row in enumerate(rows):
+        look = looks[row["init"]]
+        bar: dict[str, Any] = {"color": look.colour, "marker": look.marker, "mfc": look.face, "label": row["init"]}
+        ends = [[row["mean"] - low[y]], [high[y] - row["mean"]]]
+        ax.errorbar([row["mean"]], [y], xerr=ends, ms=6.5, mew=1.2, capsize=3, lw=1.5, **bar)
+        if row.get("difference") is None and len(rows) > 1:
+            ax.axvline(row["mean"], color=look.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    _style.list_axis(ax, range(len(rows)), names, len(rows))
+    means = [f"{100 * row['mean']:.1f}" for row in rows]
+    words = [_difference(row) for row in rows]
+    heads = [("mean", means)] + ([("difference", words)] if len(rows) > 1 else [])
+    _style.columns(ax, range(len(rows)), -0.8, heads)
+    _style.percent(ax.xaxis, *ax.get_xlim())
+    epochs = rows[0]["epochs"]
+    ax.set_xlabel(f"test accuracy (%) after {epochs:g} epoch{'s' * (epochs != 1)}; {_seeds(rows)}")
+    canvas.finish(title)
+    return ax
+
+
+def _row_height(names: Sequence[str]) -> float:
+    """Inches that a row needs for its name."""
+    return max(_ROW, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    if row.get("difference") is None:
+        return "reference"
+    interval = row.get("difference_ci95")
+    width = 100 * (interval[1] - interval[0]) if interval else 0.0
+    text = _text.signed(100 * row["difference"], _text.places(width))
+    p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
+    return text if p is None else f"{text}, {p_value(p)}"
+
+
+def p_value(p: float) -> str:
+    """A p-value in words: `p = 0.012`, `p = 2×10⁻⁹`, `p < 10⁻³⁰⁰`."""
+    if p < 1e-300:
+        return "p < 10⁻³⁰⁰"
+    return f"p = {p:.2g}" if p >= 1e-3 else f"p = {_text.number(p, 1)}"
+
+
+@_style.themed
+def paired_differences(runs: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """Each seed's accuracy minus the first initialiser's on the same seed, with the mean and its 95 % interval.
+
+    Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
+    accuracies do. Points are seeds; the bar is mean +- t(0.975, n - 1) s / sqrt(n). Frozen arms are compared with
+    the first frozen one.
+
+    Args:
+        runs: rows of a benchmark's `results.json`: `init`, `epochs`, `seed`, `accuracy` (a fraction), and perhaps
+            `diverged`, which is drawn as a cross.
+        ax: where to draw; a new figure if None.
+        title: the finding.
+
+    Raises:
+        UsageError: if nothing can be compared.
+
+    Example:
+        >>> paired_differences(json.load(open("results.json"))["runs"])
+    """
+    arms = _arms(runs)
+    looks = _looks(list(dict.fromkeys(run["init"] for run in runs)))
+    names = [_text.wrap(arm.init, 165) for arm in arms]
+    places, headings = _arranged(arms)
+    height = max(_row_height(names), 0.5 if max(len(arm.differences) for arm in arms) > 16 else _ROW)
+    canvas = _style.Canvas.on(ax, 7.4, 1.0 + height * (places[-1] + 1.75))
+    ax = canvas.ax
+    for y, arm in zip(places, arms, strict=True):
+        _seed_points(ax, y, arm, looks[arm.init], 72 * height)
+        _mean_bar(ax, y, arm, looks[arm.init])
+    ax.axvline(0, color=_style.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    _style.list_axis(ax, places, names, places[-1] + 1)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    for y, epochs in headings:
+        side: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
+        text = f"{epochs:g} epoch{'s' * (epochs != 1)}"
+        ax.annotate(text, (0, y), (-6, 0), ha="right", va="center", fontsize=_text.SMALL, weight="bold", **side)
+    better = [f"{int((arm.differences > 0).sum())} of {len(arm.differences)}" for arm in arms]
+    _style.columns(ax, places, -0.8, [("mean (95 % CI)", [_mean(arm) for arm in arms]), ("better on", better)])
+    references = " or ".join(dict.fromkeys(arm.reference for arm in arms))
+    label = f"accuracy minus that of {references} on the same seed (percentage points)"
+    label += "; × diverged" if any(arm.diverged.any() for arm in arms) else ""
+    ax.set_xlabel(_text.wrap(label, 72 * 0.6 * canvas.size[0], _text.LABEL))
+    canvas.finish(title)
+    return ax
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """An initialiser at one length against its reference: differences (n,) in points, and which pairs diverged."""
+
+    init: str
+    epochs: float
+    reference: str
+    differences: np.ndarray
+    diverged: np.ndarray
+
+
+def _arranged(arms: Sequence[_Arm]) -> tuple[list[float], list[tuple[float, float]]]:
+    """Rows for the arms, and (row, epochs) for a heading over each length if there are several."""
+    if len({arm.epochs for arm in arms}) == 1:
+        return [float(y) for y in range(len(arms))], []
+    places: list[float] = []
+    headings: list[tuple[float, float]] = []
+    y = -1.0
+    for i, arm in enumerate(arms):
+        y += 1.0
+        if i == 0 or arm.epochs != arms[i - 1].epochs:
+            headings.append((y, arm.epochs))
+            y += 0.8
+        places.append(y)
+    return places, headings
+
+
+def _mean(arm: _Arm) -> str:
+    low, high = _interval(arm.differences)
+    decimals = _text.places(high - low)
+    if len(arm.differences) == 1:
+        return f"{_text.signed(arm.differences[0], decimals)} (one seed)"
+    ends = f"{_text.signed(low, decimals)} to {_text.signed(high, decimals)}"
+    return f"{_text.signed(arm.differences.mean(), decimals)} ({ends})"
+
+
+def _arms(runs: Sequence[Mapping[str, Any]]) -> list[_Arm]:
+    """All initialisers but the references, by length."""
+    found: dict[tuple[float, str], dict[int, Mapping[str, Any]]] = {}
+    for run in runs:
+        found.setdefault((run["epochs"], run["init"]), {})[run["seed"]] = run
+    reference: dict[tuple[float, bool], str] = {}
+    arms = []
+    for (epochs, init), mine in found.items():
+        first = reference.setdefault((epochs, init.endswith(_FROZEN)), init)
+        pairs = [(mine[k], found[epochs, first][k]) for k in mine if k in found[epochs, first]]
+        if first != init and pairs:
+            values = np.array([100 * (a["accuracy"] - b["accuracy"]) for a, b in pairs])
+            if not np.isfinite(values).all():
+                raise DataError(f"`{init}` after {epochs:g} epochs: an accuracy is not finite")
+            diverged = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
+            arms.append(_Arm(init, epochs, first, values, diverged))
+    if not arms:
+        raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
+    return sorted(arms, key=lambda arm: arm.epochs)
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    """The mean's 95 % interval by Student's t; the mean itself for one value."""
+    if len(values) < 2:
+        return float(values[0]), float(values[0])
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def _mean_bar(ax: Axes, y: float, arm: _Arm, look: _Look) -> None:
+    low, high = _interval(arm.differences)
+    mean = arm.differences.mean()
+    style: dict[str, Any] = {"fmt": "D", "color": _style.INK, "mfc": look.face, "zorder": 4, "gid": "mean"}
+    ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], ms=5, mew=1.2, capsize=4, lw=1.8, **style)
+
+
+def _seed_points(ax: Axes, y: float, arm: _Arm, look: _Look, points: float) -> None:
+    """Every seed as a point; points that would cover each other are stacked, in the same way every time."""
+    values = arm.differences
+    step = max(float(np.ptp(values)) / 60, 1e-9)
+    column = np.round(values / step).astype(int)
+    offsets = np.zeros(len(values))
+    for where in np.unique(column):
+        same = np.flatnonzero(column == where)
+        offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
+    reach = max(np.abs(offsets).max(), 1.0)
+    height = y + offsets * min(5.0 / points, 0.4 / reach)
+    style: dict[str, Any] = {"color": look.colour, "mec": look.colour, "alpha": 0.55, "ls": "none", "zorder": 3}
+    ok = ~arm.diverged
+    ax.plot(values[ok], height[ok], "o", ms=3.2, mfc=look.face, gid="seeds", **style)
+    if arm.diverged.any():
+        ax.plot(values[~ok], height[~ok], "x", ms=4.5, gid="diverged", **style)

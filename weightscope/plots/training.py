@@ -1,0 +1,154 @@
+"""How a population trained: curves over epochs, and the distribution of its accuracies."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from weightscope.errors import DataError, UsageError
+from weightscope.plots import _style
+
+_CURVE = "curve"
+
+
+@_style.themed
+def training_curves(
+    per_epoch: Any,
+    ax: Axes | None = None,
+    label: str | None = None,
+    *,
+    quantity: str = "accuracy",
+    band: tuple[float, float] = (0.05, 0.95),
+    title: str | None = None,
+) -> Axes:
+    """The median over networks at each epoch, with a band of quantiles. Call again with the same axes to add a curve.
+
+    Args:
+        per_epoch: (N, E), column e after epoch e + 1. Networks that hold a number that is not finite are left out,
+            and the legend says how many.
+        ax: where to draw; a new figure if None.
+        label: of the curve, such as `"test"`.
+        quantity: of the vertical axis; anything with "accuracy" in it is a fraction and drawn in per cent.
+        band: lower and upper quantile.
+        title: the finding.
+
+    Raises:
+        DataError: if there is no finite network, or the shape is wrong.
+        UsageError: if the band is none.
+
+    Example:
+        >>> ax = training_curves(population.metrics["train_accuracy"], label="train")
+        >>> training_curves(population.metrics["test_accuracy"], ax, "test")
+    """
+    values = np.asarray(per_epoch, dtype=np.float64)
+    if values.ndim != 2 or values.size == 0:
+        raise DataError(f"training curves: expected (networks, epochs), found {values.shape}")
+    if not 0 <= band[0] < band[1] <= 1:
+        raise UsageError(f"band: expected two increasing quantiles between 0 and 1, found {band}")
+    kept = values[np.isfinite(values).all(axis=1)]
+    if not len(kept):
+        raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
+    fraction = "accuracy" in quantity
+    if fraction:
+        _fractions(kept, "training curves")
+    canvas = _style.Canvas.on(ax, 6.4, 3.9)
+    ax = canvas.ax
+    drawn = sum(line.get_gid() == _CURVE for line in ax.lines)
+    colour = _style.PALETTE[drawn % len(_style.PALETTE)]
+    epochs = np.arange(1, values.shape[1] + 1)
+    low, median, high = np.quantile(kept, [band[0], 0.5, band[1]], axis=0)
+    text = f"{label}: " if label else ""
+    text += f"median of {len(kept):,}"
+    if len(kept) > 1:
+        text += f", {100 * band[0]:g} to {100 * band[1]:g} % shaded"
+    if len(kept) < len(values):
+        text += f", {len(values) - len(kept):,} diverged"
+    line_style = _style.LINES[drawn % len(_style.LINES)]
+    marker = "o" if len(epochs) == 1 else None
+    if len(kept) > 1:
+        ax.fill_between(epochs, low, high, color=colour, alpha=0.18, lw=0, zorder=2 + 0.01 * drawn)
+    ax.plot(epochs, median, color=colour, ls=line_style, marker=marker, label=text, gid=_CURVE, zorder=3 + 0.01 * drawn)
+    ax.grid(axis="y")
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    ax.set_xlabel("epoch")
+    ax.set_ylabel(f"{quantity} (%)" if fraction else quantity)
+    if fraction:
+        _style.percent(ax.yaxis, *ax.get_ylim())
+    longest = max(len(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
+    if longest > 1:
+        ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
+    ax.legend(loc="best")
+    canvas.finish(title)
+    return ax
+
+
+@_style.themed
+def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """How the accuracies of N networks are distributed: a histogram, the middle 90 % shaded, the median as a line.
+
+    Accuracies are multiples of one over the number of test examples, so the width of the bins is a multiple of
+    that step: otherwise bins that hold more steps than others show teeth that the data do not have.
+
+    Args:
+        accuracies: (N,) fractions; those that are not finite (diverged networks) are left out and counted.
+        ax: where to draw; a new figure if None.
+        title: the finding.
+
+    Raises:
+        DataError: if nothing is finite, or a value is no fraction.
+
+    Example:
+        >>> accuracy_distribution(population.metrics["test_accuracy"][:, -1])
+    """
+    values = np.asarray(accuracies, dtype=np.float64)
+    if values.ndim != 1:
+        raise DataError(f"accuracies: expected (networks,), found {values.shape}")
+    kept = values[np.isfinite(values)]
+    if not len(kept):
+        raise DataError(f"accuracies: none of {len(values)} is finite")
+    _fractions(kept, "accuracies")
+    canvas = _style.Canvas.on(ax, 6.4, 3.4)
+    ax = canvas.ax
+    colour = _style.PALETTE[0]
+    edges = _edges(kept)
+    ax.hist(kept, bins=edges, color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
+    low, median, high = np.quantile(kept, [0.05, 0.5, 0.95])
+    left_out = len(values) - len(kept)
+    ax.axvspan(
+        low,
+        high,
+        color=_style.FAINT,
+        alpha=0.45,
+        lw=0,
+        zorder=0,
+        label=f"5 to 95 %: {100 * low:.1f} to {100 * high:.1f} %",
+    )
+    ax.axvline(median, color=_style.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
+    ax.set_xlabel("accuracy (%)")
+    ax.set_ylabel("networks")
+    ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+    _style.percent(ax.xaxis, *ax.get_xlim())
+    ax.grid(axis="y")
+    heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and left out" if left_out else "")
+    left = median > sum(ax.get_xlim()) / 2
+    ax.legend(loc="upper left" if left else "upper right", title=heading, alignment="left")
+    canvas.finish(title)
+    return ax
+
+
+def _fractions(values: np.ndarray, what: str) -> None:
+    if values.min() < 0 or values.max() > 1:
+        raise DataError(f"{what}: expected fractions between 0 and 1, found {values.min():g} to {values.max():g}")
+
+
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Borders of bins half a step away from the values, Freedman-Diaconis in width (1981)."""
+    distinct = np.unique(values.round(9))
+    step = float(np.diff(distinct).min(initial=1.0)) if len(distinct) > 1 else 0.01
+    spread = np.subtract(*np.quantile(values, [0.75, 0.25]))
+    wanted = 2 * spread / len(values) ** (1 / 3)
+    wanted = max(wanted, np.ptp(values) / 60)
+    width = max(1, round(wanted / step)) * step
+    start = values.min() - step / 2
+    return start + width * np.arange(int(np.ceil((values.max() - start) / width + 1e-9)) + 1)
