@@ -1,0 +1,83 @@
+"""Every analysis, figure and benchmark script runs, at its smallest size; recipes of the studies are valid."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from weightscope.collect import collect
+from weightscope.population import Population
+from weightscope.recipe import InitConfig, Recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
+    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(
+        {"network.width": 4, "network.depth": 2, "training.epochs": 1, "data.train": 128, "data.test": 40}
+        | {"population.networks": 12, "population.tile": 12}
+    )
+    return collect(recipe, tmp_path_factory.mktemp("study") / "tiny.pop", workers=1, device="cpu", progress=False)
+
+
+def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path) -> None:
+    study = script("analyses/mlp_stripes/run.py")
+    arguments = [sys.executable, ROOT / "analyses/mlp_stripes/run.py", population.path, "--out", tmp_path]
+    subprocess.run([str(a) for a in arguments], check=True, capture_output=True)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert len(result["stripes"]) == 2 * 2 * 3
+    with np.load(tmp_path / "correlation.npz") as stored:
+        restored = stored["correlation"] * float(stored["step"])
+    names = "stages.0.blocks.1.mlp.fc?.weight"
+    exact = np.corrcoef(population.weights(names).astype(np.float64), rowvar=False)
+    np.testing.assert_allclose(restored, np.clip(exact, -0.254, 0.254), atol=0.0011)
+    script("figures/mlp_stripes.py").main(tmp_path, tmp_path / "stripes.png")
+    assert (tmp_path / "stripes.png").stat().st_size > 10_000
+
+    w1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
+    sums = study.fast_ratio(w1, 1).sum(0)
+    row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "W1", "column"))
+    assert sums[0] / sums[1] == pytest.approx(row["ratio"])
+
+
+@pytest.mark.parametrize("figure", ["initialisers"])
+def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
+    script(f"figures/{figure}.py").main(tmp_path / f"{figure}.png")
+    assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("study", sorted(ROOT.glob("analyses/*_inits")), ids=lambda path: path.name)
+def test_figures_of_committed_benchmarks_draw(study: Path, tmp_path: Path) -> None:
+    script("figures/init_benchmarks.py").main(study / "results.json", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("recipe", sorted(ROOT.glob("analyses/*/recipe.toml")), ids=lambda p: p.parent.name)
+def test_recipes_of_studies_are_valid(recipe: Path) -> None:
+    assert Recipe.load(recipe).training.epochs >= 1
+    for table in recipe.parent.glob("*.toml"):
+        if table.name != "recipe.toml":
+            InitConfig.load(table)
+
+
+def test_the_population_benchmark_runs(tmp_path: Path) -> None:
+    out = tmp_path / "population.json"
+    options = ["--rounds", "1", "--seconds", "0.01", "--case", "8x8", "--json", out]
+    command = [sys.executable, ROOT / "benchmarks/population.py", *options]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[-1]["row"].startswith("8x8: the best loop")
+    assert all(row["ratio"] > 0 for row in rows)
