@@ -1,6 +1,7 @@
 """The artifact of a fitted initialiser: one safetensors file with everything that sampling needs, and its history."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.numpy import save as to_bytes
 
 from weightscope import _atomic
 from weightscope.errors import DataError
+from weightscope.safetensors_header import read_header
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.structures import STRUCTURES, Structure
 from weightscope.structures.base import checked, matrix_shapes
@@ -201,12 +203,15 @@ def load_artifact(path: str | Path) -> FitResult:
         'dense'
     """
     try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
         with safe_open(str(path), framework="numpy") as file:
             text = (file.metadata() or {}).get(KEY)
             arrays = {name: file.get_tensor(name) for name in file.keys()} if text else {}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
-    except (SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path}: expected an initialiser's artifact, found no sound safetensors file: {error}"
         ) from error

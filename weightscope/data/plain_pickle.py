@@ -8,7 +8,7 @@ instructions that build dictionaries, lists, tuples, strings and numbers, and le
 import pickletools
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -39,8 +39,8 @@ class Call:
     state: Any = None
 
 
-class _Machine:
-    """The pickle machine's stack and memo; one method for each kind of instruction."""
+class Machine:
+    """The pickle machine's stack and memo; subclasses may understand more instructions, or calls."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
         self.allowed = allowed
@@ -49,12 +49,14 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def since_mark(self) -> list[Any]:
+        """Pop what was pushed since the last mark."""
         start = self.marks.pop()
         items = self.stack[start:]
         del self.stack[start:]
         return items
 
     def take(self, count: int) -> list[Any]:
+        """Pop that many values."""
         if len(self.stack) < count:
             raise ValueError("the stack is empty")
         start = len(self.stack) - count
@@ -63,23 +65,27 @@ class _Machine:
         return items
 
     def name(self, name: str) -> None:
+        """Push a function, named as `module function`."""
         if name not in self.allowed:
             raise ValueError(f"it calls {name.replace(' ', '.')}, which is not needed to store such data")
         self.stack.append(Call(name))
 
     def call(self) -> None:
+        """Replace a function and its arguments by the result."""
         function, arguments = self.take(2)
         if not isinstance(function, Call) or function.arguments is not None or not isinstance(arguments, tuple):
             raise ValueError("it calls something that is no function")
         self.stack.append(Call(function.name, arguments))
 
     def build(self) -> None:
+        """Set the state of the value below it."""
         (state,) = self.take(1)
         if not isinstance(self.stack[-1], Call) or self.stack[-1].arguments is None:
             raise ValueError("it sets the state of something that is no object")
         self.stack[-1].state = state
 
     def put(self, items: list[Any]) -> None:
+        """Set keys and values, in turn, in the dictionary on top."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("it sets the items of something that is no dictionary")
@@ -89,11 +95,13 @@ class _Machine:
             target[key] = value
 
     def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
         if not isinstance(self.stack[-1], list):
             raise ValueError("it appends to something that is no list")
         self.stack[-1].extend(items)
 
     def step(self, operation: str, argument: Any) -> None:
+        """Follow one instruction."""
         if operation in _LITERALS:
             self.stack.append(argument)
         elif operation in _CONSTANTS:
@@ -101,9 +109,10 @@ class _Machine:
         elif operation in _TUPLES:
             self.stack.append(tuple(self.take(_TUPLES[operation])))
         else:
-            self._compound(operation, argument)
+            self.compound(operation, argument)
 
-    def _compound(self, operation: str, argument: Any) -> None:
+    def compound(self, operation: str, argument: Any) -> None:
+        """Follow an instruction that does more than push a constant."""
         match operation:
             case "MARK":
                 self.marks.append(len(self.stack))
@@ -158,11 +167,15 @@ def loads(raw: bytes, where: str, allowed: frozenset[str]) -> Any:
     Raises:
         DataError: if it is no pickle, or names another function, or does anything but build data.
     """
-    machine = _Machine(allowed)
+    return run(Machine(allowed), raw, where)
+
+
+def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
+    """What a machine makes of a pickle; a stream is left behind the pickle's end. Errors as `loads`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # about odd escapes in strings, which no writer of such files makes
-            for operation, argument, _ in pickletools.genops(raw):
+            for operation, argument, _ in pickletools.genops(source):
                 if operation.name == "STOP":
                     (value,) = machine.take(1)
                     return value

@@ -1,0 +1,240 @@
+"""`Checkpoint`: one trained network, lazily, by tensor name, wherever it lies."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.checkpoint.entries import WEIGHTS, Entry, Store
+from weightscope.checkpoint.folder import open_path
+from weightscope.checkpoint.memory import open_mapping, open_module
+from weightscope.errors import DataError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+
+_SCHEME = "hf://"
+# Whose `weight` is stored as quantised numbers keeps what belongs to it under these names beside it.
+_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
+_FP8_SCALES = ("_scale", "_scale_inv")
+_STATISTICS = ("running_mean", "running_var")
+_KEPT_BYTES = 32 << 20
+
+
+class MissingTensor(DataError, KeyError):
+    """A name that a checkpoint does not hold, or holds as something that is no weight (exit code 3)."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of one trained network by name; each is read when it is asked for, and nothing is executed.
+
+    Iteration, `len` and `in` count the weights: tensors of floating-point numbers that can be read as such. Others
+    (integers, quantised and complex numbers) stand in `skipped` with the reason, and `raw` reads them.
+
+    Args:
+        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; a model folder, sharded or
+            not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.
+        key: of the dictionary of weights inside a training checkpoint that holds several (`"ema"`).
+
+    Attributes:
+        source: as text, for labels.
+        config: the model's `config.json`; empty where there is none.
+        metadata: free text of a safetensors file.
+        commit: the commit at the hub to which everything is pinned; None elsewhere.
+        skipped: name -> why it is not among the weights.
+        nonfinite: name -> how many entries are NaN or infinite, of the tensors that were read.
+
+    Raises:
+        DataError: if the source is missing, damaged, needs code, or cannot be fetched. One line.
+        UsageError: if it is no source at all.
+
+    Example:
+        >>> checkpoint = Checkpoint("hf://facebook/dinov2-small")
+        >>> checkpoint.shape("encoder.layer.0.attention.attention.query.weight")
+        (384, 384)
+        >>> checkpoint["encoder.layer.0.attention.attention.query.weight"].dtype
+        torch.float32
+    """
+
+    def __init__(self, source: "str | Path | nn.Module | Mapping[str, Any]", *, key: str | None = None) -> None:
+        self._store = _open(source, key)
+        self.source = self._store.label
+        self.config: dict[str, Any] = self._store.config
+        self.metadata: dict[str, str] = self._store.metadata
+        self.commit = self._store.commit
+        self.skipped: dict[str, str] = _not_weights(self._store.entries) | self._store.unreadable
+        self.nonfinite: dict[str, int] = {}
+        self._weights = {name: e for name, e in self._store.entries.items() if name not in self.skipped}
+        self._kept: tuple[str, Tensor] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the weights, in the source's order."""
+        return tuple(self._weights)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from disk so far, or received from the hub; 0 for what came from memory or a cache."""
+        return self._store.received()
+
+    @cached_property
+    def spec(self) -> WeightSpec:
+        """The weights as a `WeightSpec`; a tied tensor stands once, under its first name."""
+        tensors, seen = [], set()
+        for name, entry in self._weights.items():
+            if entry.identity not in seen:
+                tensors.append(TensorSpec(name, entry.shape, self._role(name)))
+            seen.add(entry.identity)
+        return WeightSpec(tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, of a skipped tensor too; nothing is read."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's data type as stored, of a skipped tensor too; nothing is read.
+
+        Raises:
+            DataError: if torch has no such type.
+        """
+        entry = self._entry(name)
+        if entry.dtype is None:
+            raise DataError(f"{self.source}: `{name}` is stored as {entry.kind}, for which torch has no data type")
+        return entry.dtype
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored, in its own data type; also of those in `skipped` that can be read.
+
+        Raises:
+            DataError: if there is none, or it cannot be read.
+        """
+        return self._note(name, *self._entry(name).read(wide=False))
+
+    def verify(self) -> int:
+        """Fetch what is missing of a hub's files and compare them with the sha256 that it states.
+
+        Returns:
+            How many files were compared: 0 on disk and in memory, where nobody states a hash.
+
+        Raises:
+            DataError: if one differs; it is removed from the cache.
+        """
+        return self._store.verify()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A weight: float32, or float64 where that is stored; a tensor of your own, on the CPU.
+
+        Raises:
+            MissingTensor: if there is none, or it is no weight (says why); a `KeyError` too.
+            DataError: if it cannot be read.
+        """
+        if name not in self._weights:
+            raise self._missing(name)
+        # Fused tensors are asked for once for each of their parts.
+        if self._kept is None or self._kept[0] != name:
+            value = self._note(name, *self._weights[name].read(wide=True))
+            if value.nbytes > _KEPT_BYTES:
+                return value
+            self._kept = (name, value)
+        return self._kept[1].clone()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # equality of mappings would read everything
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"Checkpoint({self.source!r}: {len(self)} weights{skipped})"
+
+    def _entry(self, name: str) -> Entry:
+        entry = self._store.entries.get(name)
+        if entry is None:
+            raise self._missing(name)
+        return entry
+
+    def _missing(self, name: str) -> MissingTensor:
+        if name in self.skipped:
+            return MissingTensor(f"{self.source}: `{name}` is left out: {self.skipped[name]}")
+        there = ", ".join(f"`{n}`" for n in self.names[:4]) + ", ..." * (len(self) > 4)
+        return MissingTensor(f"{self.source}: no tensor {ascii(name)[:200]}; it holds {len(self)} weights: {there}")
+
+    def _note(self, name: str, value: Tensor, bad: int) -> Tensor:
+        if bad:
+            self.nonfinite[name] = bad
+        return value
+
+    def _role(self, name: str) -> str:
+        known = self._store.statistics
+        is_statistic = name in known if known is not None else name.endswith(_STATISTICS)
+        return "statistic" if is_statistic else "parameter"
+
+
+def _open(source: Any, key: str | None) -> Store:
+    if isinstance(source, str) and source.startswith(_SCHEME):
+        from weightscope.checkpoint.hub import open_hub  # the hub's client is not needed for files
+
+        return open_hub(source, key)
+    if isinstance(source, str | Path):
+        if isinstance(source, str) and "://" in source:
+            raise UsageError(f"{source!a}: expected a path or hf://org/name[@revision], found another scheme")
+        try:
+            return open_path(Path(source).expanduser(), key)
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise DataError(f"{str(source)!a}: cannot be read: {error}") from error
+    if isinstance(source, nn.Module | Mapping) and key is not None:
+        raise UsageError("key= chooses within a file; pass the state dict itself")
+    if isinstance(source, nn.Module):
+        return open_module(source)
+    if isinstance(source, Checkpoint):
+        return source._store
+    if isinstance(source, Mapping):
+        return open_mapping(source)
+    raise UsageError(f"expected a path, hf://org/name, a module or a mapping, found {type(source).__name__}")
+
+
+def _not_weights(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Name -> why a tensor is no weight, or is not one without its neighbours."""
+    out = {}
+    for name, entry in entries.items():
+        if entry.dtype is None:
+            out[name] = f"stored as {entry.kind}, for which torch has no data type"
+        elif entry.dtype not in WEIGHTS:
+            kind = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
+            out[name] = f"{kind} ({entry.kind}), not weights; `raw` reads them"
+        elif entry.dtype.itemsize == 1:
+            scale = next((name + suffix for suffix in _FP8_SCALES if name + suffix in entries), None)
+            if scale is not None:
+                out[name] = f"{entry.kind} that counts only with its scales in `{scale}`; `raw` reads it"
+    for name in entries:
+        if name not in out and (owner := _owner(name, out)):
+            out[name] = f"belongs to the quantised `{owner}`"
+    return out
+
+
+def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
+    """The quantised tensor that a tensor of scales or the like belongs to."""
+    path, _, last = name.rpartition(".")
+    if last in _QUANTISED_PARTS:
+        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
+    while path:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
+        if path in skipped:
+            return path
+        path = path.rpartition(".")[0]
+    return None

@@ -1,0 +1,188 @@
+"""Files of `torch.save`, read without torch's loader: nothing in them is imported, called or allocated on trust.
+
+Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle is followed as data
+(see `weightscope.data.plain_pickle`), which gives each tensor's place in the file; tensors are then read one by
+one, by position. So memory is that of the tensors asked for, and a pickle that needs code ends at the first name
+that it asks for.
+"""
+
+import io
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+from weightscope.checkpoint.entries import FileEntry, Store
+from weightscope.checkpoint.files import LocalFile, read_bytes
+from weightscope.checkpoint.torch_pickle import LEGACY_MAGIC, Odd, Recording, TorchMachine, View
+from weightscope.data.plain_pickle import run
+from weightscope.errors import DataError, UsageError
+
+_MAX_PICKLE = 64 << 20
+_MAX_RECORDS = 1_000_000
+_LEGACY_START = b"\x80\x02\x8a\n" + LEGACY_MAGIC.to_bytes(10, "little") + b"."
+# Keys under which training scripts keep the weights, beside an optimiser's state and the like.
+_ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+
+
+def open_torch(file: LocalFile, key: str | None = None) -> Store:
+    """The tensors of a file of `torch.save`.
+
+    Args:
+        file: a zip archive or a stream of pickles.
+        key: of the dictionary of weights in a training checkpoint; None to find it.
+
+    Raises:
+        DataError: if it is neither, is damaged, or needs code.
+        UsageError: if there is no such key.
+    """
+    start = read_bytes(file, 0, min(file.size, 512))
+    if start.startswith(b"PK"):
+        value, places = _from_zip(file)
+    elif start.startswith(_LEGACY_START):
+        value, places = _from_stream(file)
+    elif start[257:262] == b"ustar" or start.startswith(b"\x80"):
+        kind = "a tar file of an early torch"
+        if start.startswith(b"\x80"):
+            kind = "a bare pickle"
+            # What it asks for, if it asks for code, is the more useful error.
+            run(TorchMachine(file.where), read_bytes(file, 0, min(file.size, _MAX_PICKLE)), file.where)
+        raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
+    else:
+        raise DataError(f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles")
+    weights, skipped = _weights(value, key, file.where)
+    entries, tensors = {}, {}
+    for name, item in weights.items():
+        if not isinstance(name, str) or not name.isprintable() or not name:
+            raise DataError(f"{file.where}: a tensor's name is not printable: {ascii(name)[:100]}")
+        if isinstance(item, View):
+            tensors[name] = item
+        else:
+            skipped[name] = item.reason if isinstance(item, Odd) else "no tensor"
+    for name, view in tensors.items():
+        entries[name] = _entry(name, view, file, places)
+    return Store(file.where, entries, skipped, received=lambda: file.bytes_read)
+
+
+def _entry(name: str, view: View, file: LocalFile, places: Mapping[str, tuple[int, int]]) -> FileEntry:
+    storage = view.storage
+    start, size = places.get(storage.key, (0, -1))
+    if size != storage.count * storage.dtype.itemsize:
+        found = f"{size} bytes" if size >= 0 else "none"
+        raise DataError(
+            f"{file.where}: `{name}`: expected a storage of {storage.count} entries of {storage.dtype}, found {found}"
+        )
+    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True)) if 0 not in view.shape else -1
+    item = view.dtype.itemsize
+    start += view.offset * item
+    stop = start + (last + 1) * item
+    expected, dense = 1, True
+    for n, step in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        dense &= n == 1 or step == expected
+        expected *= n
+    stride = None if dense or last < 0 else view.stride
+    kind = str(view.dtype).removeprefix("torch.")
+    return FileEntry(name, kind, view.dtype, view.shape, file, start, start if last < 0 else stop, stride)
+
+
+def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The pickle's value, and storage key -> (position, bytes)."""
+    try:
+        with zipfile.ZipFile(file.stream()) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, EOFError) as error:
+        raise DataError(f"{file.where}: not a sound zip archive: {ascii(str(error))[:200]}; get it again") from error
+    places = _places(file, records)
+    roots = [name for name in places if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(roots) != 1:
+        raise DataError(
+            f"{file.where}: a zip archive, but not of torch.save: expected one data.pkl, found {len(roots)}"
+        )
+    root = roots[0].removesuffix("data.pkl")
+    if f"{root}constants.pkl" in places:
+        raise DataError(f"{file.where}: a TorchScript program is not read; save its state_dict() with safetensors")
+    order = places.get(f"{root}byteorder")
+    if order is not None and read_bytes(file, order[0], order[0] + min(order[1], 16)) != b"little":
+        raise DataError(f"{file.where}: expected numbers in little-endian order, found another")
+    start, size = places[roots[0]]
+    if size > _MAX_PICKLE:
+        raise DataError(f"{file.where}: its pickle takes {size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
+    value = run(TorchMachine(file.where), read_bytes(file, start, start + size), file.where)
+    prefix = f"{root}data/"
+    return value, {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
+
+
+def _places(file: LocalFile, records: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
+    """Record name -> (position, bytes), when no two records share a name or a byte and none is compressed."""
+    out: dict[str, tuple[int, int]] = {}
+    if len(records) > _MAX_RECORDS:
+        raise DataError(f"{file.where}: a zip archive of {len(records)} records is no checkpoint")
+    end = 0
+    for record in sorted(records, key=lambda r: r.header_offset):
+        place = f"{file.where}: its record {ascii(record.filename)[:100]}"
+        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
+            raise DataError(f"{place} is compressed or encrypted, which torch.save never does")
+        if record.header_offset < end or record.header_offset + 30 > file.size:
+            raise DataError(f"{place} overlaps another or lies outside the file")
+        local = read_bytes(file, record.header_offset, record.header_offset + 30)
+        start = record.header_offset + 30 + int.from_bytes(local[26:28], "little")
+        start += int.from_bytes(local[28:30], "little")
+        end = start + record.file_size
+        if local[:4] != b"PK\x03\x04" or record.file_size != record.compress_size or end > file.size:
+            raise DataError(f"{place} is damaged or truncated; get it again")
+        if record.orig_filename in out:
+            raise DataError(f"{place} stands twice")
+        out[record.orig_filename] = (start, record.file_size)
+    return out
+
+
+def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """As `_from_zip`, for the layout of torch < 1.6: five pickles, then each storage's count and numbers."""
+    stream = io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE)))
+    sizes: dict[str, int] = {}
+    _, version, system, value, keys = (run(Recording(file.where, sizes), stream, file.where) for _ in range(5))
+    if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise DataError(f"{file.where}: expected little-endian numbers of torch's protocol 1001, found another")
+    if not isinstance(keys, list) or len(set(map(repr, keys))) != len(keys):
+        raise DataError(f"{file.where}: its list of storages is unsound")
+    places: dict[str, tuple[int, int]] = {}
+    position = stream.tell()
+    for key in keys:
+        if not isinstance(key, str) or key not in sizes or position + 8 > file.size:
+            raise DataError(f"{file.where}: it is truncated, or lists a storage that no tensor uses")
+        count = int.from_bytes(read_bytes(file, position, position + 8), "little", signed=True)
+        size = count * sizes[key]
+        position += 8
+        if count < 0 or position + size > file.size:
+            raise DataError(f"{file.where}: a storage of {count} entries does not fit into it: it is truncated")
+        places[key] = (position, size)
+        position += size
+    if position != file.size:
+        raise DataError(f"{file.where}: {file.size - position} bytes are left over at its end")
+    return value, places
+
+
+def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The dictionary of weights, and what stands beside it."""
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a dictionary of tensors, found {type(value).__name__.lstrip('_').lower()}")
+    inner = {
+        name: item for name, item in value.items() if isinstance(item, dict) and any(map(_is_tensor, item.values()))
+    }
+    if key is not None:
+        if key not in inner:
+            there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
+            raise UsageError(f"{where}: no dictionary of tensors {key!r}; there are {there}")
+    elif any(map(_is_tensor, value.values())) or not inner:
+        return value, {}
+    else:
+        found = [name for name in inner if name in _ROOTS]
+        if len(found) != 1 and len(inner) != 1:
+            there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
+            raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
+        key = found[0] if len(found) == 1 else next(iter(inner))
+    beside = {n: f"stands beside the weights, which are in {key!r}" for n in value if isinstance(n, str) and n != key}
+    return inner[key], beside
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, View | Odd)
