@@ -143,3 +143,7 @@ def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> Simple
     if tile == 1:
         raise DataError("tile 1 is broken")
     return train_tile(recipe, tile)
+
+
+def touch(folder: Path, tile: int) -> None:
+    (folder / str(tile)).touch()

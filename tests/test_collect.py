@@ -183,6 +183,7 @@ def test_other_data_under_the_same_name(
     [
         (fake.recipe(), {"workers": 0}, UsageError, "workers: expected a positive number, found 0"),
         (fake.recipe(), {"backend": "mpi"}, UsageError, "no backend 'mpi'; there are loky, dask, ray"),
+        (fake.recipe(), {"backend": "dask", "workers": 2}, UsageError, "backend dask has its own"),
         (fake.recipe(), {"networks": 0}, RecipeError, "population.networks"),
         (fake.recipe(), {"device": "abacus"}, UsageError, "abacus"),
         (fake.recipe(init=[{"name": "nonsense"}]), {}, UsageError, "nonsense"),

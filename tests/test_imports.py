@@ -13,7 +13,7 @@ ROOT = Path(weightscope.__file__).parent
 
 # Layers from the bottom up: a module imports only from its own layer and from those below.
 LAYERS = [
-    {"errors", "_checks", "_version", "seeding", "_atomic", "_toml", "environment", "safetensors_header"},
+    {"errors", "_checks", "_version", "seeding", "_atomic", "_toml", "_spread", "environment", "safetensors_header"},
     {"spec"},
     {"statistics", "data", "checkpoint", "anatomy"},
     {"recipe", "structures", "covariance", "networks"},

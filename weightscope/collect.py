@@ -15,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-import joblib
-from joblib.externals.loky.process_executor import BrokenProcessPool
 from tqdm import tqdm
 
 from weightscope import _atomic
+from weightscope._spread import BACKENDS, WorkerDied, spread
 from weightscope.environment import environment, usable_cores
 from weightscope.errors import Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
@@ -27,7 +26,6 @@ from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.recipe import Recipe
 
-_BACKENDS = ("loky", "dask", "ray")
 _log = logging.getLogger(__name__)
 
 Job = Callable[..., tuple[int, str]]
@@ -56,10 +54,10 @@ def collect(
             networks may grow.
         path: the population's folder; made when it does not exist.
         networks: N, in place of the recipe's. A population that has grown stays as large when this is not given.
-        workers: processes, each with one thread; by default as many as there are usable cores, or one on a GPU.
-            Changes the speed only.
+        workers: processes of this machine, each with one thread; by default as many as there are usable cores,
+            or one on a GPU. Changes the speed only.
         backend: where the workers run: "loky" (this machine), "dask" or "ray" (a cluster, with `path` on a file
-            system that all of it shares).
+            system that all of it shares; it runs one tile at a time in each of its worker processes).
         scheduler: the cluster's address, such as "tcp://host:8786".
         shard: train this tile alone, for job arrays.
         data: the folder to look for the data set in first.
@@ -80,8 +78,10 @@ def collect(
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
     """
     path = Path(path)
-    if backend not in _BACKENDS:
-        raise UsageError(f"no backend {backend!r}; there are {', '.join(_BACKENDS)}")
+    if backend not in BACKENDS:
+        raise UsageError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if workers is not None and backend != "loky":
+        raise UsageError(f"workers: backend {backend} has its own; give `workers` with loky only")
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected a positive number, found {workers}")
     wanted, device = _wanted(recipe, networks, data, device)
@@ -91,20 +91,24 @@ def collect(
         with _terminate_as_interrupt():
             todo = _scan(path, manifest, shard)
             job = _job(path, manifest, data, device)
-            if backend == "loky":
-                workers = min(workers or (usable_cores() if device == "cpu" else 1), len(todo))
             total = manifest.networks if shard is None else manifest.rows(shard)
             with _Bar(total, total - sum(map(manifest.rows, todo)), show=progress) as bar:
+                if backend == "loky":
+                    workers = min(workers or (usable_cores() if device == "cpu" else 1), len(todo))
                 if backend == "loky" and workers <= 1:
                     _run_here(job, todo, manifest, bar)
                 else:
-                    _run_spread(job, todo, manifest, bar, _backend(backend, workers, scheduler))
+                    finished = spread(
+                        job, todo, backend=backend, workers=workers, scheduler=scheduler, gpu=device != "cpu"
+                    )
+                    with contextlib.closing(finished):
+                        for tile in finished:
+                            bar.move_to(bar.n + manifest.rows(tile))
     except KeyboardInterrupt:
         raise Resumable(f"stopped: {_kept(path)}; run the same command again to go on") from None
-    except BrokenProcessPool as error:
+    except WorkerDied as error:
         raise WeightscopeError(
-            f"a worker process died, perhaps because memory ran out: {_kept(path)}; run the same command again to go "
-            "on, with fewer workers if memory is short"
+            f"{error}: {_kept(path)}; run the same command again to go on, with fewer workers if memory is short"
         ) from error
     except Exception:
         if created:
@@ -209,48 +213,6 @@ def _run_here(job: Job, todo: list[int], manifest: Manifest, bar: "_Bar") -> Non
         start, rows = bar.n, manifest.rows(tile)
         job(tile, progress=lambda done, start=start, rows=rows: bar.move_to(start + done * rows))
         bar.move_to(start + rows)
-
-
-def _run_spread(
-    job: Job, todo: list[int], manifest: Manifest, bar: "_Bar", backend: contextlib.AbstractContextManager[bool]
-) -> None:
-    with backend as live:
-        # One tile at a time: joblib would else bundle short tasks, and a bundle is lost as a whole.
-        parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered" if live else "list")
-        for tile, _ in parallel(joblib.delayed(_quietly)(job, tile) for tile in todo):
-            bar.move_to(bar.n + manifest.rows(tile))
-
-
-def _quietly(job: Job, tile: int) -> tuple[int, str]:
-    """Run a task in a worker. Ctrl-C reaches every process of a terminal; the parent says what it means."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return job(tile)
-
-
-@contextlib.contextmanager
-def _backend(backend: str, workers: int | None, scheduler: str | None) -> Iterator[bool]:
-    """Make `backend` joblib's; gives whether it hands results back one by one."""
-    if backend == "loky":
-        with joblib.parallel_config("loky", n_jobs=workers, inner_max_num_threads=1):
-            yield True
-        return
-    options: dict[str, Any] = {"n_jobs": -1 if workers is None else workers}
-    try:
-        if backend == "dask":
-            import distributed  # noqa: F401 - joblib's dask backend wants it imported
-
-            options["scheduler_host"] = scheduler
-        else:
-            import ray
-            from ray.util.joblib import register_ray
-
-            register_ray()
-            ray.init(address=scheduler, ignore_reinit_error=True)
-    except ImportError as error:
-        raise UsageError(f"backend {backend}: install it with `pip install weightscope[{backend}]`") from error
-    with joblib.parallel_config(backend, **options):
-        yield backend == "dask"
 
 
 def _kept(path: Path) -> str:
