@@ -4,6 +4,7 @@ import io
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,7 @@ class SourceFile(Protocol):
     Attributes:
         where: what errors call it.
         size: in bytes.
-        bytes_read: what has been read of it from its disk or from the network.
+        bytes_read: what has been read of it, unless its folder counts that.
     """
 
     where: str
@@ -36,6 +37,9 @@ class SourceFile(Protocol):
 
     def prepare(self, start: int, stop: int) -> Region:
         """Bring those bytes here, and nothing else."""
+
+    def expect(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Be told the parts in which it will be asked for; in their order they make up the file."""
 
     def whole(self) -> "LocalFile":
         """The whole file on disk."""
@@ -48,14 +52,16 @@ class LocalFile:
         path: of the file.
         where: what errors call it; None for the path.
         base: the position in the original file of this file's first byte (for a cached part of one).
+        counted: reading it counts in `bytes_read`.
 
     Raises:
         DataError: if there is none, or it is a folder, a device or a pipe.
     """
 
-    def __init__(self, path: str | Path, where: str | None = None, base: int = 0) -> None:
+    def __init__(self, path: str | Path, where: str | None = None, base: int = 0, counted: bool = True) -> None:
         self.where = where or str(path)
         self.base = base
+        self.counted = counted
         self.bytes_read = 0
         try:
             # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
@@ -72,6 +78,9 @@ class LocalFile:
         """See `SourceFile.prepare`."""
         return self
 
+    def expect(self, parts: Sequence[tuple[int, int]]) -> None:
+        """See `SourceFile.expect`; all of it is here."""
+
     def whole(self) -> "LocalFile":
         """See `SourceFile.whole`."""
         return self
@@ -87,7 +96,7 @@ class LocalFile:
             if count == 0:
                 raise DataError(f"{self.where}: it ends before byte {start + len(buffer)}: it is truncated")
             done += count
-        self.bytes_read += done
+        self.bytes_read += done * self.counted
 
     def stream(self) -> io.BufferedReader:
         """The file as a stream of its own position, for parsers; buffered, so a few bytes more may be read."""

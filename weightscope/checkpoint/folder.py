@@ -160,6 +160,8 @@ def _open_file(file: SourceFile, key: str | None) -> Store:
     if key is not None:
         raise UsageError(f"{file.where}: a safetensors file holds one set of tensors; leave key= out")
     header = read_header(lambda start, stop: read_bytes(file, start, stop), file.size, file.where)
+    ends = sorted((entry.start, entry.stop) for entry in header.tensors.values())
+    file.expect([(0, 8), (8, ends[0][0] if ends else file.size), *ends])
     entries = {
         name: FileEntry(name, e.dtype, TORCH.get(e.dtype), e.shape, file, e.start, e.stop)
         for name, e in header.tensors.items()

@@ -1,0 +1,145 @@
+"""A hub on the loopback interface: revision API, HEAD with ETag and X-Repo-Commit, ranges, redirects, and faults."""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
+
+COMMIT = hashlib.sha1(b"the commit").hexdigest()
+REPOSITORY = "org/model"
+
+
+@dataclass
+class Hub:
+    """What the server holds, how it misbehaves, and what it saw.
+
+    Attributes:
+        files: name -> content, at `COMMIT`.
+        token: needed for everything; None for none.
+        fail: name of a file (or `"api"`) -> statuses to answer with first, one for each request.
+        drop: how many GETs of ranges are cut in the middle.
+        ignore_ranges: answer every range with 200 and the whole file.
+        shift: answer every range with other bytes than asked for, and say so.
+        corrupt: change a byte of every range, and keep the stated hash.
+        storage: redirect files to this other host, which wants no token.
+        silent: seconds to wait before every answer.
+        code: X-Error-Code of failures.
+        moved: the commit that answers claim.
+        requests: (method, path, range or None, status, authorised) in order.
+        sent: bytes of bodies.
+    """
+
+    files: dict[str, bytes]
+    token: str | None = None
+    fail: dict[str, list[int]] = field(default_factory=dict)
+    drop: int = 0
+    ignore_ranges: bool = False
+    shift: bool = False
+    corrupt: bool = False
+    storage: str | None = None
+    silent: float = 0.0
+    code: str = ""
+    moved: str = COMMIT
+    siblings: bool = True
+    requests: list[tuple] = field(default_factory=list)
+    sent: int = 0
+    url: str = ""
+
+    def ranges(self) -> list[tuple[str, str]]:
+        """(path, range) of every GET of a range that was answered."""
+        return [(path, span) for method, path, span, status, _ in self.requests if span and status == 206]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._respond(b"")
+
+    def do_GET(self) -> None:
+        self._respond(None)
+
+    def _respond(self, _: bytes | None) -> None:
+        hub = self.hub
+        time.sleep(hub.silent)
+        self.authorised = self.headers.get("Authorization") == f"Bearer {hub.token}"
+        path = unquote(self.path.partition("?")[0])
+        stored = path.startswith("/stored/")
+        name = "api" if path.startswith("/api/") else path.rpartition("/")[2]
+        if hub.token and not self.authorised and not stored:
+            return self._answer(401, b"", {"X-Error-Code": hub.code or "GatedRepo"})
+        if hub.fail.get(name):
+            return self._answer(hub.fail[name].pop(0), b"", {"X-Error-Code": hub.code} if hub.code else {})
+        if match := re.fullmatch(rf"/api/models/{REPOSITORY}/revision/(main|v1|{COMMIT})", path):
+            listing = {"siblings": [{"rfilename": n} for n in hub.files]} if hub.siblings else {}
+            return self._answer(200, json.dumps({"sha": COMMIT, **listing}).encode(), {})
+        match = re.fullmatch(rf"(?:/{REPOSITORY}/resolve/{COMMIT}|/stored)/([^/]+)", path)
+        if not match or match[1] not in hub.files:
+            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        return self._file(match[1], stored)
+
+    def _file(self, name: str, stored: bool) -> None:
+        hub, body = self.hub, self.hub.files[name]
+        etag = hashlib.sha256(body).hexdigest()
+        if name.endswith(".json"):
+            etag = hashlib.sha1(body).hexdigest()
+        head = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.moved, "Accept-Ranges": "bytes"}
+        if hub.storage and not stored and not name.endswith(".json"):
+            head |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(body))}
+            return self._answer(302, b"", head | {"Location": f"{hub.storage}/stored/{name}?signature=x"})
+        span = self.headers.get("Range")
+        if span is None or hub.ignore_ranges:
+            return self._answer(200, body, head)
+        start, stop = (int(n) for n in re.fullmatch(r"bytes=(\d+)-(\d+)", span).groups())
+        if hub.shift:
+            start, stop = start + 1, stop + 1
+        part = bytearray(body[start : stop + 1])
+        if hub.corrupt and (name.endswith(".bin") or start > 8):
+            part[-1] ^= 1
+        return self._answer(206, bytes(part), head | {"Content-Range": f"bytes {start}-{stop}/{len(body)}"})
+
+    def _answer(self, status: int, body: bytes, head: dict[str, str]) -> None:
+        hub, span = self.hub, self.headers.get("Range")
+        hub.requests.append((self.command, unquote(self.path), span, status, self.authorised))
+        self.send_response(status)
+        for key, value in head.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if status == 206 and hub.drop and len(body) > 64:
+            hub.drop -= 1
+            body, self.close_connection = body[: len(body) // 2], True
+        try:
+            self.wfile.write(body)
+        except OSError:
+            return
+        hub.sent += len(body)
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """Serve a hub until the block ends; `hub.url` is its address."""
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,352 @@
+"""Checkpoints at a hub: bytes fetched, pinning, cache, offline mode, tokens, and everything that can go wrong."""
+
+import io
+import json
+import socket
+import time
+
+import pytest
+import torch
+from hub_server import COMMIT, REPOSITORY, Hub, serving
+from safetensors.torch import save
+
+from weightscope.anatomy import attention
+from weightscope.checkpoint import Checkpoint, web
+from weightscope.errors import DataError, UsageError
+
+SOURCE = f"hf://{REPOSITORY}"
+CONFIG = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64}
+LAYERS = 3
+
+
+def tensors(layers=LAYERS, width=64):
+    generator = torch.Generator().manual_seed(0)
+    out = {"model.embed_tokens.weight": torch.randn(100, width, generator=generator)}
+    for i in range(layers):
+        for part in "qkvo":
+            name = f"model.layers.{i}.self_attn.{part}_proj.weight"
+            out[name] = torch.randn(width, width, generator=generator).to(torch.float16)
+        out[f"model.layers.{i}.mlp.up_proj.weight"] = torch.randn(4 * width, width, generator=generator)
+    return out
+
+
+TENSORS = tensors()
+
+
+def sharded(state=TENSORS):
+    """Two shards with an index and a config."""
+    names = list(state)
+    halves = [names[: len(names) // 2], names[len(names) // 2 :]]
+    files, table = {"config.json": json.dumps(CONFIG).encode()}, {}
+    for i, half in enumerate(halves, 1):
+        shard = f"model-0000{i}-of-00002.safetensors"
+        files[shard] = save({name: state[name] for name in half})
+        table |= dict.fromkeys(half, shard)
+    files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": table}).encode()
+    return files
+
+
+def single(state=TENSORS):
+    return {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": save(state)}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, no token, no proxies, and no waiting between tries."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(web, "_PAUSE", 0.001)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serving(Hub(sharded())) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+def header_bytes(files):
+    total = sum(len(raw) for name, raw in files.items() if name.endswith(".json"))
+    return total + sum(
+        8 + int.from_bytes(raw[:8], "little") for name, raw in files.items() if name.endswith(".safetensors")
+    )
+
+
+def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):
+    checkpoint = Checkpoint(SOURCE)
+    overhead = hub.sent
+    assert overhead <= 1.05 * header_bytes(hub.files) + 1000  # the list of files
+    wanted = [name for name in checkpoint if "layers.1.self_attn" in name]
+    assert len(wanted) == 4
+    for name in wanted:
+        assert torch.equal(checkpoint[name], TENSORS[name].float())
+    assert hub.sent - overhead == sum(TENSORS[name].nbytes for name in wanted)
+    assert checkpoint.bytes_read == hub.sent
+
+
+def test_nothing_is_fetched_twice(hub):
+    for _ in range(2):
+        checkpoint = Checkpoint(SOURCE)
+        for name in (*checkpoint, *checkpoint):
+            assert torch.equal(checkpoint[name], TENSORS[name].float())
+    assert len(hub.ranges()) == len(set(hub.ranges()))
+    everything = sum(map(len, hub.files.values()))
+    assert hub.sent <= everything + 2 * 1000  # and the list of files, twice
+    assert checkpoint.commit == COMMIT
+    assert checkpoint.config == CONFIG
+
+
+def test_the_anatomy_of_a_model_at_the_hub(hub):
+    parts = attention(Checkpoint(SOURCE))
+    assert [part.heads for part in parts] == [4] * LAYERS
+
+
+def test_it_works_offline_afterwards(hub, monkeypatch):
+    first = Checkpoint(SOURCE)
+    name = first.names[3]
+    value = first[name]
+    count = len(hub.requests)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    again = Checkpoint(SOURCE)
+    assert torch.equal(again[name], value)
+    assert again.bytes_read == 0
+    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE forbids"):
+        again[first.names[4]]
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids"):
+        Checkpoint("hf://org/unknown")
+    assert len(hub.requests) == count
+
+
+def test_it_goes_on_from_the_cache_when_the_hub_is_gone(monkeypatch, caplog):
+    with serving(Hub(sharded())) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        value = Checkpoint(SOURCE)["model.embed_tokens.weight"]
+    again = Checkpoint(SOURCE)
+    assert torch.equal(again["model.embed_tokens.weight"], value)
+    assert "from the cache" in caplog.text
+
+
+def test_a_commit_that_is_cached_needs_no_request(hub):
+    Checkpoint(SOURCE)
+    count = len(hub.requests)
+    assert Checkpoint(f"{SOURCE}@{COMMIT}").commit == COMMIT
+    assert len(hub.requests) == count
+    assert Checkpoint(f"{SOURCE}@v1").commit == COMMIT
+
+
+def test_two_endpoints_share_nothing(hub, monkeypatch):
+    Checkpoint(SOURCE)
+    other = {name: torch.zeros_like(value) for name, value in TENSORS.items()}
+    with serving(Hub(sharded(other))) as second:
+        monkeypatch.setenv("HF_ENDPOINT", second.url)
+        assert not Checkpoint(SOURCE)["model.embed_tokens.weight"].any()
+
+
+def test_a_hub_that_lists_no_files(hub):
+    hub.siblings = False
+    hub.files = single()
+    assert len(Checkpoint(SOURCE)) == len(TENSORS)
+
+
+def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
+    hub.token = "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with serving(Hub(hub.files)) as storage:
+        hub.storage = storage.url
+        checkpoint = Checkpoint(SOURCE)
+        assert torch.equal(checkpoint["model.embed_tokens.weight"], TENSORS["model.embed_tokens.weight"])
+        assert storage.ranges()
+        assert not any(authorised for *_, authorised in storage.requests)
+        # The address of the storage is used again, without asking the hub for each range.
+        before = len(hub.requests)
+        checkpoint[checkpoint.names[5]]
+        assert len(hub.requests) == before
+        # When its signature has run out, the hub is asked again.
+        storage.fail = {name: [403] for name in hub.files}
+        checkpoint[checkpoint.names[6]]
+        assert len(hub.requests) == before + 1
+    assert all(authorised for *_, authorised in hub.requests)
+
+
+def test_a_token_is_not_sent_in_the_clear():
+    assert web.Web("http://example.com", "hf_secret")._token is None
+    assert web.Web("https://example.com", "hf_secret")._token == "hf_secret"
+    client = web.Web("https://example.com", None)
+    with pytest.raises(DataError, match="plain http"):
+        client._target("https://example.com/a", "http://127.0.0.1/b", "x")
+    with pytest.raises(DataError, match="no web address"):
+        client._target("https://example.com/a", "file:///etc/passwd", "x")
+
+
+def test_a_dropped_connection_is_taken_up_where_it_broke(hub):
+    checkpoint = Checkpoint(SOURCE)
+    before, hub.drop = hub.sent, 2
+    name = "model.embed_tokens.weight"
+    assert torch.equal(checkpoint[name], TENSORS[name])
+    assert hub.drop == 0
+    assert hub.sent - before == TENSORS[name].nbytes
+
+
+def test_passing_trouble_is_waited_for(hub):
+    hub.fail = {"api": [503, 500], "model.safetensors.index.json": [429]}
+    assert len(Checkpoint(SOURCE)) == len(TENSORS)
+
+
+def failing(**settings):
+    def change(hub, monkeypatch):
+        for name, value in settings.items():
+            setattr(hub, name, value)
+
+    return change
+
+
+BAD = {
+    "gated": (failing(token="x"), "GatedRepo.*gated"),
+    "private": (failing(fail={"api": [401]}), "401.*private, gated, or does not exist"),
+    "no model": (failing(fail={"api": [404]}), "404.*check the name"),
+    "no file": (failing(fail={"model-00002-of-00002.safetensors": [404]}), "model-00002-of-00002.*404"),
+    "in trouble": (failing(fail={"api": [500] * 9}), "500.*try again later"),
+    "dropped for ever": (failing(drop=1000), "the connection broke 3 times"),
+    "ignores ranges": (failing(ignore_ranges=True), "ignores ranges.*answered 200.*206"),
+    "other bytes": (failing(shift=True), "asked for bytes 0-7/.*got 'bytes 1-8/"),
+    "another commit": (failing(moved="0" * 40), "expected commit"),
+}
+
+
+@pytest.mark.parametrize("row", BAD)
+def test_every_failure_is_one_line(hub, monkeypatch, row):
+    change, message = BAD[row]
+    change(hub, monkeypatch)
+    with pytest.raises(DataError, match=message) as error:
+        Checkpoint(SOURCE)["model.embed_tokens.weight"]
+    assert "\n" not in str(error.value)
+    assert len(hub.requests) < 20
+
+
+def test_trouble_with_a_range(hub):
+    checkpoint = Checkpoint(SOURCE)
+    hub.fail = {name: [503] * 9 for name in hub.files}
+    with pytest.raises(DataError, match="503.*in trouble"):
+        checkpoint["model.embed_tokens.weight"]
+    hub.fail = {name: [503] * 2 for name in hub.files}
+    assert checkpoint["model.embed_tokens.weight"].any()
+
+
+def test_a_server_that_ignores_ranges_is_not_swallowed(hub):
+    hub.files = single({"w": torch.zeros(1 << 20)})
+    hub.ignore_ranges = True
+    with pytest.raises(DataError, match="ignores ranges"):
+        Checkpoint(SOURCE)
+
+
+@pytest.mark.parametrize("kind", ["refused", "silent", "unresolved"])
+def test_a_dead_endpoint_is_known_within_seconds(monkeypatch, kind):
+    monkeypatch.setattr(web, "TIMEOUT", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    if kind == "refused":
+        listener.close()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}" if kind != "unresolved" else "http://hub.invalid")
+    start = time.monotonic()
+    with pytest.raises(DataError, match="no answer from the hub") as error:
+        Checkpoint(SOURCE)
+    listener.close()
+    assert time.monotonic() - start < 4
+    assert "\n" not in str(error.value)
+
+
+def test_a_body_that_does_not_match_its_hash_is_refused_and_removed(hub):
+    hub.files = single()
+    hub.corrupt = True
+    checkpoint = Checkpoint(SOURCE)
+    *most, last = (name for name in checkpoint)
+    for name in most:
+        checkpoint[name]
+    with pytest.raises(DataError, match="expected sha256"):
+        checkpoint[last]
+    hub.corrupt = False
+    again = Checkpoint(SOURCE)
+    assert again.verify() == 1
+    assert torch.equal(again[last], TENSORS[last].float())
+
+
+def test_verify_fetches_what_is_missing_and_nothing_else(hub):
+    checkpoint = Checkpoint(SOURCE)
+    checkpoint[checkpoint.names[2]]
+    assert checkpoint.verify() == 2
+    assert hub.sent <= sum(map(len, hub.files.values())) + 1000
+    assert len(hub.ranges()) == len(set(hub.ranges()))
+
+
+def test_a_damaged_cache_is_fetched_again(hub, cache):
+    name = "model.embed_tokens.weight"
+    Checkpoint(SOURCE)[name]
+    for path in cache.rglob("*"):
+        if path.is_file() and not path.name.endswith(".json"):
+            path.write_bytes(path.read_bytes()[:-1])
+    for path in cache.rglob("*.json"):
+        path.write_bytes(b"{")
+    assert torch.equal(Checkpoint(SOURCE)[name], TENSORS[name])
+
+
+def pickled(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def test_a_model_of_pickles_is_fetched_whole_and_its_hash_checked(hub, monkeypatch):
+    hub.files = {"pytorch_model.bin": pickled(TENSORS)}
+    checkpoint = Checkpoint(SOURCE)
+    for name in TENSORS:
+        assert torch.equal(checkpoint[name], TENSORS[name].float())
+    assert checkpoint.bytes_read == hub.sent
+    assert hub.sent <= 1.05 * len(hub.files["pytorch_model.bin"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(Checkpoint(SOURCE)) == len(TENSORS)
+
+
+def test_a_corrupted_pickle_is_never_parsed(hub, monkeypatch):
+    hub.files = {"pytorch_model.bin": pickled(TENSORS)}
+    hub.corrupt = True
+    monkeypatch.setattr("weightscope.checkpoint.folder.open_torch", None)
+    with pytest.raises(DataError, match="expected sha256"):
+        Checkpoint(SOURCE)
+
+
+@pytest.mark.parametrize("shard", ["../../etc/passwd", "/etc/passwd", "a/b.safetensors", "..", "a\\b.safetensors"])
+def test_shards_are_plain_names(hub, shard):
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"w": shard}}).encode()
+    with pytest.raises(DataError, match="no plain name"):
+        Checkpoint(SOURCE)
+    assert not any("etc" in path for _, path, *_ in hub.requests)
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"sha": "../../x"}', b"<html>", b'{"sha": 3}', b"[" * 10000])
+def test_nonsense_from_the_api(hub, monkeypatch, answer):
+    monkeypatch.setattr(web.Web, "small", lambda self, url, what, limit: (answer, {}))
+    with pytest.raises(DataError, match=r"the hub's answer|name a commit") as error:
+        Checkpoint(SOURCE)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "hf://",
+        "hf://a/b/c",
+        "hf://../b",
+        "hf://a/..",
+        "hf://a b/c",
+        "hf://a/b@../x",
+        "hf://a/b@",
+        "hf://a/b\n",
+        "s3://a/b",
+    ],
+)
+def test_sources_that_cannot_be_meant(source):
+    with pytest.raises(UsageError, match="expected"):
+        Checkpoint(source)
