@@ -277,15 +277,17 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -
 
 
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
+    attributes = h5.attrs
+
     def text(name: str) -> str:
-        if name not in h5.attrs or (i := h5.attrs.get_id(name)).shape != () or i.dtype.kind != "S":
+        if name not in attributes or (i := attributes.get_id(name)).shape != () or i.dtype.kind != "S":
             return "nothing"
         return header_text(h5, name) if i.dtype.itemsize <= _LONGEST_TEXT else "too long a text"
 
     def number(name: str) -> int | None:
-        if name not in h5.attrs or (i := h5.attrs.get_id(name)).shape != () or i.dtype.kind != "i":
+        if name not in attributes or (i := attributes.get_id(name)).shape != () or i.dtype.kind != "i":
             return None
-        return int(h5.attrs[name])
+        return int(attributes[name])
 
     for what, expected, found in (
         ("the format", _FORMAT, text("format")),
