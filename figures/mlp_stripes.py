@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope import plots
+from weightscope.study import over_hidden_units
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "mlp_stripes"
@@ -13,15 +14,21 @@ STUDY = HERE.parent / "analyses" / "mlp_stripes"
 
 def main(study: Path = STUDY, out: Path = HERE / "mlp_stripes.png") -> None:
     result = json.loads((study / "results.json").read_text())
+    n = result["networks"] - result["diverged"]
     with np.load(study / "correlation.npz") as stored:
+        shapes = stored["shapes"].tolist()
         matrix = stored["correlation"] * float(stored["step"])
         block, stops = int(stored["block"]), [0, *stored["stops"].tolist()]
         blocks = {str(name): slice(a, b) for name, a, b in zip(stored["names"], stops, stops[1:], strict=False)}
     np.fill_diagonal(matrix, 1.0)  # the diagonal does not fit into the stored bytes
-    figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
-    n = result["networks"] - result["diverged"]
     title = f"Correlation of [vec W1, vec W2] in block {block}, {n} networks"
-    plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, diagonal="mask")
+    whole = plots.covariance_map(matrix, blocks, kind="correlation", title=title, diagonal="mask")
+    plots.save(whole.figure, out.with_name(f"{out.stem}_whole{out.suffix}"))
+
+    figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
+    groups = {name: over_hidden_units(shape) for name, shape in zip(blocks, shapes, strict=True)}
+    title = f"W1 is striped, W2 is not (block {block})"
+    plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, groups=groups)
     kinds = {
         ("W1", "column"): "W1, over hidden units",
         ("W2", "row"): "W2, over hidden units",

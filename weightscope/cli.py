@@ -212,6 +212,7 @@ def export(source: str, out: Path, select: str) -> None:
     show_default=True,
     help="The figure, .png, .pdf or .svg.",
 )
+@click.option("--means", is_flag=True, help="Draw means over hidden units, where single entries are buried in noise.")
 @click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix here (.npz).")
 @_json_option
 def covariance(
@@ -220,6 +221,7 @@ def covariance(
     compute: tuple[str, ...],
     correlation: bool,
     fold_norms: bool,
+    means: bool,
     out: Path,
     matrix: Path | None,
     json_file: Path | None,
@@ -239,7 +241,7 @@ def covariance(
     kind = "correlation" if correlation else "covariance"
     found = study(_population(source), select, kind=kind, computed=compute, fold_norms=fold_norms)
     click.echo(found.text())
-    found.plot(out)
+    found.plot(out, means=means)
     click.echo(f"wrote {out}")
     if matrix is not None:
         found.save_matrix(matrix)

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weightscope import _atomic, plots
 from weightscope.bench import BenchResult, bench
 from weightscope.collect import collect
 from weightscope.errors import UsageError
 from weightscope.fit import FitResult, fit
+from weightscope.inspect import describe
 from weightscope.population import Population
 from weightscope.recipe import Recipe
+from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
 from weightscope.study import Study, study
 
 SELECT = "*.mlp.fc?.weight"
@@ -81,11 +84,152 @@ def run_demo(
         seeds=seeds,
         **options,
     )
+    _write_json(out / "population.json", describe(out / "digits.pop").to_dict())
     say(f"5/5  the report -> {out / 'report.html'}")
     return _report(out, population, whole, block, fitted, measured)
 
 
 def _write_json(path: Path, values: Any) -> None:
-    from weightscope import _atomic
-
     _atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def _report(
+    out: Path, population: Population, whole: Study, block: Study, fitted: FitResult, measured: BenchResult
+) -> Path:
+    """Write `report.html`, whose numbers are read from the files that the steps before left."""
+    fitted_row = next(row for row in measured.summary if row["init"] == "fitted")
+    finding = _judgement(fitted_row)
+    report = Report(
+        "Weights of tiny ConvNeXts, and an initialiser made from them",
+        [f"In {BENCH_EPOCHS[0]}-epoch training on the digits, the fitted initialiser is ", finding, "."],
+    )
+    _population_part(report, population)
+    _structure_part(report, whole, block)
+    _fit_part(report, fitted)
+    _bench_part(report, measured)
+    return report.save(out / "report.html")
+
+
+def _judgement(row: dict[str, Any]) -> Sourced:
+    words = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["n"])
+    words = words.replace("no significant difference:", "not significantly different:", 1)
+    return Sourced(f"{words}, against the default", "benchmark/results.json")
+
+
+def _population_part(report: Report, population: Population) -> None:
+    facts = "population.json"
+    report.heading("The population").text(
+        "Networks of one recipe, trained from different seeds on scikit-learn's handwritten digits, 8 x 8 pixels. "
+        "Every one is a sample of the distribution of trained weights."
+    )
+    report.numbers(
+        {
+            "networks": Number(facts, "/done", "d"),
+            "weights in each": Number(facts, "/dimension", ",d"),
+            "median test accuracy, %": Number(facts, "/quantiles/test_accuracy/0.5", ".1f", scale=100),
+            "diverged": Number(facts, "/diverged", "d"),
+        }
+    )
+    curves = plots.training_curves(population.metrics["test_accuracy_per_epoch"], quantity="test accuracy")
+    report.figure(
+        curves.figure,
+        "Test accuracy after each epoch: median and the middle 90 % of the networks.",
+        alt="A line that rises from chance to the final accuracy, with a narrowing band around it.",
+        source="digits.pop",
+    )
+
+
+def _structure_part(report: Report, whole: Study, block: Study) -> None:
+    found = block.covariance
+    report.heading("The structure").text(
+        "If the entries of W1 were independent of each other, the mean of a column (over hidden units, one for each "
+        "input channel) would vary over networks by a known amount. The ratio below is what it really varies by."
+    )
+    title = "Covariance of [vec W1, vec W2], second block"
+    picture = plots.covariance_map(found.matrix, found.blocks, title=title, diagonal="mask")
+    report.figure(
+        picture.figure,
+        "Covariance over networks of the MLP weights of one block, entry by entry (MLP paper, Fig. 1). With so few "
+        "networks most of it is noise.",
+        alt="A square map with two blocks on its diagonal, W1 and W2.",
+        source="covariance-block-1.npz",
+    )
+    title = "The same, averaged over pairs of hidden units"
+    picture = plots.covariance_map(found.matrix, found.blocks, title=title, groups=block.groups())
+    report.figure(
+        picture.figure,
+        "Hidden units are exchangeable, so averaging over pairs of them keeps the structure and removes noise. A "
+        "diagonal in W1's block means that weights from one input to different hidden units vary together: stripes.",
+        alt="A square map with two blocks; the diagonal of W1's block stands out if there are stripes.",
+        source="covariance-block-1.npz",
+    )
+    rows = [
+        (name, f"{kind} means", ratio.value, *ratio.ci95)
+        for name, result in whole.stripes.items()
+        for kind, ratio in (("column", result.column), ("row", result.row))
+    ]
+    report.figure(
+        plots.stripe_ratios(rows, title="Variance of group means, relative to independent entries").figure,
+        "Right of the line, means of columns or rows vary more than independent entries would let them; left of it, "
+        "less. 95 % intervals over networks.",
+        alt="Ratios with intervals for every MLP matrix, around a line at one.",
+        source="covariance.json",
+    )
+
+
+def _fit_part(report: Report, fitted: FitResult) -> None:
+    report.heading("The initialiser").text(
+        "Structures were fitted to ",
+        Number("structures.json", "/networks", "d"),
+        " networks' MLP weights (",
+        Sourced(SELECT, "structures.json"),
+        ") and chosen in each block by the log-likelihood of ",
+        Number("structures.json", "/settings/held_out", "d"),
+        " networks held out. Norms, biases, convolutions and the rest keep the network's own initialisation.",
+    )
+    rows = [row for row in fitted.table if row["group"] == "(all)" and row["failed"] is None]
+    columns = [
+        Column("structure", "structure"),
+        Column("parameters", "parameters", ",d"),
+        Column("log_prob", "held-out log-likelihood, nats per network", ",.1f"),
+        Column("difference", "difference to the best", ",.1f"),
+        Column("difference_se", "standard error", ".1f"),
+    ]
+    report.table(rows, columns, "All blocks together.", source="structures.json")
+    report.figure(
+        plots.heldout_scores(fitted.table, title="Held-out log-likelihood, relative to the best").figure,
+        "Higher is better; differences are paired over the networks held out.",
+        alt="One point with an interval for each structure.",
+        source="structures.json",
+    )
+
+
+def _bench_part(report: Report, measured: BenchResult) -> None:
+    source = "benchmark/results.json"
+    report.heading("Does it help?").text(
+        "Network k of every arm starts from the same default weights, sees the same batches in the same order, and "
+        "differs in its initialiser alone. None shares a seed with the population; the images are the same. "
+        "p-values are adjusted for the number of comparisons (Holm)."
+    )
+    for row in measured.summary:
+        if row["difference"] is not None:
+            report.text(f"The initialiser {row['init']} is ", _judgement(row), ".")
+    columns = [
+        Column("init", "initialiser"),
+        Column("epochs", "epochs", "d"),
+        Column("n", "seeds", "d"),
+        Column("mean", "accuracy, %", ".2f", scale=100),
+        Column("difference", "difference, points", "+.2f", scale=100),
+        Column("p_holm", "p (Holm)", ".2g"),
+    ]
+    report.table(Rows(source, "/summary"), columns, "Test accuracy after the last epoch.")
+    report.figure(
+        plots.paired_differences(measured.runs, title="Paired differences to the default").figure,
+        "One point for each seed, with the mean and its 95 % interval.",
+        alt="Clouds of differences around their means, and a line at zero.",
+        source=source,
+    )
+    report.text(
+        "`fitted` samples from the chosen structures; `diagonal` keeps each entry's mean and variance and drops "
+        "every correlation, so the difference between the two is what structure adds."
+    )

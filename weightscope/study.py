@@ -66,13 +66,25 @@ class Study:
             },
         }
 
-    def plot(self, path: str | Path) -> None:
-        """Write the covariance as a picture, its blocks ruled off (MLP paper, Fig. 1)."""
+    def plot(self, path: str | Path, *, means: bool = False) -> None:
+        """Write the covariance as a picture, its blocks ruled off (MLP paper, Fig. 1).
+
+        Args:
+            path: a .png, .pdf or .svg file.
+            means: average over hidden units, which shows stripes that single entries bury in noise.
+        """
         from weightscope import plots
 
         found = self.covariance
-        title = f"{found.kind.capitalize()} over {found.n} networks"
-        plots.save(plots.covariance_map(found.matrix, found.blocks, kind=found.kind, title=title).figure, path)
+        title = f"{found.kind.capitalize()} over {found.n} networks" + (", mean over hidden units" if means else "")
+        groups = self.groups() if means else None
+        axes = plots.covariance_map(found.matrix, found.blocks, kind=found.kind, title=title, groups=groups)
+        plots.save(axes.figure, path)
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone."""
+        tensors = self.covariance.spec.tensors
+        return {t.name: over_hidden_units(t.shape) if len(t.shape) == 2 else np.arange(t.size) for t in tensors}
 
     def save_matrix(self, path: str | Path) -> None:
         """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
@@ -86,6 +98,15 @@ class Study:
         stops = np.array([part.stop for part in found.blocks.values()])
         with _atomic.replacing(path) as file:
             np.savez(file, matrix=found.matrix, mean=found.mean, names=np.array(list(found.blocks)), stops=stops)
+
+
+def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
+    """The number of each entry's row or column, whichever are fewer, for a matrix flattened row by row.
+
+    An MLP's hidden units are the longer side: W1 (p, d) is grouped by its columns, W2 (d, p) by its rows.
+    """
+    rows, columns = shape
+    return np.repeat(np.arange(rows), columns) if rows < columns else np.tile(np.arange(columns), rows)
 
 
 def study(source: Source, select: str | Sequence[str] | None = "*.mlp.fc?.weight", **options: Any) -> Study:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import weightscope
+from weightscope.covariance import CovarianceResult
 from weightscope.environment import environment
 from weightscope.statistics.group_means import stripes
 from weightscope.statistics.sources import usable_chunks
@@ -73,13 +74,11 @@ def study(population: weightscope.Population) -> dict[str, Any]:
     return {"stripes": rows, "contrasts": contrasts}
 
 
-def correlation_bytes(population: weightscope.Population, block: int) -> tuple[np.ndarray, dict[str, int]]:
-    """The correlation of [vec W1, vec W2] of one block, as signed bytes in units of STEP (the diagonal clips)."""
+def block_correlation(population: weightscope.Population, block: int) -> CovarianceResult:
+    """The correlation of [vec W1, vec W2] of one block."""
     names = [name for name in population.spec.names if name.endswith("fc1.weight")]
     prefix = sorted(names)[block].removesuffix("fc1.weight")
-    found = weightscope.covariance(population, f"{prefix}fc?.weight", kind="correlation")
-    stops = {name: part.stop for name, part in found.blocks.items()}
-    return np.clip(np.rint(found.matrix / STEP), -127, 127).astype(np.int8), stops
+    return weightscope.covariance(population, f"{prefix}fc?.weight", kind="correlation")
 
 
 def main() -> None:
@@ -102,10 +101,16 @@ def main() -> None:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    quantised, stops = correlation_bytes(population, options.block)
-    arrays = {"correlation": quantised, "step": np.array(STEP), "block": np.array(options.block)}
-    names = {"names": np.array(list(stops)), "stops": np.array(list(stops.values()))}
-    np.savez_compressed(options.out / "correlation.npz", **arrays, **names)
+    found = block_correlation(population, options.block)
+    np.savez_compressed(
+        options.out / "correlation.npz",
+        correlation=np.clip(np.rint(found.matrix / STEP), -127, 127).astype(np.int8),
+        step=STEP,
+        shapes=np.array([tensor.shape for tensor in found.spec.tensors]),
+        block=options.block,
+        names=np.array(list(found.blocks)),
+        stops=np.array([part.stop for part in found.blocks.values()]),
+    )
     for row in result["contrasts"]:
         low, high = row["ci95"]
         print(f"block {row['block']}: {row['contrast']}: {row['quotient']:.2f} ({low:.2f} to {high:.2f})")
