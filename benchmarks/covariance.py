@@ -210,7 +210,7 @@ def main() -> None:
         )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"rounds": options.rounds, "threads": options.threads}
+        about = environment() | {"rounds": options.rounds, "threads": options.threads, "load": os.getloadavg()}
         options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
 
 

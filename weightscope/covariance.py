@@ -95,9 +95,10 @@ def covariance(
     coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
     if not coordinates.spec.size:
         raise UsageError("nothing to compute: the selection is empty and there are no computed coordinates")
+    chunks = ahead(usable_chunks(source, coordinates.reads.names, chunk))
     moments = Moments(coordinates.spec.size, device=device, precision=precision)
     diverged = 0
-    for rows, out in ahead(usable_chunks(source, coordinates.reads.names, chunk)):
+    for rows, out in chunks:
         diverged += out
         moments.update(coordinates(rows))
     mean, n, variance = moments.mean, moments.n, moments.variance()

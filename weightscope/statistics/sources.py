@@ -1,7 +1,7 @@
 """Where weight vectors come from: anything with a spec that yields rows, and plain arrays made into one."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -108,10 +108,19 @@ def usable_chunks(source: Source, names: Sequence[str], size: int | None = None)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, of which the next one is always being made in a thread: reading beside arithmetic."""
-    end: Any = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
-        waiting = pool.submit(next, items, end)
-        while (item := waiting.result()) is not end:
-            waiting = pool.submit(next, items, end)
+    """The same items, of which the next one is always being made in a thread: reading beside arithmetic.
+
+    The first one is begun at once, so that memory can be prepared meanwhile.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="reading")
+    return _handed_over(items, pool, pool.submit(next, items, _END))
+
+
+_END: Any = object()
+
+
+def _handed_over(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
+    with pool:
+        while (item := waiting.result()) is not _END:
+            waiting = pool.submit(next, items, _END)
             yield item
