@@ -62,8 +62,7 @@ def test_every_option_has_help() -> None:
         f"{name} {option.opts[0]}"
         for name, command in cli.commands.items()
         for option in command.params
-        if option.param_type_name == 'option'
-        and not option.help
+        if option.param_type_name == "option" and not option.help
     ]
     assert silent == []
 

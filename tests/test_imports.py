@@ -17,8 +17,10 @@ LAYERS = [
     {"spec"},
     {"statistics", "data", "checkpoint", "anatomy"},
     {"recipe", "structures", "covariance", "networks"},
-    {"fit", "study", "init", "population"},
+    {"artifact"},
+    {"standalone", "fit", "study", "init", "population"},
     {"train", "audit", "tracking"},
+    {"_spread"},
     {"collect", "inspect"},
     {"bench"},
     {"demo"},
@@ -97,7 +99,7 @@ def test_the_statistics_need_no_torch_to_import(part: str) -> None:
     "command", ["import weightscope", "import weightscope.cli", "from weightscope.recipe import Recipe"]
 )
 def test_light_imports_stay_light(command: str) -> None:
-    heavy = "torch matplotlib h5py seaborn scipy sklearn".split()
+    heavy = ["torch", "matplotlib", "h5py", "seaborn", "scipy", "sklearn"]
     code = f"{command}; import sys; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

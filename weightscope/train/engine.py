@@ -183,6 +183,7 @@ class TileRun:
         return mask.to(self.device)
 
     def train(self, progress: Callable[[float], None] | None) -> Tile:
+        """All epochs, then the weights and metrics of the tile."""
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
         for epoch in range(training.epochs):
@@ -206,6 +207,7 @@ class TileRun:
         return Tile(self.tile, weights, self.seeds, metrics)
 
     def epoch(self, epoch: int) -> dict[str, np.ndarray]:
+        """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,)."""
         training = self.recipe.training
         self.nets.train()
         order = self._order()
