@@ -229,7 +229,7 @@ def test_every_failure_is_one_line(hub, monkeypatch, row):
 def test_trouble_with_a_range(hub):
     checkpoint = Checkpoint(SOURCE)
     hub.fail = {name: [503] * 9 for name in hub.files}
-    with pytest.raises(DataError, match="503.*in trouble"):
+    with pytest.raises(DataError, match=r"503.*in trouble"):
         checkpoint["model.embed_tokens.weight"]
     hub.fail = {name: [503] * 2 for name in hub.files}
     assert checkpoint["model.embed_tokens.weight"].any()

@@ -18,7 +18,7 @@ from weightscope.data.plain_pickle import run
 from weightscope.errors import DataError, UsageError
 
 _MAX_PICKLE = 64 << 20
-_MAX_RECORDS = 1_000_000
+_MAX_DIRECTORY = 64 << 20
 _LEGACY_START = b"\x80\x02\x8a\n" + LEGACY_MAGIC.to_bytes(10, "little") + b"."
 # Keys under which training scripts keep the weights, beside an optimiser's state and the like.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -86,6 +86,7 @@ def _entry(name: str, view: View, file: LocalFile, places: Mapping[str, tuple[in
 
 def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
     """The pickle's value, and storage key -> (position, bytes)."""
+    _check_directory(file)
     try:
         with zipfile.ZipFile(file.stream()) as archive:
             records = archive.infolist()
@@ -111,11 +112,20 @@ def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
     return value, {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
 
 
+def _check_directory(file: LocalFile) -> None:
+    """Refuse a directory of records that would fill the memory; the zip reader reads all of it before it says so."""
+    tail = read_bytes(file, max(0, file.size - (1 << 16) - 100), file.size)
+    end, wide = tail.rfind(b"PK\x05\x06"), tail.rfind(b"PK\x06\x06")
+    size = int.from_bytes(tail[end + 12 : end + 16], "little") if end >= 0 else 0
+    if wide >= 0:
+        size = max(size % (2**32 - 1), int.from_bytes(tail[wide + 40 : wide + 48], "little"))
+    if size > _MAX_DIRECTORY:
+        raise DataError(f"{file.where}: not a sound zip archive: its directory claims {size} bytes; get it again")
+
+
 def _places(file: LocalFile, records: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
     """Record name -> (position, bytes), when no two records share a name or a byte and none is compressed."""
     out: dict[str, tuple[int, int]] = {}
-    if len(records) > _MAX_RECORDS:
-        raise DataError(f"{file.where}: a zip archive of {len(records)} records is no checkpoint")
     end = 0
     for record in sorted(records, key=lambda r: r.header_offset):
         place = f"{file.where}: its record {ascii(record.filename)[:100]}"

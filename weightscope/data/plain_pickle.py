@@ -40,7 +40,14 @@ class Call:
 
 
 class Machine:
-    """The pickle machine's stack and memo; subclasses may understand more instructions, or calls."""
+    """The pickle machine's stack and memo; subclasses may understand more instructions, or calls.
+
+    Attributes:
+        allowed: names of the functions that may be named, each as `module function`.
+        limit: how many instructions are followed; a short pickle can stand for hours, or for all memory.
+    """
+
+    limit = 3_000_000
 
     def __init__(self, allowed: frozenset[str]) -> None:
         self.allowed = allowed
@@ -175,7 +182,9 @@ def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # about odd escapes in strings, which no writer of such files makes
-            for operation, argument, _ in pickletools.genops(source):
+            for count, (operation, argument, _) in enumerate(pickletools.genops(source)):
+                if count >= machine.limit:
+                    raise ValueError(f"it has more than {machine.limit} instructions")
                 if operation.name == "STOP":
                     (value,) = machine.take(1)
                     return value

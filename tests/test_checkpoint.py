@@ -1,0 +1,310 @@
+"""`Checkpoint`: one contract for every kind of source, and what it makes of odd numbers."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from weightscope import Checkpoint
+from weightscope.anatomy import attention, depthwise
+from weightscope.audit import audit
+from weightscope.checkpoint.checkpoint import MissingTensor
+from weightscope.errors import DataError, UsageError
+from weightscope.spec import WeightSpec
+
+VIT = Path(__file__).parents[2] / "shared/models/vit-small-patch14"
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, groups=4)
+        self.norm = nn.BatchNorm2d(4)
+        self.fc = nn.Linear(4, 6).half()
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
+        self.wide = nn.Linear(2, 2).double()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return Network()
+
+
+def sharded(state, folder):
+    folder.mkdir()
+    table = {}
+    for i in range(3):
+        names = list(state)[i::3]
+        shard = f"model-0000{i + 1}-of-00003.safetensors"
+        save_file({name: state[name] for name in names}, folder / shard)
+        table |= dict.fromkeys(names, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (folder / "config.json").write_text('{"num_attention_heads": 2}')
+    return folder
+
+
+def plain(state, path):
+    save_file(dict(state), path)
+    return path
+
+
+def pickled(state, path, **options):
+    torch.save(state, path, **options)
+    return path
+
+
+def folder_of(state, folder):
+    folder.mkdir()
+    save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+SOURCES = {
+    "safetensors": lambda m, p: plain(m.state_dict(), p / "m.safetensors"),
+    "folder": lambda m, p: folder_of(m.state_dict(), p / "model"),
+    "sharded folder": lambda m, p: sharded(m.state_dict(), p / "model"),
+    "index": lambda m, p: sharded(m.state_dict(), p / "model") / "model.safetensors.index.json",
+    "torch zip": lambda m, p: pickled(m.state_dict(), p / "m.pt"),
+    "torch stream": lambda m, p: pickled(m.state_dict(), p / "m.pth", _use_new_zipfile_serialization=False),
+    "parameters": lambda m, p: pickled(dict(m.state_dict(keep_vars=True)), p / "m.bin"),
+    "protocol 4": lambda m, p: pickled(dict(m.state_dict()), p / "m.bin", pickle_protocol=4),
+    "training": lambda m, p: pickled({"epoch": 3, "state_dict": m.state_dict(), "best": 0.5}, p / "m.pt"),
+    "text path": lambda m, p: str(plain(m.state_dict(), p / "m.safetensors")),
+    "module": lambda m, p: m,
+    "state dict": lambda m, p: m.state_dict(),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_source_keeps_the_contract(network, tmp_path, kind):
+    source = SOURCES[kind](network, tmp_path)
+    checkpoint = Checkpoint(source)
+    state = network.state_dict()
+    weights = [name for name, value in state.items() if value.is_floating_point()]
+    assert sorted(checkpoint) == sorted(checkpoint.names) == sorted(weights)
+    assert len(checkpoint) == len(weights)
+    assert "norm.num_batches_tracked" in checkpoint.skipped
+    assert "norm.num_batches_tracked" not in checkpoint
+    before = checkpoint.bytes_read
+    for name in weights:
+        assert checkpoint.shape(name) == tuple(state[name].shape)
+        assert checkpoint.dtype(name) == state[name].dtype
+    assert checkpoint.bytes_read == before
+    for name in weights:
+        value = checkpoint[name]
+        assert value.dtype == (torch.float64 if state[name].dtype == torch.float64 else torch.float32)
+        assert torch.equal(value, state[name].to(value.dtype))
+        assert torch.equal(checkpoint.raw(name), state[name])
+        assert checkpoint.raw(name).dtype == state[name].dtype
+        assert not value.requires_grad
+    assert torch.equal(checkpoint.raw("norm.num_batches_tracked"), state["norm.num_batches_tracked"])
+    roles = {t.name: (t.shape, t.role) for t in checkpoint.spec.tensors}
+    assert roles == {t.name: (t.shape, t.role) for t in WeightSpec.of(network).tensors}
+    assert len(depthwise(checkpoint)) == 1
+    assert checkpoint.nonfinite == {}
+    assert checkpoint.verify() == 0
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_is_handed_out_is_nobody_elses(network, tmp_path, kind):
+    checkpoint = Checkpoint(SOURCES[kind](network, tmp_path))
+    for _ in range(3):
+        value = checkpoint["conv.weight"]
+        assert torch.equal(value, network.conv.weight)
+        value.zero_()
+    checkpoint.raw("conv.weight").zero_()
+    assert network.conv.weight.any()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded folder", "torch zip", "torch stream"])
+def test_only_the_tensor_asked_for_is_read(tmp_path, kind):
+    model = nn.ModuleDict({f"l{i}": nn.Linear(128, 128) for i in range(8)})
+    checkpoint = Checkpoint(SOURCES[kind](model, tmp_path))
+    headers = checkpoint.bytes_read
+    for _ in range(3):
+        checkpoint["l3.weight"]
+    assert checkpoint.bytes_read - headers == 128 * 128 * 4
+
+
+@pytest.mark.parametrize("save", ["m.pt", "stream"])
+def test_views_ties_and_strides_of_torch_files(tmp_path, save):
+    base = torch.randn(6, 8, dtype=torch.float64)
+    state = {
+        "base": base,
+        "tied": base,
+        "transposed": base.T,
+        "rows": base[2:4],
+        "column": base[:, 3],
+        "steps": base[::2, ::3],
+        "expanded": torch.ones(1).expand(5),
+        "scalar": base[1, 1],
+    }
+    torch.save(state, tmp_path / "m.pt", _use_new_zipfile_serialization=save == "m.pt")
+    checkpoint = Checkpoint(tmp_path / "m.pt")
+    assert checkpoint.skipped.keys() == {"expanded"}
+    for name in checkpoint:
+        assert torch.equal(checkpoint[name], state[name])
+        assert checkpoint[name].is_contiguous()
+    assert checkpoint.spec.names == ("base", "transposed", "rows", "column", "steps", "scalar")
+
+
+def test_a_file_saved_on_a_gpu_needs_none(tmp_path):
+    torch.save({"w": torch.arange(3.0)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
+    raw = (tmp_path / "m.pt").read_bytes()
+    (tmp_path / "m.pt").write_bytes(raw.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0"))
+    assert Checkpoint(tmp_path / "m.pt")["w"].tolist() == [0, 1, 2]
+
+
+def test_training_checkpoints_say_what_stands_beside(tmp_path):
+    first, second = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    torch.save({"model": first, "ema": second, "epoch": 1}, tmp_path / "m.pt")
+    checkpoint = Checkpoint(tmp_path / "m.pt")
+    assert not checkpoint["w"].any()
+    assert "stands beside the weights, which are in 'model'" in checkpoint.skipped["ema"]
+    assert Checkpoint(tmp_path / "m.pt", key="ema")["w"].all()
+    with pytest.raises(UsageError, match="no dictionary of tensors 'x'; there are 'model', 'ema'"):
+        Checkpoint(tmp_path / "m.pt", key="x")
+    torch.save({"a": first, "b": second}, tmp_path / "m.pt")
+    with pytest.raises(DataError, match=r"several dictionaries.*key=: 'a', 'b'"):
+        Checkpoint(tmp_path / "m.pt")
+
+
+def test_quarter_precision_and_quantised_tensors(tmp_path):
+    state = {
+        "a": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "b": torch.randn(4, 4).to(torch.float8_e5m2),
+        "c.weight": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "c.weight_scale": torch.ones(()),
+        "d.qweight": torch.ones(2, dtype=torch.int32),
+        "d.scales": torch.ones(2).half(),
+        "e.weight": torch.ones(2, dtype=torch.uint8),
+        "e.weight.absmax": torch.ones(2),
+        "f": torch.ones(2, dtype=torch.complex64),
+        "flags": torch.tensor([True, False]),
+    }
+    checkpoint = Checkpoint(plain(state, tmp_path / "m.safetensors"))
+    assert set(checkpoint) == {"a", "b"}
+    for name in checkpoint:
+        assert torch.equal(checkpoint[name], state[name].float())
+    assert "scales in `c.weight_scale`" in checkpoint.skipped["c.weight"]
+    assert "belongs to the quantised `d.qweight`" in checkpoint.skipped["d.scales"]
+    assert "belongs to the quantised `e.weight`" in checkpoint.skipped["e.weight.absmax"]
+    for name, value in state.items():
+        assert torch.equal(checkpoint.raw(name).flatten().view(torch.uint8), value.flatten().view(torch.uint8))
+    with pytest.raises(MissingTensor, match="left out: integers"):
+        checkpoint["d.qweight"]
+    with pytest.raises(KeyError, match="no tensor"):
+        checkpoint["x\n"]
+    assert checkpoint.get("x") is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_odd_tensors_of_torch_files_are_skipped_with_a_reason(tmp_path):
+    state = {
+        "w": torch.ones(2),
+        "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "s": torch.eye(3).to_sparse(),
+        "n": 3,
+    }
+    torch.save(state, tmp_path / "m.pt")
+    skipped = Checkpoint(tmp_path / "m.pt").skipped
+    assert skipped == {"q": "a quantised tensor", "s": "a sparse tensor", "n": "no tensor"}
+
+
+def test_numbers_that_are_none_are_reported(tmp_path):
+    value = torch.ones(300, 400)
+    value[3, 4], value[5, 6] = float("nan"), float("inf")
+    state = {"a": value.half(), "b": torch.full((10,), 3e38), "c": torch.ones(3)}
+    checkpoint = Checkpoint(plain(state, tmp_path / "m.safetensors"))
+    assert checkpoint["a"].isnan().sum() == 1
+    assert all(checkpoint[name] is not None for name in "bc")
+    assert checkpoint.nonfinite == {"a": 2}
+
+
+def test_a_large_tensor_is_converted_in_pieces(tmp_path):
+    value = torch.randn(3000, 3001).to(torch.bfloat16)
+    checkpoint = Checkpoint(plain({"w": value}, tmp_path / "m.safetensors"))
+    assert torch.equal(checkpoint["w"], value.float())
+
+
+def test_a_module_on_the_meta_device():
+    checkpoint = Checkpoint(nn.Linear(2, 2, device="meta"))
+    assert checkpoint.shape("weight") == (2, 2)
+    with pytest.raises(DataError, match="meta device"):
+        checkpoint["weight"]
+
+
+def test_tied_tensors_of_a_module():
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    module["b"].weight = module["a"].weight
+    assert Checkpoint(module).spec == WeightSpec.of(module)
+
+
+def test_anatomy_and_audit_read_checkpoints(tmp_path):
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, enable_nested_tensor=False
+    )
+    folder = folder_of(encoder.state_dict(), tmp_path / "model")
+    (folder / "config.json").write_text('{"num_attention_heads": 4}')
+    for source in (folder, folder / "model.safetensors", encoder):
+        parts = attention(Checkpoint(source))
+        assert [part.heads for part in parts] == [4, 4]
+    checkpoint = Checkpoint(folder)
+    report = audit(encoder.state_dict(), "mimetic_attention", config=checkpoint.config)
+    assert str(audit(checkpoint, "mimetic_attention")) == str(report)
+
+
+@pytest.mark.skipif(not VIT.exists(), reason="needs ../shared")
+def test_a_real_vision_transformer():
+    checkpoint = Checkpoint(VIT)
+    assert checkpoint.bytes_read < 30_000
+    assert [part.heads for part in attention(checkpoint)] == [6] * 12
+    state = load_file(VIT / "model.safetensors")
+    assert set(state) == set(checkpoint)
+    for name in list(state)[::20]:
+        assert torch.equal(checkpoint[name], state[name].float())
+
+
+def test_sources_that_cannot_be_meant(tmp_path):
+    with pytest.raises(UsageError, match="found int"):
+        Checkpoint(3)
+    with pytest.raises(UsageError, match="another scheme"):
+        Checkpoint("https://example.com/model.safetensors")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(UsageError, match=r"expected a .safetensors file"):
+        Checkpoint(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="no such file"):
+        Checkpoint(tmp_path / "b.safetensors")
+    with pytest.raises(DataError, match=r"found a.txt"):
+        Checkpoint(tmp_path)
+    with pytest.raises(DataError, match="found none"):
+        Checkpoint({"a": 3})
+    for name in "ab":
+        save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(DataError, match="found 2 checkpoints; name one"):
+        Checkpoint(tmp_path)
+
+
+def test_memory_is_that_of_the_tensor_asked_for(tmp_path):
+    torch.save({f"w{i}": torch.ones(1 << 20) for i in range(32)}, tmp_path / "m.pt")  # 128 MB
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        assert len(archive.namelist()) > 32
+    code = """
+import resource, sys, torch
+from weightscope.checkpoint import Checkpoint
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+checkpoint = Checkpoint(sys.argv[1])
+assert all(checkpoint[name].sum() == 1 << 20 for name in checkpoint)
+print((peak() - before) // 1024)
+"""
+    found = subprocess.run([sys.executable, "-c", code, tmp_path / "m.pt"], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 60
