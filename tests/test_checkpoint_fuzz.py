@@ -6,6 +6,7 @@ The test tries a few hundred. Run as a script for more:
 """
 
 import argparse
+import codecs
 import io
 import pickle
 import random
@@ -119,6 +120,8 @@ def fuzz(count: int, seed: int) -> str:
         for suffix, raw in files:  # warm: everything that is imported on first use is imported
             Path(folder, f"m{suffix}").write_bytes(raw)
             read_all(Path(folder, f"m{suffix}"))
+        for encoding in ("cp437", "raw-unicode-escape", "latin-1"):  # of names in zip archives and texts in pickles
+            codecs.lookup(encoding)
         sys.addaudithook(_watch)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(count):
