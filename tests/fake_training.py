@@ -113,7 +113,7 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
 
     What it and its workers print goes to a file beside the population.
     """
-    from weightscope import train
+    from weightscope import data, train
     from weightscope.collect import collect
     from weightscope.errors import WeightscopeError
 
@@ -121,6 +121,8 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
     with open(path.with_suffix(".log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if trainer != "real":
+        data.load = lambda *_, **__: SimpleNamespace(fingerprint="0" * 16)
     if trainer == "small":
         train.train_tile, train.spec_of = train_tile, spec_of
     elif trainer == "large":

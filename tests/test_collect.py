@@ -224,6 +224,9 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
 ) -> None:
     def fail(recipe: Recipe, tile: int, **options: Any) -> None:
+        # As a worker that is ended while it writes.
+        (tmp_path / "a.pop/shards/00001.h5.sha256").write_text("hash\n")
+        (tmp_path / "a.pop/shards/.00001.h5.00.tmp").write_text("half")
         raise DataError("broken")
 
     use(monkeypatch, fail)

@@ -114,6 +114,9 @@ def collect(
         if created:
             _leave_nothing(path, existed)
         raise
+    finally:
+        # Workers that were ended on the way may have been writing.
+        _sweep(path)
     return Population(path, partial=True)
 
 
@@ -175,8 +178,7 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
     """The tiles to train: those that are missing, short or damaged. Sweeps what killed processes left."""
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
-    for folder in (path, path / manifests.SHARDS):
-        _atomic.sweep(folder)
+    _sweep(path)
     todo = []
     for tile in range(manifest.tiles) if shard is None else [shard]:
         state = shards.state(path, manifest, tile)
@@ -229,11 +231,20 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def _sweep(path: Path) -> None:
+    for folder in (path, path / manifests.SHARDS):
+        _atomic.sweep(folder)
+
+
 def _leave_nothing(path: Path, existed: bool) -> None:
     """Take back a population that was made a moment ago and holds no network."""
+    _sweep(path)
     folder = path / manifests.SHARDS
-    if not any(folder.glob("*")):
+    if not any(folder.glob("*.h5")):
         with contextlib.suppress(OSError):
+            # The hash of a shard that was never put in place.
+            for file in folder.glob("*.h5.sha256"):
+                file.unlink()
             folder.rmdir()
             (path / manifests.NAME).unlink()
             if not existed:
