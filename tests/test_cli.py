@@ -96,6 +96,10 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
     assert "diagonal" in out
     assert alone.read_text().count("\n") < 80
 
+    code, out, _ = run("inspect", artifact, capsys=capsys)
+    assert code == 0
+    assert "held-out" in out
+
     arguments = ("--init", "default", "--init", artifact, "--seeds", 3, "-o", folder / "bench", "--workers", 1)
     code, out, _ = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
     assert code == 0
@@ -106,6 +110,35 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
     code, out, _ = run("export", folder / "tiny.pop", "-o", folder / "one.h5", capsys=capsys)
     assert code == 0
     assert (folder / "one.h5").stat().st_size > 0
+
+
+def test_audit_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    import weightscope.init as wi
+    from weightscope.networks import ViT
+
+    vit = ViT(16, 4, 96, 2, 3, 10)
+    config = {"num_attention_heads": 3}
+    for name, right in (("plain", False), ("mimetic", True)):
+        if right:
+            wi.mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(vit.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        arguments = ("audit", folder, "--init", "mimetic_attention", "--json", tmp_path / "audit.json")
+        code, out, _ = run(*arguments, capsys=capsys)
+        assert code == (0 if right else 1)
+        assert ("FAILED" in out) == (not right)
+        assert json.loads((tmp_path / "audit.json").read_text())["passed"] == right
+    code, out, _ = run("inspect", tmp_path / "plain" / "model.safetensors", capsys=capsys)
+    assert code == 0
+    assert "blocks.0.attn.qkv.weight" in out
+    (tmp_path / "language.toml").write_text('name = "mimetic_attention"\npreset = "language"\n')
+    code, _, _ = run("audit", tmp_path / "mimetic", "--init", tmp_path / "language.toml", capsys=capsys)
+    assert code == 1
 
 
 def bad_recipe(folder: Path, old: str, new: str) -> Path:

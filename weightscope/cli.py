@@ -169,15 +169,16 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
 @click.argument("source")
 @_json_option
 def inspect(source: str, json_file: Path | None) -> None:
-    """Show what is in a population or an initialiser's artifact.
+    """Show what is in a population, an initialiser's artifact or a checkpoint.
 
     \b
-    Example:
+    Examples:
       weightscope inspect digits.pop
+      weightscope inspect vit/model.safetensors
     """
-    from weightscope.inspect import describe
+    from weightscope.inspect import look
 
-    description = describe(source)
+    description = look(source)
     click.echo(description.text())
     _write_json(json_file, description.to_dict())
 

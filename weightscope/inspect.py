@@ -1,5 +1,6 @@
-"""`describe`: what is in a population, as plain data and as text."""
+"""`look`: what is in a population, an artifact or a checkpoint, as plain data and as text."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from weightscope import _toml
+from weightscope.artifact import KEY, FitResult, load_artifact
 from weightscope.population import Population
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -134,6 +136,60 @@ def describe(path: str | Path) -> Description:
         environment=population.environment,
         recipe=population.recipe.to_dict(),
     )
+
+
+@dataclass(frozen=True)
+class CheckpointDescription:
+    """What a checkpoint holds, read from its header alone.
+
+    Attributes:
+        source: file, folder or address.
+        tensors: (name, shape, type) of every weight.
+        skipped: name -> why it is not among the weights.
+        config: the model's `config.json`, empty where there is none.
+    """
+
+    source: str
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    skipped: dict[str, str]
+    config: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Counts, the table of tensors, and what was skipped."""
+        numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
+        rows = [(name, "x".join(map(str, shape)) or "scalar", kind) for name, shape, kind in self.tensors]
+        lines = [
+            f"{self.source}: {len(rows):,} tensors, {numbers:,} weights",
+            "",
+            _table(("tensor", "shape", "type"), rows),
+        ]
+        lines += [f"skipped `{name}`: {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+
+def look(source: str) -> Description | FitResult | CheckpointDescription:
+    """What is in a population, an initialiser's artifact or a checkpoint; each has `.text()` and `.to_dict()`.
+
+    Raises:
+        DataError: if there is no such thing, or it is damaged.
+
+    Example:
+        >>> print(look("digits-mlp.safetensors").text())
+    """
+    path = Path(source)
+    if path.suffix == ".pop" or (path / "population.json").exists():
+        return describe(path)
+    from weightscope.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(source)
+    if KEY in checkpoint.metadata:
+        return load_artifact(path)
+    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
+    return CheckpointDescription(source, tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
 
 
 def _quantiles(population: Population) -> dict[str, dict[str, float]]:
