@@ -69,7 +69,7 @@ class Checkpoint(Mapping[str, Tensor]):
         self.skipped: dict[str, str] = _not_weights(self._store.entries) | self._store.unreadable
         self.nonfinite: dict[str, int] = {}
         self._weights = {name: e for name, e in self._store.entries.items() if name not in self.skipped}
-        self._kept: tuple[str, Tensor] | None = None
+        self._kept: tuple[str, Tensor | None] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,13 +134,13 @@ class Checkpoint(Mapping[str, Tensor]):
         """
         if name not in self._weights:
             raise self._missing(name)
-        # Fused tensors are asked for once for each of their parts.
-        if self._kept is None or self._kept[0] != name:
-            value = self._note(name, *self._weights[name].read(wide=True))
-            if value.nbytes > _KEPT_BYTES:
-                return value
-            self._kept = (name, value)
-        return self._kept[1].clone()
+        # A fused tensor is asked for once for each of its parts; others once, and a copy to keep would double the time.
+        if self._kept is not None and self._kept[0] == name and self._kept[1] is not None:
+            return self._kept[1].clone()
+        value = self._note(name, *self._weights[name].read(wide=True))
+        again = self._kept is not None and self._kept[0] == name and value.nbytes <= _KEPT_BYTES
+        self._kept = (name, value.clone() if again else None)
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
