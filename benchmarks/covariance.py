@@ -152,12 +152,12 @@ def memory() -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
 
 
-def measure(path: Path, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    settings = os.environ | dict.fromkeys(names, str(threads))
+def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    settings = os.environ | dict.fromkeys(variables, str(threads))
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(rounds):
-        for name in CONTENDERS:
+        for name in names:
             command = [sys.executable, __file__, "--worker", name, "--path", str(path), *["--check"] * (turn == 0)]
             output = subprocess.run(command, env=settings, check=True, capture_output=True, text=True).stdout
             for key, value in json.loads(output).items():
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--networks", type=int, default=4096)
     parser.add_argument("--size", type=int, default=5338)
     parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="only the first so many comparisons")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
@@ -199,8 +200,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "random.pop"
         make_population(path, options.networks, options.size)
-        found = measure(path, options.rounds, options.threads)
-    rows = [row(pair, found, f"({options.networks}, {options.size})") for pair in PAIRS]
+        pairs = PAIRS[: options.pairs]
+        found = measure(
+            path, list(dict.fromkeys(name for pair in pairs for name in pair)), options.rounds, options.threads
+        )
+    rows = [row(pair, found, f"({options.networks}, {options.size})") for pair in pairs]
     for r in rows:
         low, high = r["ratio_range"]
         print(

@@ -103,7 +103,7 @@ def write_standalone(artifact: FitResult | str | Path, file: str | Path) -> Path
 
 def _source(result: FitResult, module: str, artifact: str) -> str:
     names = result.spec.names
-    touched = ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    touched = ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more tensors"
     kinds = sorted({group.label for group in result.groups})
     summary = f"Fitted to {result.networks} networks; structures: {', '.join(kinds)}."
     safe = {
