@@ -1,0 +1,41 @@
+"""The demo at its smallest size: the whole chain, the report, and the second run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from weightscope.demo import run_demo
+from weightscope.errors import UsageError
+from weightscope.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_demo_leaves_a_report_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    lines: list[str] = []
+    options = {"networks": 16, "epochs": 1, "seeds": 3, "workers": 1, "device": "cpu", "progress": False}
+    report = run_demo(tmp_path, say=lines.append, **options)
+    assert len(lines) == 5
+    text = report.read_text()
+    assert text.count("<img") + text.count("<svg") >= 5
+    assert not re.search(r'(src|href)="https?:', text)
+    for link in re.findall(r'href="([^"#]+)', text):
+        assert (tmp_path / link).exists(), link
+    difference = json.loads((tmp_path / "benchmark" / "results.json").read_text())["summary"][1]["difference"]
+    assert f"{abs(100 * difference):.1f}"[:3] in text
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
+    run_demo(tmp_path, say=lines.append, **options)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")} == before
+    assert report.read_text() == text
+
+
+def test_too_few_networks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least 16, found 3"):
+        run_demo(tmp_path, networks=3)
+
+
+def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
+    demo = Recipe.load(ROOT / "weightscope" / "demo.toml")
+    assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
