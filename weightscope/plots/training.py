@@ -115,24 +115,16 @@ def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str
     ax.hist(kept, bins=edges, color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
     low, median, high = np.quantile(kept, [0.05, 0.5, 0.95])
     left_out = len(values) - len(kept)
-    ax.axvspan(
-        low,
-        high,
-        color=_style.FAINT,
-        alpha=0.45,
-        lw=0,
-        zorder=0,
-        label=f"5 to 95 %: {100 * low:.1f} to {100 * high:.1f} %",
-    )
-    ax.axvline(median, color=_style.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
+    middle = f"90 % of networks: {100 * low:.1f} to {100 * high:.1f} %"
+    span = ax.axvspan(low, high, color=_style.FAINT, alpha=0.45, lw=0, zorder=0, label=middle)
+    line = ax.axvline(median, color=_style.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
     ax.set_xlabel("accuracy (%)")
     ax.set_ylabel("networks")
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     _style.percent(ax.xaxis, *ax.get_xlim())
     ax.grid(axis="y")
     heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and left out" if left_out else "")
-    left = median > sum(ax.get_xlim()) / 2
-    ax.legend(loc="upper left" if left else "upper right", title=heading, alignment="left")
+    canvas.legend([line, span], heading)
     canvas.finish(title)
     return ax
 
@@ -150,5 +142,6 @@ def _edges(values: np.ndarray) -> np.ndarray:
     wanted = 2 * spread / len(values) ** (1 / 3)
     wanted = max(wanted, np.ptp(values) / 60)
     width = max(1, round(wanted / step)) * step
-    start = values.min() - step / 2
-    return start + width * np.arange(int(np.ceil((values.max() - start) / width + 1e-9)) + 1)
+    # From the top down, because no accuracy is above 1 and no bin should be.
+    top = values.max() + step / 2
+    return top - width * np.arange(int(np.ceil((top - values.min()) / width - 1e-9)), -1, -1)

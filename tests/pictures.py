@@ -1,0 +1,98 @@
+"""Data and helpers for the tests of pictures."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+LONG = [f"stages.0.blocks.{b}.mlp.{fc}.weight" for b in range(2) for fc in ("fc1", "fc2")]
+INIT = "mimetic_attention (alpha_qk=0.7, beta_qk=0.7)+sinusoidal_positions"
+
+
+def spd(size: int, seed: int = 0) -> np.ndarray:
+    x = np.random.default_rng(seed).standard_normal((2 * size, size))
+    return np.cov(x.T)
+
+
+def blocks_of(names: list[str], size: int) -> dict[str, slice]:
+    return {name: slice(i * size, (i + 1) * size) for i, name in enumerate(names)}
+
+
+def bench_runs(inits: list[str], lengths: list[int], n: int = 8) -> list[dict[str, Any]]:
+    g = np.random.default_rng(1)
+    base = g.normal(0.7, 0.01, n)
+    return [
+        {
+            "init": init,
+            "epochs": e,
+            "seed": k,
+            "accuracy": float(base[k] + 0.02 * i + 0.01 * e / 8 + g.normal(0, 0.005)),
+        }
+        | {"loss": 0.5, "diverged": i == 1 and k == 2}
+        for e in lengths
+        for i, init in enumerate(inits)
+        for k in range(n)
+    ]
+
+
+def bench_summary(inits: list[str], lengths: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    for e in lengths:
+        for i, init in enumerate(inits):
+            mean = 0.7 + 0.02 * i + 0.01 * np.log2(e + 1)
+            row = {"init": init, "epochs": e, "n": 8, "mean": mean, "ci95": [mean - 0.008, mean + 0.008]}
+            paired = {"difference": 0.02 * i, "difference_ci95": [0.02 * i - 0.005, 0.02 * i + 0.005], "p": 2e-9}
+            rows.append(row | (paired if i else {"difference": None, "difference_ci95": None, "p": None}))
+    return rows
+
+
+def score_row(structure: str, difference: float | None, error: float | None, **more: Any) -> dict[str, Any]:
+    row = {"group": "a", "structure": structure, "parameters": 12_345, "difference": difference, "difference_se": error}
+    return row | {"log_prob": difference, "log_prob_se": error, "chosen": difference == 0, "failed": None} | more
+
+
+SCORES = [
+    score_row("diagonal", -130.0, 5.2),
+    score_row("dense", 0.0, 0.0),
+    score_row("low_rank(rank=8)", -12.3, 1.5),
+    score_row("isotropic", -2411.0, 21.0),
+    score_row(
+        "kronecker", None, None, failed="the matrix stages.0.blocks.0.mlp.fc1.weight has one row only, so it " * 3
+    ),
+]
+STRIPES = [
+    (name, group, ratio * (1 + i / 4), ratio * (1 + i / 4) * 0.9, ratio * (1 + i / 4) * 1.2)
+    for i, name in enumerate(LONG)
+    for group, ratio in (("column means", 1.5), ("row means", 0.6), ("grand mean", 0.9))
+]
+
+
+def figure_of(drawn: Axes | Figure) -> Figure:
+    return drawn if isinstance(drawn, Figure) else drawn.figure
+
+
+def drawn_texts(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
+    """What is really drawn: axes also hold ticks outside of their limits."""
+    found: list[Text] = []
+    draw = Text.draw
+
+    def record(self: Text, renderer: Any) -> None:
+        if self.get_visible() and self.get_text().strip():
+            found.append(self)
+        draw(self, renderer)
+
+    monkeypatch.setattr(Text, "draw", record)
+    figure.draw_without_rendering()
+    return found
+
+
+def bars_of(ax: Axes) -> list[ErrorbarContainer]:
+    return [c for c in ax.containers if isinstance(c, ErrorbarContainer)]
+
+
+def ends_of(bar: ErrorbarContainer) -> list[tuple[float, float]]:
+    return [(path.vertices[0, 0], path.vertices[-1, 0]) for path in bar.lines[2][0].get_paths()]

@@ -1,0 +1,339 @@
+"""Covariance maps, grids of matrices and filters, checked by what is drawn and not by pixels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from pictures import LONG, spd
+
+from weightscope import plots
+from weightscope.errors import DataError, UsageError
+from weightscope.plots import _names, _pool, _style, _text
+
+
+def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
+    matrix = spd(40)
+    ax = plots.covariance_map(matrix, {"a": slice(0, 25), "b": slice(25, 40)})
+    norm = ax.images[0].norm
+    assert norm.vcenter == 0
+    assert norm.vmin == -norm.vmax
+    beside = np.abs(matrix[~np.eye(40, dtype=bool)])
+    assert np.quantile(beside, 0.99) <= norm.vmax <= 1.1 * np.quantile(beside, 0.99)
+    assert norm.vmax < np.diagonal(matrix).min(), "the diagonal does not set the scale"
+    bar = ax.child_axes[0]
+    assert f"±{_text.number(norm.vmax)} holds 99 % of the values beside the diagonal" in bar.get_ylabel().replace(
+        "\n", " "
+    )
+    assert [float(t.get_text().replace("−", "-")) for t in bar.get_yticklabels()] == pytest.approx(
+        [-norm.vmax, -norm.vmax / 2, 0, norm.vmax / 2, norm.vmax]
+    )
+
+
+def test_blocks_are_ruled_off_at_their_borders_and_named() -> None:
+    blocks = dict(zip(LONG, (slice(0, 20), slice(20, 50), slice(50, 60), slice(60, 100)), strict=True))
+    reordered = {name: blocks[name] for name in reversed(LONG)}  # by name, not by order
+    ax = plots.covariance_map(spd(100), reordered)
+    borders = [line for line in ax.lines if line.get_gid() == "border"]
+    assert sorted(line.get_ydata()[0] for line in borders if line.get_xdata()[0] == 0) == [20, 50, 60]
+    assert len(borders) == 6
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        "blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "blocks.1.mlp.fc1", "blocks.1.mlp.fc2",
+    ]  # fmt: skip
+    assert "blocks.0.mlp.fc1 is stages.0.blocks.0.mlp.fc1.weight" in ax.get_xlabel().replace("\n", " ")
+    assert list(ax.get_yticks()) == [10, 35, 55, 80]
+    assert ax.get_ylim() == (100, 0), "the first row is on top"
+
+
+def test_the_picture_shows_the_matrix_itself_when_it_fits() -> None:
+    matrix = spd(30)
+    shown = plots.covariance_map(matrix, {"w": slice(0, 30)}).images[0].get_array()
+    np.testing.assert_allclose(shown, matrix)
+    masked = plots.covariance_map(matrix, {"w": slice(0, 30)}, diagonal="mask").images[0].get_array()
+    np.testing.assert_allclose(masked, matrix - np.diag(np.diagonal(matrix)))
+
+
+def naive_pool(matrix: np.ndarray, edges: np.ndarray, missing: np.ndarray, *, diagonal: bool) -> np.ndarray:
+    out = np.full((len(edges) - 1,) * 2, np.nan)
+    for a in range(len(out)):
+        for b in range(len(out)):
+            values = [
+                matrix[i, j]
+                for i in range(edges[a], edges[a + 1])
+                for j in range(edges[b], edges[b + 1])
+                if not missing[i] and not missing[j] and (a != b or (i == j) == diagonal)
+            ]
+            out[a, b] = np.mean(values) if values else np.nan
+    return out
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_pooling_equals_the_mean_over_each_cell(diagonal: bool) -> None:
+    matrix = spd(23)
+    missing = np.zeros(23, dtype=bool)
+    missing[[3, 20, 21, 22]] = True
+    matrix[missing] = matrix[:, missing] = np.nan
+    edges, factor = _pool.cell_edges([(0, 8), (8, 9), (9, 23)], 9)
+    assert factor == 3
+    assert list(edges) == [0, 3, 6, 8, 9, 12, 15, 18, 21, 23], "cells do not cross the borders at 8 and 9"
+    pooled = _pool.pool(matrix, edges, factor, missing, diagonal=diagonal)
+    np.testing.assert_allclose(pooled.cells, naive_pool(matrix, edges, missing, diagonal=diagonal), atol=1e-15)
+
+
+def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
+    ax = plots.covariance_map(spd(90).astype(np.float32), {"a": slice(0, 41), "b": slice(41, 90)}, cells=30)
+    assert ax.images[0].get_array().shape <= (30, 30)
+    assert "each cell is a mean over 4 × 4" in ax.get_xlabel()
+    border = next(line.get_ydata()[0] for line in ax.lines if line.get_gid() == "border" and line.get_xdata()[0] == 0)
+    assert border == 41
+
+
+def test_pooling_by_the_mean_keeps_stripes_above_noise_and_adds_none() -> None:
+    """The mean of f x f entries is a covariance of means: unbiased, whereas the largest entry grows with f."""
+    noise = np.cov(np.random.default_rng(0).standard_normal((500, 240)).T)
+    edges, factor = _pool.cell_edges([(0, 240)], 40)
+    cells = _pool.pool(noise, edges, factor, np.zeros(240, dtype=bool), diagonal=False)
+    assert np.abs(cells.off_diagonal).max() < np.abs(noise[~np.eye(240, dtype=bool)]).max() / 3
+    assert abs(cells.off_diagonal.mean()) < 1e-3
+
+
+def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
+    """W1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
+    g = np.random.default_rng(3)
+    n, p, d = 150, 24, 10
+    w = g.standard_normal((n, p, d)) + 0.2 * g.standard_normal((n, 1, d))
+    matrix = np.corrcoef(w.reshape(n, -1).T)
+    ax = plots.covariance_map(
+        matrix, {"w1": slice(0, p * d)}, kind="correlation", groups={"w1": np.tile(np.arange(d), p)}
+    )
+    cells = np.asarray(ax.images[0].get_array())
+    assert cells.shape == (d, d)
+    diagonal, others = np.diagonal(cells), cells[~np.eye(d, dtype=bool)]
+    assert diagonal.min() > 3 * others.std()
+    column = matrix.reshape(p, d, p, d)[:, 4, :, 4]
+    assert diagonal[4] == pytest.approx(column[~np.eye(p, dtype=bool)].mean())
+    assert "240 coordinates in 10 groups" in ax.get_xlabel().replace("\n", " ")
+    with pytest.raises(UsageError, match="`w2` is no block"):
+        plots.covariance_map(matrix, {"w1": slice(0, p * d)}, groups={"w2": [0]})
+    with pytest.raises(UsageError, match="`w1` has 240 coordinates"):
+        plots.covariance_map(matrix, {"w1": slice(0, p * d)}, groups={"w1": [0]})
+
+
+def test_constant_coordinates_of_a_correlation_are_grey() -> None:
+    matrix = np.eye(6)
+    matrix[2] = matrix[:, 2] = np.nan
+    ax = plots.covariance_map(matrix, {"w": slice(0, 6)}, kind="correlation")
+    image = ax.images[0]
+    assert np.ma.getmaskarray(image.get_array()).sum() == 11
+    assert to_hex(image.cmap.get_bad()) == _style.GREY
+    assert "1 constant ones are grey" in ax.get_xlabel()
+
+
+def broken(change: Callable[[np.ndarray], None]) -> np.ndarray:
+    matrix = np.corrcoef(spd(6))
+    change(matrix)
+    return matrix
+
+
+def put(value: float, *at: tuple[int, int]) -> Callable[[np.ndarray], None]:
+    def change(matrix: np.ndarray) -> None:
+        for index in at:
+            matrix[index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("matrix", "kind", "message"),
+    [
+        (np.zeros((3, 4)), "covariance", r"expected a square matrix \(D, D\), found \(3, 4\)"),
+        (np.zeros((0, 0)), "covariance", "expected a square matrix"),
+        (broken(put(np.nan, (1, 4), (4, 1))), "covariance", r"entry \(1, 4\) is nan"),
+        (broken(put(np.nan, (1, 4), (4, 1))), "correlation", r"entry \(1, 4\) is nan"),
+        (broken(put(np.inf, (2, 2))), "covariance", r"entry \(2, 2\) is inf"),
+        (broken(put(np.nan, (2, 2))), "covariance", r"entry \(2, 2\) is nan"),
+        (broken(put(5.0, (0, 5))), "covariance", "expected a symmetric matrix"),
+        (broken(put(-1.0, (2, 2))), "covariance", "expected variances on the diagonal"),
+        (2 * np.eye(6), "correlation", "expected ones on the diagonal, found 2; is it a covariance"),
+        (np.full((6, 6), np.nan), "correlation", "every coordinate is constant"),
+    ],
+)
+def test_a_wrong_matrix_is_no_picture(matrix: np.ndarray, kind: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        plots.covariance_map(matrix, {"w": slice(0, len(matrix))}, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"a": slice(0, 3)}, "expected to cover 6 coordinates, found 3"),
+        ({"a": slice(0, 3), "b": slice(4, 6)}, "expected `b` to begin at coordinate 3"),
+        ({"a": slice(0, 4), "b": slice(3, 6)}, "expected `b` to begin at coordinate 4"),
+        ({"a": slice(0, 6, 2)}, "expected `a` to begin"),
+        ({}, "expected to cover 6 coordinates, found 0"),
+    ],
+)
+def test_blocks_must_cover_the_matrix(blocks: dict[str, slice], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plots.covariance_map(np.eye(6), blocks)
+
+
+def test_diagonal_and_zero_matrices_have_a_scale() -> None:
+    blocks = {"w": slice(0, 4), "empty": slice(4, 4), "b": slice(4, 5)}
+    assert plots.covariance_map(3 * np.eye(5), blocks).images[0].norm.vmax == 3
+    assert plots.covariance_map(np.zeros((5, 5)), blocks).images[0].norm.vmax == 1
+    assert plots.covariance_map(np.ones((1, 1)), {"w": slice(0, 1)}).images[0].norm.vmax == 1
+
+
+def test_the_block_form_shows_each_pixel_with_all_others() -> None:
+    k = 3
+    matrix = spd(k * k)
+    blocks = plots.block_form(matrix, k)
+    for i, j, row, column in np.ndindex(k, k, k, k):
+        assert blocks[i * k + row, j * k + column] == matrix[k * i + j, k * row + column]
+    np.testing.assert_array_equal(plots.block_form(blocks, k), matrix)
+    np.testing.assert_array_equal(plots.block_form(np.stack([matrix, 2 * matrix]), k)[1], 2 * blocks)
+    ax = plots.filter_covariance(matrix, k)
+    np.testing.assert_allclose(ax.images[0].get_array(), blocks)
+    borders = [line for line in ax.lines if line.get_gid() == "border"]
+    assert sorted(line.get_ydata()[0] for line in borders if line.get_xdata()[0] == 0) == [3, 6]
+    with pytest.raises(DataError, match=r"9, 9\) for k = 3, found \(8, 8\)"):
+        plots.filter_covariance(spd(8), 3)
+
+
+# Names and numbers
+
+
+def test_short_names_stay_different_and_explain_themselves() -> None:
+    assert _names.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
+    assert _names.short_names(["only.one.weight"]) == (["only.one.weight"], "")
+    assert _names.short_names(["a.weight", "a.bias"]) == (["weight", "bias"], "weight is a.weight")
+    assert _names.short_names(["a.weight", "b.bias"]) == (["a.weight", "b.bias"], "")
+    names = ["stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "center(stages.0.blocks.0.conv_dw.weight)"]
+    short, remark = _names.short_names(names)
+    assert short == ["ste0.weight", "sta0.b0.conv_dw.weight", "center(sta0.b0.conv_dw.weight)"]
+    assert remark == "b = blocks, sta = stages, ste = stem"
+    endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
+    assert _names.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
+    assert len(set(_names.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
+
+
+def test_neighbours_merge_until_labels_fit() -> None:
+    names = [f"layers.{i}.{part}" for i in range(3) for part in ("w", "b")]
+    assert _names.merged(names, 6) == [(name, i, i + 1) for i, name in enumerate(names)]
+    assert _names.merged(names, 3) == [(f"layers.{i} (2)", 2 * i, 2 * i + 2) for i in range(3)]
+    assert _names.merged(names, 1) == [("layers (6)", 0, 6)]
+
+
+def test_labels_are_moved_apart_and_no_further_than_needed() -> None:
+    assert _style.spread([1, 5, 9], 2, 0, 10) == [1, 5, 9]
+    assert _style.spread([5, 5, 5], 2, 0, 10) == pytest.approx([3, 5, 7])
+    assert _style.spread([0, 0, 9.5], 2, 0, 10) == pytest.approx([0, 2, 9.5])
+    assert _style.spread([9, 10], 4, 0, 10) == pytest.approx([6, 10])
+    assert _style.spread([1, 2, 3], 6, 0, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.00123, "0.00123"), (-1.5, "−1.5"), (12345.0, "12,345"), (1.2e-7, "1.2×10⁻⁷"), (2e9, "2×10⁹")],
+)
+def test_numbers_are_written_for_people(value: float, text: str) -> None:
+    assert _text.number(value) == text
+
+
+def test_a_rounded_limit_is_never_smaller() -> None:
+    for value in 10 ** np.random.default_rng(0).uniform(-9, 9, 500):
+        assert value <= _text.rounded_up(value) * (1 + 1e-9) <= value * 1.11
+
+
+# Grids
+
+
+def panels_of(figure: Figure) -> list[Axes]:
+    return [ax for ax in figure.axes if ax.images and ax.images[0].get_array().shape[0] > 1]
+
+
+def test_a_row_of_the_grid_shares_one_printed_colour_scale() -> None:
+    values = np.random.default_rng(0).normal(size=(2, 3, 20, 20)) * np.array([1, 50])[:, None, None, None]
+    figure = plots.matrix_grid(values, row_labels=["a", "b"], column_labels=["0", "1", "2"], clip=16)
+    panels = panels_of(figure)
+    assert len(panels) == 6
+    printed = [t.get_text() for t in figure.texts if t.get_gid() == "limit"]
+    for i in range(2):
+        norms = {
+            (p.images[0].norm.vmin, p.images[0].norm.vcenter, p.images[0].norm.vmax) for p in panels[3 * i : 3 * i + 3]
+        }
+        ((low, centre, high),) = norms
+        assert (low, centre) == (-high, 0)
+        assert printed[i] == f"±{_text.number(high)}"
+        typical = np.median([np.quantile(np.abs(m[:16, :16]), 0.995) for m in values[i]])
+        assert typical <= high <= 1.1 * typical
+    np.testing.assert_array_equal(panels[4].images[0].get_array(), values[1, 1, :16, :16])
+    together = plots.matrix_grid(values, share="all")
+    assert len({p.images[0].norm.vmax for p in panels_of(together)}) == 1
+    texts = " ".join(t.get_text() for t in figure.texts).replace("\n", " ")
+    assert "upper left 16 × 16 of 20 × 20" in texts
+
+
+def test_every_entry_of_a_grid_is_a_whole_number_of_pixels() -> None:
+    figure = plots.matrix_grid(np.zeros((2, 5, 32, 24)))
+    figure.draw_without_rendering()
+    for panel in panels_of(figure):
+        box = panel.get_window_extent()
+        for pixels, entries in ((box.height, 32), (box.width, 24)):
+            assert pixels / entries == pytest.approx(round(pixels / entries))
+            assert pixels >= entries
+
+
+def test_large_matrices_of_a_grid_are_averaged() -> None:
+    matrix = np.arange(600.0 * 600).reshape(600, 600)
+    figure = plots.matrix_grid(matrix[None, None], clip=None)
+    shown = panels_of(figure)[0].images[0].get_array()
+    assert shown.shape == (200, 200)
+    assert shown[1, 2] == pytest.approx(matrix[3:6, 6:9].mean())
+    assert "cells are means over 3 × 3" in " ".join(t.get_text() for t in figure.texts).replace("\n", " ")
+
+
+def test_missing_and_broken_matrices_of_a_grid() -> None:
+    good, bad = np.eye(4), np.full((4, 4), np.nan)
+    figure = plots.matrix_grid([[good, None], [bad, 3 * good]])
+    assert len(panels_of(figure)) == 2
+    assert [t.get_text() for ax in figure.axes for t in ax.texts] == ["not\nfinite"]
+    for matrices in ([[None]], [[np.eye(3), np.eye(4)]], np.zeros((2, 2, 3)), [[good], [good, good]]):
+        with pytest.raises(DataError, match=r"expected \(R, C, m, n\)"):
+            plots.matrix_grid(matrices)
+    with pytest.raises(UsageError, match="row_labels: expected 2 or none, found 1"):
+        plots.matrix_grid(np.zeros((2, 2, 3, 3)), row_labels=["a"])
+    with pytest.raises(UsageError, match="clip"):
+        plots.matrix_grid(np.zeros((2, 2, 3, 3)), clip=0)
+
+
+def test_filters_lie_side_by_side_with_gaps() -> None:
+    filters = np.random.default_rng(0).normal(size=(7, 3, 4))
+    ax = plots.filter_grid(filters, columns=3)
+    mosaic = ax.images[0].get_array()
+    assert mosaic.shape == (3 * 4 - 1, 3 * 5 - 1)
+    np.testing.assert_array_equal(mosaic[4:7, 5:9], filters[4])
+    assert np.ma.getmaskarray(mosaic)[3].all()
+    norm = ax.images[0].norm
+    assert norm.vmin == -norm.vmax
+    assert norm.vmax >= np.abs(filters).max()
+    each = plots.filter_grid(filters, columns=3, scale="each").images[0].get_array()
+    assert np.abs(each[4:7, 5:9]).max() == pytest.approx(1)
+
+
+def test_colour_filters_show_zero_as_grey() -> None:
+    filters = np.zeros((2, 3, 2, 2))
+    filters[1, 0] = 1.0
+    image = plots.filter_grid(filters, columns=2).images[0].get_array()
+    np.testing.assert_allclose(image[:2, :2], 0.5)
+    np.testing.assert_allclose(image[0, 3], [1.0, 0.5, 0.5])
+    for wrong in (np.zeros((2, 2)), np.zeros((2, 2, 2, 2)), np.zeros((0, 2, 2))):
+        with pytest.raises(DataError, match="expected"):
+            plots.filter_grid(wrong)
+    filters[1, 1, 0, 0] = np.nan
+    with pytest.raises(DataError, match="filter 1 is not finite"):
+        plots.filter_grid(filters)

@@ -1,0 +1,262 @@
+"""Training curves, forests and benchmarks, checked by what is drawn and not by pixels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from pictures import INIT, SCORES, STRIPES, bars_of, bench_runs, bench_summary, ends_of, score_row
+from scipy import stats
+
+from weightscope import plots
+from weightscope.errors import DataError, UsageError
+
+
+def test_training_curves_are_medians_with_bands() -> None:
+    values = np.random.default_rng(0).random((50, 7))
+    values[3, 2] = np.nan
+    ax = plots.training_curves(values, label="train", band=(0.1, 0.9))
+    assert plots.training_curves(values[:, :5], ax, "test") is ax
+    kept = np.delete(values, 3, axis=0)
+    first, second = (line for line in ax.lines if line.get_gid() == "curve")
+    np.testing.assert_allclose(first.get_ydata(), np.median(kept, axis=0))
+    np.testing.assert_array_equal(first.get_xdata(), np.arange(1, 8))
+    assert first.get_color() != second.get_color()
+    assert first.get_linestyle() != second.get_linestyle()
+    band = ax.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(np.quantile(kept, 0.9, axis=0).max())
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == [
+        "train: median of 49, 10 to 90 % shaded, 1 diverged",
+        "test: median of 49, 5 to 95 % shaded, 1 diverged",
+    ]
+    assert ax.get_ylabel() == "accuracy (%)"
+    assert ax.get_xlim()[0] < 1
+    assert ax.get_xlim()[1] > 7
+
+
+def test_one_network_and_one_epoch_are_drawn_without_a_band() -> None:
+    ax = plots.training_curves(np.array([[2.5]]), quantity="loss")
+    assert not ax.collections
+    assert ax.lines[0].get_marker() == "o"
+    assert ax.get_ylabel() == "loss"
+
+
+def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
+    counts = np.random.default_rng(0).binomial(360, 0.96, 300)
+    accuracies = np.append(counts / 360, [np.nan, np.nan])
+    ax = plots.accuracy_distribution(accuracies)
+    edges = np.array([p.get_x() for p in ax.containers[0]])
+    steps = np.diff(edges) * 360
+    np.testing.assert_allclose(steps, np.round(steps[0]), atol=1e-4)
+    np.testing.assert_allclose(edges * 360 % 1, 0.5, atol=1e-4, err_msg="borders lie between accuracies")
+    assert sum(p.get_height() for p in ax.containers[0]) == 300
+    assert edges.min() < counts.min() / 360
+    assert edges.max() + steps[0] / 360 == pytest.approx((counts.max() + 0.5) / 360), "no bar beyond the best"
+    median = next(line for line in ax.lines if line.get_gid() == "median")
+    assert median.get_xdata()[0] == np.median(counts / 360)
+    assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and left out"
+
+
+def test_equal_accuracies_are_one_bar() -> None:
+    ax = plots.accuracy_distribution([0.5, 0.5, 0.5])
+    assert [p.get_height() for p in ax.containers[0]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: plots.training_curves(np.full((3, 2), np.nan)), "none of 3 networks is finite"),
+        (lambda: plots.training_curves(np.zeros(3)), r"expected \(networks, epochs\)"),
+        (lambda: plots.training_curves(np.full((3, 2), 97.0)), "expected fractions between 0 and 1, found 97"),
+        (lambda: plots.accuracy_distribution([np.nan]), "none of 1 is finite"),
+        (lambda: plots.accuracy_distribution([98.2]), "expected fractions"),
+        (lambda: plots.accuracy_distribution(np.zeros((2, 2))), r"expected \(networks,\)"),
+    ],
+)
+def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        draw()
+
+
+# Evidence
+
+
+def test_the_forest_of_stripe_ratios_has_intervals_and_the_reference() -> None:
+    ax = plots.stripe_ratios(STRIPES)
+    assert ax.get_xscale() == "log"
+    assert next(line for line in ax.lines if line.get_gid() == "reference").get_xdata()[0] == 1
+    bars = {bar.get_label(): bar for bar in bars_of(ax)}
+    assert list(bars) == ["column means", "row means", "grand mean"]
+    for group, bar in bars.items():
+        rows = [row for row in STRIPES if row[1] == group]
+        np.testing.assert_allclose(bar.lines[0].get_xdata(), [row[2] for row in rows])
+        np.testing.assert_allclose(ends_of(bar), [row[3:] for row in rows])
+    assert len({to_hex(bar.lines[0].get_color()) for bar in bars.values()}) == 3
+    assert len({bar.lines[0].get_marker() for bar in bars.values()}) == 3
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == list(bars)
+    assert [t.get_text() for t in ax.get_yticklabels()] == [f"blocks.{b}.mlp.fc{f}" for b in (0, 1) for f in (1, 2)]
+    assert 1.0 in ax.get_xticks()
+    assert "1.50 (1.35–1.80)" in [t.get_text() for t in ax.texts]
+
+
+def test_a_ratio_of_zero_is_an_arrow_at_the_edge() -> None:
+    ax = plots.stripe_ratios([("w", "rows", 0.0, 0.0, 0.0), ("w", "columns", 80.0, 60.0, 100.0)])
+    arrow = next(line for line in ax.lines if line.get_gid() == "zero")
+    assert arrow.get_xdata()[0] == pytest.approx(ax.get_xlim()[0])
+    assert "0 exactly" in [t.get_text() for t in ax.texts]
+    assert ax.get_xlim()[1] > 100
+
+
+@pytest.mark.parametrize("row", [(np.nan, 1, 2), (1, 2, 3), (-1, -2, 1), (1, 0.5, np.inf)])
+def test_ratios_outside_their_interval_are_refused(row: tuple[float, float, float]) -> None:
+    with pytest.raises(DataError, match="`w`, columns: expected 0 <= low <= ratio <= high"):
+        plots.stripe_ratios([("w", "columns", *row)])
+
+
+def test_stripes_need_rows_that_differ() -> None:
+    for rows in ([], [STRIPES[0], STRIPES[0]]):
+        with pytest.raises(UsageError, match="expected rows that differ"):
+            plots.stripe_ratios(rows)
+
+
+def test_ratio_ticks_are_round_and_include_one() -> None:
+    for low, high in ((0.9, 1.1), (0.4, 2), (0.01, 3), (0.5, 1e5), (1e-4, 1e4)):
+        ticks = plots.evidence._ratio_ticks(low, high)
+        assert 1.0 in ticks
+        assert len(ticks) <= 9
+        assert ticks == sorted(ticks)
+
+
+def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
+    ax = plots.heldout_scores(SCORES)
+    names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == names
+    points = [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)]
+    assert points == [0, -12.3, -130, -2411]
+    assert ends_of(bars_of(ax)[1]) == [pytest.approx((-13.8, -10.8))]
+    texts = [t.get_text() for t in ax.texts]
+    assert "best" in texts
+    assert "−12.3 ± 1.5" in texts
+    assert "12,345" in texts
+    failed = next(t for t in ax.texts if t.get_gid() == "failed")
+    assert failed.get_text().startswith("not fitted: the matrix")
+    assert ax.get_xscale() == "symlog"
+    assert "logarithmic beyond ±10" in ax.get_xlabel()
+    near = plots.heldout_scores([score_row("a", 0.0, 0.0), score_row("b", -3.0, 1.0)])
+    assert near.get_xscale() == "linear"
+
+
+def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
+    table = [score_row("dense", 0.0, 0.0, group=g) for g in ("a", "b")] + [score_row("sum", 0.0, 0.0, group="(all)")]
+    assert [t.get_text() for t in plots.heldout_scores(table).get_yticklabels()] == ["sum"]
+    assert [t.get_text() for t in plots.heldout_scores(table, group="b").get_yticklabels()] == ["dense"]
+    with pytest.raises(UsageError, match="expected group to be one of a, b, found None"):
+        plots.heldout_scores(table[:2])
+    with pytest.raises(UsageError, match="found c"):
+        plots.heldout_scores(table, group="c")
+    with pytest.raises(UsageError, match="table is empty"):
+        plots.heldout_scores([])
+    with pytest.raises(DataError, match=r"`dense`: nan ± 1\.0 is no result"):
+        plots.heldout_scores([score_row("dense", np.nan, 1.0)])
+
+
+# Benchmarks
+
+
+def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:
+    inits = ["default", INIT, "artifact", "default (frozen)", "artifact (frozen)"]
+    lengths = [1, 2, 4, 8, 16]
+    ax = plots.convergence(bench_summary(inits, lengths))
+    bars = {bar.get_label(): bar for bar in bars_of(ax)}
+    assert list(bars) == inits
+    lines = {name: bar.lines[0] for name, bar in bars.items()}
+    np.testing.assert_allclose(lines["default"].get_ydata(), [0.7 + 0.01 * np.log2(e + 1) for e in lengths])
+    looks = {(to_hex(line.get_color()), line.get_marker(), line.get_markerfacecolor()) for line in lines.values()}
+    assert len(looks) == 5
+    assert len({lines[name].get_marker() for name in inits[:3]}) == 3
+    assert len({str(lines[name]._dash_pattern) for name in inits[:3]}) == 3
+    assert lines["default"].get_color() == lines["default (frozen)"].get_color()
+    assert lines["default (frozen)"].get_markerfacecolor() == "white"
+    assert list(ax.get_xticks()) == lengths
+    assert ax.get_xscale() == "log"
+    intervals = [path.vertices[:, 1] for path in bars["default"].lines[2][0].get_paths()]
+    np.testing.assert_allclose([v.max() - v.min() for v in intervals], 0.016)
+    assert [t.get_text().replace("\n", " ") for t in ax.get_legend().get_texts()] == inits
+    assert ax.get_legend().get_title().get_text() == "mean of 8 seeds with 95 % CI"
+    assert plots.convergence(bench_summary(inits, [2, 3])).get_xscale() == "linear"
+
+
+def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
+    ax = plots.convergence(bench_summary(["default", "artifact"], [3]))
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["default", "artifact"]
+    assert [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)] == pytest.approx([0.72, 0.74])
+    assert ends_of(bars_of(ax)[0]) == [pytest.approx((0.712, 0.728))]
+    reference = [line for line in ax.lines if line.get_gid() == "reference"]
+    assert [line.get_xdata()[0] for line in reference] == pytest.approx([0.72])
+    texts = [t.get_text() for t in ax.texts]
+    assert "reference" in texts
+    assert "+2.0, p = 2×10⁻⁹" in texts
+    assert "after 3 epochs; mean of 8 seeds with 95 % CI" in ax.get_xlabel()
+
+
+def test_the_adjusted_p_value_is_preferred() -> None:
+    rows = bench_summary(["default", "artifact"], [3])
+    rows[1]["p_holm"] = 0.25
+    assert "+2.0, p = 0.25" in [t.get_text() for t in plots.convergence(rows).texts]
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 6]])
+@pytest.mark.parametrize("ends", [None, [-np.inf, np.inf], [None, None]])
+def test_one_seed_is_a_point_without_an_interval(lengths: list[int], ends: Any) -> None:
+    rows = [row | {"n": 1, "ci95": ends} for row in bench_summary(["default"], lengths)]
+    ax = plots.convergence(rows)
+    for path in bars_of(ax)[0].lines[2][0].get_paths():
+        assert np.ptp(path.vertices) >= 0
+        assert np.ptp(path.vertices[:, 1 if len(lengths) > 1 else 0]) == 0
+    text = ax.get_xlabel() if len(lengths) == 1 else ax.get_legend().get_title().get_text()
+    assert "1 seed, so no interval" in text
+
+
+def test_summaries_that_make_no_sense_are_refused() -> None:
+    rows = bench_summary(["default"], [3])
+    for bad in ([], rows + rows):
+        with pytest.raises(UsageError, match="expected rows that differ"):
+            plots.convergence(bad)
+    with pytest.raises(DataError, match="after 3 epochs: expected a fraction between 0 and 1 as mean"):
+        plots.convergence([rows[0] | {"mean": 97.0}])
+
+
+def test_paired_differences_are_paired_by_seed() -> None:
+    runs = bench_runs(["default", "artifact", "default (frozen)", "artifact (frozen)"], [3])
+    np.random.default_rng(0).shuffle(runs[8:16])
+    ax = plots.paired_differences(runs)
+    accuracy = {(r["init"], r["seed"]): r["accuracy"] for r in runs}
+    for name, reference, bar in zip(
+        ("artifact", "artifact (frozen)"), ("default", "default (frozen)"), bars_of(ax), strict=True
+    ):
+        values = np.array([100 * (accuracy[name, k] - accuracy[reference, k]) for k in range(8)])
+        assert bar.lines[0].get_xdata()[0] == pytest.approx(values.mean())
+        interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        assert ends_of(bar) == [pytest.approx(tuple(interval))]
+    seeds = [line for line in ax.lines if line.get_gid() in ("seeds", "diverged")]
+    drawn = np.sort(np.concatenate([line.get_xdata() for line in seeds[:2]]))
+    expected = np.sort([100 * (accuracy["artifact", k] - accuracy["default", k]) for k in range(8)])
+    np.testing.assert_allclose(drawn, expected)
+    assert [len(line.get_xdata()) for line in seeds if line.get_gid() == "diverged"] == [1]
+    assert "× diverged" in ax.get_xlabel()
+    assert "default or default (frozen)" in ax.get_xlabel().replace("\n", " ")
+    assert "8 of 8" in [t.get_text() for t in ax.texts]
+
+
+def test_lengths_have_headings_and_missing_seeds_are_left_out() -> None:
+    runs = [r for r in bench_runs(["default", "artifact"], [9, 3]) if not (r["init"] == "artifact" and r["seed"] > 4)]
+    ax = plots.paired_differences(runs)
+    texts = [t.get_text() for t in ax.texts]
+    assert texts.index("3 epochs") < texts.index("9 epochs")
+    assert "5 of 5" in texts
+    with pytest.raises(UsageError, match="expected a second initialiser"):
+        plots.paired_differences([r for r in runs if r["init"] == "default"])
+    with pytest.raises(DataError, match="not finite"):
+        plots.paired_differences([r | {"accuracy": np.nan} for r in runs])
