@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fake_training as fake
@@ -279,6 +279,24 @@ def test_another_folder_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file"):
         manifests.create_or_match(tmp_path / "thesis.tex", wanted, grow=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis.tex"]
+
+
+def test_a_population_that_another_process_makes_meanwhile_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, listed = tmp_path / "a.pop", Path.glob
+
+    def glob(folder: Path, pattern: str) -> Iterator[Path]:
+        """Another process writes the manifest and a shard just before the folder is looked into."""
+        monkeypatch.setattr(Path, "glob", listed)
+        fake.write_population(path, fake.recipe(), [0])
+        return folder.glob(pattern)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
+    manifest, created = manifests.create_or_match(path, wanted, grow=True)
+    assert manifest.networks == 20
+    assert not created
 
 
 def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:

@@ -169,8 +169,10 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
         UsageError: if the folder is something else, or fewer networks are asked for than it has.
         DataError: if the manifest there is damaged, or this version builds another network from the recipe.
     """
+    # Listed before the manifest is looked for: another process may make the population at any moment.
+    others = _others(path)
     if not (path / NAME).exists():
-        _refuse_other_folder(path)
+        _refuse_other_folder(path, others)
         _atomic.make_folder(path / SHARDS)
         _atomic.write(path / NAME, wanted.to_bytes())
         return wanted, True
@@ -225,12 +227,17 @@ def artifact_hashes(recipe: Recipe) -> dict[str, str]:
     return hashes
 
 
-def _refuse_other_folder(path: Path) -> None:
+def _others(path: Path) -> list[Path]:
+    """What lies in a population's folder apart from its manifest, with the shards themselves."""
+    folder = path / SHARDS
+    found = [p for p in path.glob("*") if p not in (folder, path / NAME)] + list(folder.glob("*"))
+    return [p for p in found if not p.name.startswith(".")]
+
+
+def _refuse_other_folder(path: Path, others: list[Path]) -> None:
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; give the folder of a population")
-    shards = path / SHARDS
-    others = [p.name for p in path.glob("*") if p != shards and not p.name.startswith(".")] if path.exists() else []
-    if others:
-        raise UsageError(f"{path} holds {others[0]} but no {NAME}; give a new folder or that of a population")
-    if shards.is_dir() and any(shards.glob("[!.]*")):
+    if any(p.parent != path for p in others):
         raise DataError(f"{path} holds shards but no {NAME}; put it back, or collect into another folder")
+    if others:
+        raise UsageError(f"{path} holds {others[0].name} but no {NAME}; give a new folder or that of a population")
