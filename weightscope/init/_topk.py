@@ -6,6 +6,7 @@ leading singular vectors by matrix products alone.
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -58,10 +59,21 @@ def factors(
         return left @ spread, right @ spread
     vectors = _filtered(matrix, rank, spectrum) if spectrum is not None else None
     if vectors is None:
-        vectors = torch.linalg.eigh(matrix.T @ matrix)[1][:, -rank:].flip(1)
+        vectors = torch.linalg.eigh(_gram(matrix))[1][:, -rank:].flip(1)
     image = matrix @ vectors
     roots = image.norm(dim=0).sqrt().clamp_min(torch.finfo(matrix.dtype).tiny)
     return image / roots, vectors * roots
+
+
+def _gram(matrix: Tensor, blocks: int = 4) -> Tensor:
+    """`M^T M` (n, n) from the products on and above its block diagonal, five eighths of the work."""
+    n = matrix.shape[1]
+    edges = [n * i // blocks for i in range(blocks + 1)]
+    out = matrix.new_empty(n, n)
+    for start, end in itertools.pairwise(edges):
+        out[start:end, start:] = matrix[:, start:end].T @ matrix[:, start:]
+        out[end:, start:end] = out[start:end, end:].T
+    return out
 
 
 def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
@@ -82,16 +94,16 @@ def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor 
     if steps > _STEPS:
         return None
 
-    gram = matrix.T @ matrix
-    step = gram * (2 / half)  # 2 (G - centre I) / half
+    gram = _gram(matrix)
+    step = gram.mul_(2 / half)  # 2 (G - centre I) / half, in place of G
     step.diagonal().sub_(2 * centre / half)
-    before = torch.eye(n, rank)
-    block = step[:, :rank] / 2
+    before = torch.eye(rank, n)  # vectors are rows here: the products are faster so
+    block = step[:rank] / 2
     for _ in range(steps - 1):
-        before, block = block, torch.addmm(before, step, block, beta=-1)
+        before, block = block, torch.addmm(before, block, step, beta=-1)
     scale = block.norm()  # the polynomials grow by many orders of magnitude
-    basis = torch.linalg.qr(torch.cat([block / scale, before / scale], dim=1))[0]
-    image = gram @ basis
+    basis = torch.linalg.qr(torch.cat([block, before]).div_(scale).T)[0]
+    image = (step @ basis).mul_(half / 2).add_(basis, alpha=centre)  # G basis
     values, vectors = torch.linalg.eigh(basis.T @ image)
     vectors = vectors[:, -rank:].flip(1)
     out = basis @ vectors

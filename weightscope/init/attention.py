@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope.anatomy import AttentionPart, attention
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, chosen_layers, frame, normal, number
+from weightscope.init._common import M, choice, chosen_layers, cpu_generator, frame, normal, number
 from weightscope.init._topk import factors, spectrum
 
 # (alpha_qk, beta_qk, alpha_vo, beta_vo): thesis 3.2.4 and 3.2.6
@@ -21,7 +21,7 @@ CONSTRUCTIONS = ("svd", "same-random")
 
 def noisy_identity(d: int, alpha: float, beta: float, generator: torch.Generator | None) -> Tensor:
     """`alpha Z + beta I` with the entries of Z from N(0, 1/d), float32 (d, d)."""
-    out = normal(d, d, generator=generator).mul_(alpha / math.sqrt(d))
+    out = torch.empty(d, d).normal_(std=alpha / math.sqrt(d), generator=cpu_generator(generator))
     out.diagonal().add_(beta)
     return out
 
