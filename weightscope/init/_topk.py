@@ -76,6 +76,21 @@ def _gram(matrix: Tensor, blocks: int = 4) -> Tensor:
     return out
 
 
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis (n, b) of the span of columns (n, b): Cholesky QR twice (Yamamoto et al. 2015).
+
+    Half the time of Householder's QR, which remains for columns that are too nearly dependent.
+    """
+    basis = columns
+    for dtype in (torch.float64, torch.float32):
+        wide = basis.to(dtype)
+        root, failed = torch.linalg.cholesky_ex(wide.T @ wide)
+        if failed:
+            return torch.linalg.qr(columns)[0]
+        basis = torch.linalg.solve_triangular(root, wide.T, upper=False).T.float()
+    return basis
+
+
 def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
     """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None where that does not pay.
 
@@ -100,9 +115,9 @@ def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor 
     before = torch.eye(rank, n)  # vectors are rows here: the products are faster so
     block = step[:rank] / 2
     for _ in range(steps - 1):
-        before, block = block, torch.addmm(before, block, step, beta=-1)
+        before, block = block, before.addmm_(block, step, beta=-1)
     scale = block.norm()  # the polynomials grow by many orders of magnitude
-    basis = torch.linalg.qr(torch.cat([block, before]).div_(scale).T)[0]
+    basis = _orthonormal(torch.cat([block, before]).div_(scale).T)
     image = (step @ basis).mul_(half / 2).add_(basis, alpha=centre)  # G basis
     values, vectors = torch.linalg.eigh(basis.T @ image)
     vectors = vectors[:, -rank:].flip(1)

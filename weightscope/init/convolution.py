@@ -97,7 +97,8 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
         UsageError: if `psd` is another word.
     """
     choice("psd", psd, ("abs", "clip"))
-    values, vectors = np.linalg.eigh(covariance)
+    # Torch's, not NumPy's: two libraries whose threads take turns wait for one another.
+    values, vectors = (a.numpy() for a in torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64))))
     return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
 
 
