@@ -1,0 +1,218 @@
+"""Slices of one tensor as samples (filters, rows, columns): their covariance, spectrum and focus on the centre."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse.linalg import LinearOperator, eigsh
+
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics.moments import Moments, finite_rows
+
+KEPT = 1024  # coordinates up to which the whole matrix is handed out: 8 MiB
+FULL = 2048  # side of the smaller Gram matrix up to which every eigenvalue is computed: seconds on one core
+LEADING = 16  # eigenvalues beyond that
+_CHUNK = 256
+_DEAD = 1e-3  # of the median norm: EfficientNet's pruned filters lie at 1e-8, the smallest live ones at 0.05
+
+
+@dataclass(frozen=True)
+class SliceMoments:
+    """What n samples x (n, P) of one tensor have in common.
+
+    Attributes:
+        n: samples that count, those whose numbers are all finite.
+        excluded: samples left out because a number is not finite.
+        dead: samples with a norm below a thousandth of the median norm; they count.
+        mean: (P,) float64.
+        variance: (P,) float64, divisor n - 1.
+        covariance: (P, P) float64, divisor n - 1; None if P is above what was to be kept.
+        eigenvalues: of the covariance, descending: min(n, P) of them, or the leading 16 where that is above 2,048.
+        squared: the squared Frobenius norm of the covariance, the sum of all squared eigenvalues.
+    """
+
+    n: int
+    excluded: int
+    dead: int
+    mean: np.ndarray
+    variance: np.ndarray
+    covariance: np.ndarray | None
+    eigenvalues: np.ndarray
+    squared: float
+
+    @property
+    def total(self) -> float:
+        """The trace of the covariance."""
+        return float(self.variance.sum())
+
+    @property
+    def effective_rank(self) -> float:
+        """`(tr S)^2 / tr S^2`, between 1 and P: how many directions share the variance; NaN without variance."""
+        return self.total**2 / self.squared if self.squared > 0 else math.nan
+
+    @property
+    def mean_ratio(self) -> float:
+        """`n |mean|^2 / tr S`: 1 on average for independent samples of mean zero, n when all are the same."""
+        return self.n * float(self.mean @ self.mean) / self.total if self.total > 0 else math.nan
+
+    @property
+    def edge_ratio(self) -> float:
+        """The largest eigenvalue in units of Marchenko and Pastur's edge `(tr S / P) (1 + sqrt(P / (n - 1)))^2`.
+
+        About 1 for independent entries of one variance; what is well above has structure (or heavy tails).
+        """
+        size = len(self.mean)
+        edge = self.total / size * (1 + math.sqrt(size / (self.n - 1))) ** 2
+        return float(self.eigenvalues[0]) / edge if edge > 0 else math.nan
+
+
+def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
+    """Mean, covariance and spectrum of samples, in float64 whatever their type (thesis Eq. 3.3).
+
+    Sums go over blocks of 256 samples or coordinates, about the mean. Memory is one square matrix with the smaller
+    of n and P as its side (P x P where the covariance is kept), besides the samples.
+
+    Args:
+        samples: (n, P).
+        keep: the largest P for which the covariance itself is handed out.
+
+    Raises:
+        UsageError: if the array has another number of axes.
+        DataError: if fewer than 2 samples are finite.
+    """
+    x = np.asarray(samples)
+    if x.ndim != 2 or 0 in x.shape:
+        raise UsageError(f"expected samples (n, P), found {x.shape}")
+    finite = finite_rows(x)
+    excluded = int(len(x) - finite.sum())
+    x = x[finite] if excluded else x
+    if len(x) < 2:
+        raise DataError(f"expected at least 2 finite samples, found {len(x)} ({excluded} hold NaN or infinity)")
+    norms = np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64))
+    dead = int((norms < _DEAD * np.median(norms)).sum())
+    size = x.shape[1]
+    if size <= max(keep, len(x)):
+        moments = Moments(size).update(x)
+        mean, matrix = moments.mean, moments.covariance(destroy=True)
+        variance = np.diagonal(matrix).copy()
+        gram = matrix
+    else:
+        mean, variance, gram = _other_side(x)
+        matrix = None
+    values = _spectrum(gram, min(len(x), size))
+    covariance = matrix if size <= keep else None
+    return SliceMoments(len(x), excluded, dead, mean, variance, covariance, values, float(np.vdot(gram, gram)))
+
+
+def _other_side(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean (P,), variance (P,) and `Z Z^T / (n - 1)` (n, n) of the centred samples Z: its eigenvalues are those of S."""
+    n, size = x.shape
+    mean, variance, gram = np.empty(size), np.empty(size), np.zeros((n, n))
+    for start in range(0, size, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        block = x[:, part].astype(np.float64)
+        # About the first sample first, so that a constant coordinate has exactly no variance.
+        mean[part] = block[0] + (block - block[0]).mean(axis=0)
+        block -= mean[part]
+        variance[part] = np.einsum("ij,ij->j", block, block) / (n - 1)
+        gram += block @ block.T
+    return mean, variance, gram / (n - 1)
+
+
+def _spectrum(gram: np.ndarray, rank: int) -> np.ndarray:
+    """Eigenvalues of a positive semi-definite matrix, descending and never negative."""
+    if len(gram) <= FULL:
+        return np.maximum(np.linalg.eigvalsh(gram)[::-1][:rank], 0.0)
+    start = np.random.default_rng(0).standard_normal(len(gram))
+    operator = LinearOperator(gram.shape, matvec=lambda v: gram @ v, dtype=np.float64)
+    return np.maximum(np.sort(eigsh(operator, k=LEADING, v0=start, return_eigenvectors=False))[::-1], 0.0)
+
+
+@dataclass(frozen=True)
+class Focus:
+    """How variance lies about the centre of a filter; `v_p` is the variance of pixel p, `r_p` its distance in pixels.
+
+    The centre is the point `((kh - 1) / 2, (kw - 1) / 2)`; the central pixels are the one, two or four nearest to it.
+    Channels of a patch embedding add up. All are NaN where there is no variance.
+
+    Attributes:
+        spread: `sum_p v_p r_p^2 / sum_p v_p`, in square pixels: 0 for a single central pixel.
+        relative_spread: spread divided by that of equal variances, `(kh^2 + kw^2 - 2) / 12`: 1 for independent
+            entries of one variance, whatever the kernel, and below 1 if variance is in the middle.
+        relative_spread_se: its standard error over the samples (delta method for a quotient of means).
+        central_share: variance of the central pixels over the whole variance.
+        central_share_se: its standard error.
+        central_ratio: central_share times P over the number of central pixels: 1 for equal variances.
+        neighbours: mean correlation of pixels that touch at a side (the moving positive bump of thesis Fig. 3.1).
+        from_centre: mean correlation of the central pixels with all others that do not touch them (the standing
+            negative bump); NaN where there is none.
+    """
+
+    spread: float
+    relative_spread: float
+    relative_spread_se: float
+    central_share: float
+    central_share_se: float
+    central_ratio: float
+    neighbours: float
+    from_centre: float
+
+
+def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
+    """Where the variance of filters lies.
+
+    Args:
+        samples: (n, c * kh * kw), as given to `slice_moments`.
+        shape: (kh, kw); c channels are stacked before it.
+        found: the moments of the samples.
+    """
+    distance, central = _geometry(shape)
+    pixels = len(distance)
+    channels = len(found.mean) // pixels
+    squares = np.zeros((found.n, pixels))  # (x - mean)^2, channels added
+    kept = samples[finite_rows(samples)] if found.excluded else samples
+    for c in range(channels):
+        part = slice(c * pixels, (c + 1) * pixels)
+        squares += (kept[:, part].astype(np.float64) - found.mean[part]) ** 2
+    energy = squares.sum(axis=1)  # (n,)
+    if not energy.sum() > 0:
+        return Focus(*[math.nan] * 8)
+    spread, spread_se = _quotient(squares @ distance, energy)
+    share, share_se = _quotient(squares[:, central].sum(axis=1), energy)
+    white = float(distance.mean())
+    neighbours, others = _correlations(found, shape, central)
+    # A filter of one pixel has no distances.
+    relative = (spread / white, spread_se / white) if white else (math.nan, math.nan)
+    return Focus(spread, *relative, share, share_se, share * pixels / int(central.sum()), neighbours, others)
+
+
+def _geometry(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Squared distances from the centre (P,), and which pixels are central (P,)."""
+    row, column = (np.arange(n) - (n - 1) / 2 for n in shape)
+    distance = (row[:, None] ** 2 + column[None, :] ** 2).ravel()
+    return distance, distance == distance.min()
+
+
+def _quotient(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
+    """The quotient of two means over n samples, and its standard error by the delta method."""
+    value = float(top.sum() / bottom.sum())
+    error = math.sqrt(float(((top - value * bottom) ** 2).sum()) * len(top) / (len(top) - 1)) / float(bottom.sum())
+    return value, error
+
+
+def _correlations(found: SliceMoments, shape: tuple[int, int], central: np.ndarray) -> tuple[float, float]:
+    """Mean correlation of neighbours, and of central pixels with those that do not touch them, over all channels."""
+    if found.covariance is None or not (found.variance > 0).all():
+        return math.nan, math.nan
+    scale = 1 / np.sqrt(found.variance)
+    matrix = found.covariance * scale * scale[:, None]
+    rows, columns = (i.ravel() for i in np.indices(shape))
+    apart = np.abs(rows[:, None] - rows) + np.abs(columns[:, None] - columns)
+    far = central[:, None] & (apart > 1) & ~central
+    pixels, touching, distant = len(central), [], []
+    for start in range(0, len(matrix), pixels):
+        own = matrix[start : start + pixels, start : start + pixels]
+        touching.append(own[apart == 1])
+        distant.append(own[far])
+    means = [float(np.concatenate(values).mean()) if values[0].size else math.nan for values in (touching, distant)]
+    return means[0], means[1]
