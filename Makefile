@@ -29,11 +29,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Model libraries that the tests check against. Without them the same tests skip and say so.
+# Optional packages, and model libraries that the tests check against. Without them the same tests skip and say so.
 # torchvision and timm come without their dependencies: those would replace torch by a build for CUDA.
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=4.44"
+	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask]"
 	touch $@
 
 clean:
