@@ -10,16 +10,23 @@ from weightscope.plots.benchmark import convergence, paired_differences
 from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
 from weightscope.plots.evidence import heldout_scores, stripe_ratios
 from weightscope.plots.files import render, save
+from weightscope.plots.filters import Curve, Panel, Statistic, covariance_page, depth_curves, filter_page
 from weightscope.plots.grids import filter_grid, matrix_grid
 from weightscope.plots.training import accuracy_distribution, training_curves
 
 __all__ = [
+    "Curve",
+    "Panel",
+    "Statistic",
     "accuracy_distribution",
     "block_form",
     "convergence",
     "covariance_map",
+    "covariance_page",
+    "depth_curves",
     "filter_covariance",
     "filter_grid",
+    "filter_page",
     "heldout_scores",
     "matrix_grid",
     "paired_differences",

@@ -105,7 +105,7 @@ def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
 
 
 def _other_side(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean (P,), variance (P,) and `Z Z^T / (n - 1)` (n, n) of the centred samples Z: its eigenvalues are those of S."""
+    """Mean (P,), variance (P,), and `Z Z^T / (n - 1)` (n, n) of the centred samples Z: S has its eigenvalues."""
     n, size = x.shape
     mean, variance, gram = np.empty(size), np.empty(size), np.zeros((n, n))
     for start in range(0, size, _CHUNK):

@@ -1,11 +1,14 @@
-"""Covariances within one network: filters, rows, columns and patches as samples, layer by layer."""
+"""The covariance of the filters of every depthwise layer, for those who build on it."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.statistics.slices import SliceMoments, slice_moments
+from weightscope.errors import DataError
+from weightscope.statistics.slices import slice_moments
+from weightscope.within.parts import opened
 
 
 class FilterCovariance(NamedTuple):
@@ -30,7 +33,7 @@ class FilterCovariance(NamedTuple):
     excluded: int
 
 
-def filter_covariances(source: Any, config: Any = None) -> list[FilterCovariance]:
+def filter_covariances(source: Any, config: Mapping[str, Any] | None = None) -> list[FilterCovariance]:
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
 
     Args:
@@ -49,18 +52,10 @@ def filter_covariances(source: Any, config: Any = None) -> list[FilterCovariance
 
 
 def _filters(part: DepthwisePart) -> FilterCovariance:
-    found: SliceMoments = slice_moments(part.read().cpu().numpy().reshape(part.channels, -1), keep=1 << 30)
-    covariance = found.covariance
-    assert covariance is not None  # every size is kept
-    return FilterCovariance(part.name, part.stage, part.kernel, found.mean, covariance, found.n, found.excluded)
-
-
-def opened(source: Any) -> Any:
-    """What `weightscope.anatomy` reads: a `Checkpoint` for a path or an address, anything else as it is."""
-    from pathlib import Path
-
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint
-
-        return Checkpoint(source)
-    return source
+    samples = part.read().cpu().numpy().reshape(part.channels, -1)
+    try:
+        found = slice_moments(samples, keep=samples.shape[1])
+    except DataError as error:
+        raise DataError(f"`{part.name}`: {error}") from None
+    assert found.covariance is not None  # every size is kept
+    return FilterCovariance(part.name, part.stage, part.kernel, found.mean, found.covariance, found.n, found.excluded)

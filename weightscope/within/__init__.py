@@ -1,0 +1,22 @@
+"""Covariances within one network: filters, rows, columns and patches as samples, layer by layer.
+
+found = covariance_within("efficientnet-lite0.pth", fresh, part="filters", labels=["trained", "default"])
+print(found.text())
+found.plot("filters.png", picture="maps")
+"""
+
+from weightscope.within.filters import FilterCovariance, filter_covariances
+from weightscope.within.parts import PARTS, Part, skeleton
+from weightscope.within.result import Layer, Within
+from weightscope.within.covariance import covariance_within
+
+__all__ = [
+    "PARTS",
+    "FilterCovariance",
+    "Layer",
+    "Part",
+    "Within",
+    "covariance_within",
+    "filter_covariances",
+    "skeleton",
+]
