@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "_checks", "_version", "seeding", "_atomic", "_toml", "_spread", "environment", "safetensors_header"},
     {"spec"},
     {"statistics", "data", "checkpoint", "anatomy"},
-    {"recipe", "structures", "covariance", "networks", "within"},
+    {"recipe", "structures", "covariance", "networks", "within", "products"},
     {"artifact"},
     {"standalone", "fit", "study", "init", "population"},
     {"train", "audit", "tracking"},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weightscope.fit import fit
     from weightscope.init import load_init
     from weightscope.population import Population
+    from weightscope.products import products
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.statistics.moments import Moments
@@ -38,6 +39,7 @@ _HOMES = {
     "covariance": "weightscope.covariance",
     "fit": "weightscope.fit",
     "load_init": "weightscope.init",
+    "products": "weightscope.products",
     "track": "weightscope.tracking",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "covariance",
     "fit",
     "load_init",
+    "products",
     "track",
 ]
 

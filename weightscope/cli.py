@@ -250,6 +250,61 @@ def covariance(
     _write_json(json_file, found.to_dict())
 
 
+@cli.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("products.png"),
+    show_default=True,
+    help="The figure, .png, .pdf or .svg.",
+)
+@click.option("--view", default="auto", show_default=True, help="grid (matrices), depth (alpha, beta), or auto.")
+@click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeat it.")
+@click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
+@click.option("--clip", type=int, default=64, show_default=True, help="Draw the upper left so many rows and columns.")
+@click.option("--draw-heads", type=int, default=8, show_default=True, help="Draw at most so many heads.")
+@click.option("--cross", is_flag=True, help="Cross-attention too.")
+@click.option("--fold-norms", is_flag=True, help="Fold the gain of the normalisation before the attention.")
+@click.option("--biases", is_flag=True, help="Add columns on what biases contribute.")
+@click.option("--rotary", default="zero", show_default=True, help="zero, average, or a relative position.")
+@click.option("--spectra", default="heads", show_default=True, help="Singular values of heads, all or none.")
+@_json_option
+def products(
+    sources: tuple[str, ...],
+    out: Path,
+    view: str,
+    draw_heads: int,
+    num_heads: int | None,
+    layers: tuple[int, ...],
+    rotary: str,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Show W_Q W_K^T and W_V W_O of every layer and head: is the diagonal positive, negative, noticeable?
+
+    SOURCE is a .safetensors or .pt file, a model folder or hf://org/name[@revision], of which only the attention's
+    tensors are fetched. One model is drawn as a grid of matrices, several are compared by depth. With
+    W ~ alpha Z + beta I, beta is the mean of the diagonal; z tells it from independent Gaussian factors.
+
+    \b
+    Examples:
+      weightscope products vit/ -o products.png --json rows.json
+      weightscope products hf://openai-community/gpt2 --fold-norms
+      weightscope products vit/ mimetic.pt default.pt --num-heads 6 -o depth.png
+    """
+    from weightscope.products import products as compute
+
+    config = None if num_heads is None else {"num_attention_heads": num_heads}
+    position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
+    found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
+    click.echo(found.text())
+    found.plot(out, view, heads=draw_heads)
+    click.echo(f"wrote {out}")
+    _write_json(json_file, found.to_dict())
+
+
 @cli.command("fit-init")
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The artifact (.safetensors).")

@@ -12,6 +12,7 @@ from weightscope.plots.evidence import heldout_scores, stripe_ratios
 from weightscope.plots.files import render, save
 from weightscope.plots.filters import Curve, Panel, Statistic, covariance_page, depth_curves, filter_page
 from weightscope.plots.grids import filter_grid, matrix_grid
+from weightscope.plots.products import product_grid, products_by_depth
 from weightscope.plots.training import accuracy_distribution, training_curves
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "heldout_scores",
     "matrix_grid",
     "paired_differences",
+    "product_grid",
+    "products_by_depth",
     "render",
     "save",
     "stripe_ratios",

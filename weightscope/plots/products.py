@@ -1,0 +1,130 @@
+"""Products of attention weights: corners of the matrices, and how they change with depth."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from weightscope.errors import DataError
+from weightscope.plots import _style
+from weightscope.plots.grids import matrix_grid
+
+_PANELS = (("qk", "beta"), ("qk", "alpha"), ("vo", "beta"), ("vo", "alpha"))
+_NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers"}
+
+
+@_style.themed
+def product_grid(
+    corners: Mapping[Any, Any], *, widths: Sequence[int] = (), heads: int = 8, title: str | None = None
+) -> Figure:
+    """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
+
+    One colour scale for each row, centred at zero and printed beside it.
+
+    Args:
+        corners: named tuples (source, layer, part, head, kind) -> (n, n); a head of None is a whole layer's.
+        widths: d of the whole matrices, for the caption.
+        heads: draw at most so many heads of each source.
+        title: the finding.
+
+    Raises:
+        DataError: if there is nothing to draw.
+
+    Example:
+        >>> save(product_grid(found.corners, heads=3), "products.png")
+    """
+    if not corners:
+        raise DataError("product grid: expected at least one product, found none")
+    sources = list(dict.fromkeys(key.source for key in corners))
+    columns = sorted({(key.layer, key.kind != "self") for key in corners})
+    side = min(min(np.asarray(c).shape) for c in corners.values())
+    lines, labels, most = [], [], 0
+    for source in sources:
+        mine = {(k.layer, k.kind != "self", k.part, k.head): v for k, v in corners.items() if k.source == source}
+        there = sorted({head for *_, part, head in mine if part == "qk" and head is not None})
+        most = max(most, len(there))
+        prefix = f"{source} " if len(sources) > 1 else ""
+        for part, head in [*(("qk", head) for head in there[:heads]), ("vo", None)]:
+            found = [mine.get((*column, part, head)) for column in columns]
+            if any(panel is not None for panel in found):
+                lines.append([None if panel is None else np.asarray(panel)[:side, :side] for panel in found])
+                labels.append(f"{prefix}QK head {head}" if part == "qk" else f"{prefix}VO layer")
+    quantity = "entries of W_Q W_K^T (QK) and W_V W_O (VO)"
+    if any(width > side for width in widths):
+        quantity += f", upper left {side} × {side} of {' or '.join(f'{w} × {w}' for w in widths)}"
+    if most > heads:
+        quantity += f", first {heads} of {most} heads"
+    names = [f"{layer}{' cross' if cross else ''}" for layer, cross in columns]
+    names[0] = f"layer {names[0]}"
+    return matrix_grid(lines, row_labels=labels, column_labels=names, clip=None, quantity=quantity, title=title)
+
+
+@_style.themed
+def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Figure:
+    """Alpha and beta of M ~ alpha Z + beta I against depth, for queries and keys and for values and outputs.
+
+    Lines join the layers' means over heads; small points are single heads. Several sources are compared, each over its
+    own depth from first layer to last, so that models of different depths go together. A layer without finite numbers
+    leaves a gap.
+
+    Args:
+        rows: with `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
+        title: the finding.
+
+    Raises:
+        DataError: if there is no row.
+
+    Example:
+        >>> save(products_by_depth(found.rows), "depth.png")
+    """
+    if not rows:
+        raise DataError("products by depth: expected rows, found none")
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    figure, grid = _style.subplots(2, 2, width=10.5, height=6.6, title=title)
+    same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
+    for ax, (part, quantity) in zip([ax for line in grid for ax in line], _PANELS, strict=True):
+        for i, source in enumerate(sources):
+            found = [r for r in rows if (r["source"], r["part"]) == (source, part)]
+            found = [r for r in found if (r["head"] is None) == (part == "vo")]
+            _curve(ax, found, quantity, i, relative=not same)
+        if quantity == "beta":
+            ax.axhline(0, color=_style.MUTED, lw=0.8, zorder=1)
+        else:
+            ax.set_ylim(bottom=0)
+        ax.grid(axis="y")
+        ax.set_title(f"{quantity} of {_NAMES[part]}")
+        ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
+        if same:
+            ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
+    handles = [
+        Line2D([], [], color=_colour(i), ls=_line(i), marker=_style.MARKERS[i % len(_style.MARKERS)], label=source)
+        for i, source in enumerate(sources)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    return figure
+
+
+def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: int, *, relative: bool) -> None:
+    """One source: a point for each row, a line through the layers' means."""
+    layers = sorted({row["layer"] for row in rows})
+    last = max(1, len(layers) - 1)
+    places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
+    values = {layer: [r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers}
+    means = [np.mean(v) if v else np.nan for v in values.values()]
+    style = {"color": _colour(index), "marker": _style.MARKERS[index % len(_style.MARKERS)]}
+    if any(len(v) > 1 for v in values.values()):
+        points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
+        ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
+    ax.plot([places[layer] for layer in layers], means, ls=_line(index), zorder=3, gid="mean", **style)
+
+
+def _colour(index: int) -> str:
+    return _style.PALETTE[index % len(_style.PALETTE)]
+
+
+def _line(index: int) -> Any:
+    return _style.LINES[index % len(_style.LINES)]
