@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.statistics.moments import Moments
     from weightscope.tracking import track
+    from weightscope.within import covariance_within
 
 _HOMES = {
     "Checkpoint": "weightscope.checkpoint",
@@ -37,6 +38,7 @@ _HOMES = {
     "bench": "weightscope.bench",
     "collect": "weightscope.collect",
     "covariance": "weightscope.covariance",
+    "covariance_within": "weightscope.within",
     "fit": "weightscope.fit",
     "load_init": "weightscope.init",
     "products": "weightscope.products",
@@ -55,6 +57,7 @@ __all__ = [
     "bench",
     "collect",
     "covariance",
+    "covariance_within",
     "fit",
     "load_init",
     "products",

@@ -200,11 +200,17 @@ def export(source: str, out: Path, select: str) -> None:
 
 
 @cli.command()
-@click.argument("source")
-@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Patterns of tensor names.")
-@click.option("--compute", multiple=True, metavar="EXPR", help="A computed coordinate, such as 'diag(A @ B)'.")
-@click.option("--correlation", is_flag=True, help="Correlations instead of covariances.")
-@click.option("--fold-norms", is_flag=True, help="Fold each normalisation's gain into the next linear map.")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--select", help="Of a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
+@click.option("--compute", multiple=True, metavar="EXPR", help="Of a population: a coordinate, such as 'diag(A @ B)'.")
+@click.option("--correlation", is_flag=True, help="Of a population: correlations instead of covariances.")
+@click.option("--fold-norms", is_flag=True, help="Of a population: fold each normalisation's gain into the next map.")
+@click.option("--means", is_flag=True, help="Of a population: draw means over hidden units.")
+@click.option("--part", help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.")
+@click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
+@click.option("--init", "inits", multiple=True, help="Compare with an initialiser (a name, or .toml); repeat it.")
+@click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
+@click.option("--keep", type=int, help="Within networks: the most coordinates whose matrix is kept.  [default: 1024]")
 @click.option(
     "-o",
     "--out",
@@ -213,41 +219,88 @@ def export(source: str, out: Path, select: str) -> None:
     show_default=True,
     help="The figure, .png, .pdf or .svg.",
 )
-@click.option("--means", is_flag=True, help="Draw means over hidden units, where single entries are buried in noise.")
-@click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix here (.npz).")
+@click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix or matrices here (.npz).")
 @_json_option
 def covariance(
-    source: str,
-    select: str,
-    compute: tuple[str, ...],
-    correlation: bool,
-    fold_norms: bool,
-    means: bool,
-    out: Path,
-    matrix: Path | None,
-    json_file: Path | None,
+    sources: tuple[str, ...], out: Path, matrix: Path | None, json_file: Path | None, **options: Any
 ) -> None:
-    """Compute and plot the joint covariance of tensors across a population.
+    """Compute and plot the joint covariance of tensors across a population, or covariances within networks.
 
-    Also prints how much more the means of rows and columns of each matrix vary than those of independent entries.
+    A population is one .pop folder: its table says how much more the means of rows and columns of each matrix vary
+    than those of independent entries. Anything else (.safetensors, .pt, .pth, a model folder, hf://org/name, one or
+    several) is looked at layer by layer: its filters, rows, columns or patches are the samples.
 
     \b
     Examples:
       weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
       weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
           --compute "center(stages.0.blocks.0.conv_dw.weight)" --correlation
+      weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
+      weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    from weightscope.study import study
-
-    kind = "correlation" if correlation else "covariance"
-    found = study(_population(source), select, kind=kind, computed=compute, fold_norms=fold_norms)
+    of_population = ("select", "compute", "correlation", "fold_norms", "means")
+    within = {key: options[key] for key in options if key not in of_population}
+    across = {key: options[key] for key in of_population}
+    if len(sources) == 1 and _is_population(sources[0]) and not any(within.values()) and within["network"] is None:
+        found, draw = _across(sources[0], **across)
+    else:
+        if given := [key for key in of_population if across[key]]:
+            names = ", ".join("--" + key.replace("_", "-") for key in given)
+            raise UsageError(f"{names}: for one population's folder alone; here networks are looked at one by one")
+        found, draw = _within(sources, **within)
     click.echo(found.text())
-    found.plot(out, means=means)
+    draw(out)
     click.echo(f"wrote {out}")
     if matrix is not None:
         found.save_matrix(matrix)
         click.echo(f"wrote {matrix}")
     _write_json(json_file, found.to_dict())
+
+
+def _is_population(source: str) -> bool:
+    return Path(source).suffix == ".pop" or (Path(source) / "population.json").exists()
+
+
+def _across(
+    source: str, *, select: str | None, correlation: bool, compute: tuple[str, ...], means: bool, fold_norms: bool
+) -> tuple[Any, Callable[[Path], None]]:
+    """A population's covariance, and what draws it."""
+    from weightscope.study import study
+
+    kind = "correlation" if correlation else "covariance"
+    chosen = select or "*.mlp.fc?.weight"
+    found = study(_population(source), chosen, kind=kind, computed=compute, fold_norms=fold_norms)
+    return found, lambda out: found.plot(out, means=means)
+
+
+def _within(
+    sources: Sequence[str],
+    *,
+    part: str | None,
+    picture: str | None,
+    inits: Sequence[str],
+    network: int | None,
+    keep: int | None,
+) -> tuple[Any, Callable[[Path], None]]:
+    """Covariances within networks, and what draws them; initialisers are applied to the first one's shapes."""
+    import torch
+
+    from weightscope.recipe import InitConfig
+    from weightscope.train.initial import resolve
+    from weightscope.within import covariance_within, skeleton
+
+    if network is not None and not all(map(_is_population, sources)):
+        raise UsageError("--network: chooses within a population's folder, found another source")
+    networks: list[Any] = [_population(s).network(network or 0) if _is_population(s) else s for s in sources]
+    labels = [f"{Path(s).name} {network or 0}" if _is_population(s) else None for s in sources]
+    for init in inits:
+        config = InitConfig.load(init) if init.endswith(".toml") else InitConfig(name=init)
+        bare = skeleton(networks[0], part or "filters")
+        networks.append(resolve(config)(bare, generator=torch.Generator().manual_seed(0)))
+        labels.append(Path(init).stem if init.endswith(".toml") else init)
+    options = {} if keep is None else {"keep": keep}
+    found = covariance_within(*networks, part=part or "filters", labels=labels, **options)
+    return found, lambda out: found.plot(out, picture)
 
 
 @cli.command()

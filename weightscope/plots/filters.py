@@ -15,10 +15,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import _style, _text
 from weightscope.plots.covariance import _map
-from weightscope.plots.grids import _averaged, _mosaic
+from weightscope.plots.grids import _averaged
 
 _SIDE = 1.62  # inches of a panel; with eight in a row the page is 14 inches wide
 _GAP, _OVER, _UNDER = 0.13, 0.22, 0.2  # inches between panels, and for the texts over and under them
+_FINE = 4  # cells of a picture for one weight
 _CELLS = 240  # cells across a panel: what 1.62 inches show at 150 dots per inch
 
 
@@ -73,13 +74,12 @@ def covariance_page(
     """
     if not 0 < quantile <= 1:
         raise UsageError(f"quantile: expected above 0 and at most 1, found {quantile}")
-    factors = set()
+    drawn = [p for row in rows for p in row if p is not None and p.values is not None]
 
     def draw(ax: Axes, panel: Panel) -> str:
         blocks, borders = _blocks(panel)
         limit = _text.rounded_up(float(np.quantile(np.abs(blocks), quantile)) or float(np.abs(blocks).max()) or 1.0)
-        factor = -(-len(blocks) // _CELLS) if panel.shape is None else 1
-        factors.add(factor)
+        factor = _factor(panel)
         shown = _averaged(blocks, factor) if factor > 1 else blocks
         extent = (0, blocks.shape[1], blocks.shape[0], 0)
         ax.imshow(shown, cmap=_map(), norm=_style.centred(limit), interpolation="nearest", aspect="auto", extent=extent)
@@ -88,10 +88,11 @@ def covariance_page(
         return f"±{_text.number(limit)}"
 
     text = f"each panel has its own colours, zero is white; ± under it holds {100 * quantile:g} % of its values"
-    if any(p is not None and p.shape is not None for row in rows for p in row):
+    if any(p.shape is not None for p in drawn):
         text = "block (i, j): covariance of pixel (i, j) with every pixel; " + text
-    figure = _page(rows, row_labels, draw, title, lambda: "; ".join(filter(None, [text, _cells(factors), note])))
-    return figure
+    coarse = sorted({f for p in drawn if (f := _factor(p)) > 1})
+    cells = f"cells are means over {' or '.join(f'{f} × {f}' for f in coarse)}" if coarse else ""
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, cells, note])))
 
 
 @_style.themed
@@ -135,11 +136,12 @@ def filter_page(
         across = columns or math.ceil(math.sqrt(len(array) * (1.4 if single else 1.0)))
         if colour:
             peak = np.abs(array).reshape(len(array), -1).max(axis=1)
-            mosaic = _mosaic(array / np.where(peak > 0, peak, 1)[:, None, None, None], min(across, len(array)))
+            array = np.moveaxis(array / np.where(peak > 0, peak, 1)[:, None, None, None], 1, -1)
+            mosaic = _tiles(array, across)
             ax.imshow(np.where(np.isnan(mosaic), 1.0, 0.5 + 0.5 * mosaic), interpolation="nearest", aspect="equal")
             return "each on its own scale"
         limit = _text.rounded_up(float(np.quantile(np.abs(array), 0.98)) or float(np.abs(array).max()) or 1.0)
-        mosaic = np.ma.masked_invalid(_mosaic(array, min(across, len(array))))
+        mosaic = np.ma.masked_invalid(_tiles(array, across))
         colours = matplotlib.colormaps[_style.DIVERGING].with_extremes(bad=_style.GREY)
         ax.imshow(mosaic, cmap=colours, norm=_style.centred(limit), interpolation="nearest", aspect="equal")
         return f"±{_text.number(limit)}"
@@ -148,7 +150,7 @@ def filter_page(
     if any(p is not None and p.values is not None and np.shape(p.values)[1] == 3 for row in rows for p in row):
         text = "colours are the three channels, grey is zero"
     side = 7.0 if single else _SIDE
-    return _page(rows, row_labels, draw, title, lambda: "; ".join(filter(None, [text, note])), side=side)
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])), side=side)
 
 
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
@@ -174,9 +176,21 @@ def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     return blocks, borders + [(n * w, 1.4 if n % w == 0 else light, True) for n in range(1, c * w)]
 
 
-def _cells(factors: set[int]) -> str:
-    coarse = sorted(f for f in factors if f > 1)
-    return f"cells are means over {' or '.join(f'{f} × {f}' for f in coarse)}" if coarse else ""
+def _factor(panel: Panel) -> int:
+    """Coordinates across a cell; block form is never averaged."""
+    return -(-len(panel.values) // _CELLS) if panel.shape is None else 1
+
+
+def _tiles(array: np.ndarray, columns: int) -> np.ndarray:
+    """Filters (m, k, l[, 3]) side by side, with gaps of a quarter of a pixel as NaN."""
+    k, l = array.shape[1:3]  # noqa: E741 - the papers' letter
+    across, down = min(columns, len(array)), -(-len(array) // min(columns, len(array)))
+    height, width = _FINE * k + 1, _FINE * l + 1
+    out = np.full((down * height + 1, across * width + 1, *array.shape[3:]), np.nan)
+    for index, tile in enumerate(array):
+        y, x = (index // across) * height + 1, (index % across) * width + 1
+        out[y : y + height - 1, x : x + width - 1] = tile.repeat(_FINE, axis=0).repeat(_FINE, axis=1)
+    return out
 
 
 def _page(
@@ -184,7 +198,7 @@ def _page(
     labels: Sequence[str],
     draw: Callable[[Axes, Panel], str],
     title: str | None,
-    note: Callable[[], str],
+    note: str,
     *,
     side: float = _SIDE,
 ) -> Figure:
@@ -203,8 +217,8 @@ def _page(
     heading = "" if title is None else _text.wrap(title, 72 * (width - 0.24), _text.TITLE, bold=True)
     top = 0.1 + (heading.count("\n") + 1) * 1.3 * _text.TITLE / 72 if heading else 0.06
     cell = side + _OVER + _UNDER
-    # The note's height is known only once the panels are drawn; two lines are the usual.
-    bottom = 0.6
+    foot = _text.wrap(note, 72 * (width - left - 0.12))
+    bottom = 0.2 + (foot.count("\n") + 1) * 1.35 * _text.SMALL / 72
     height = top + len(rows) * cell + (len(rows) - 1) * 0.06 + bottom
     figure = Figure(figsize=(width, height), dpi=_style.DPI, facecolor="white")
     small = {"fontsize": _text.SMALL, "ha": "center"}
@@ -234,7 +248,6 @@ def _page(
             label = _text.wrap(panel.label, 72 * (side + 0.1)).split("\n")[0]
             figure.text(middle, (y + side + 0.05) / height, label, va="bottom", **small)
             figure.text(middle, (y - 0.05) / height, under, va="top", color=_style.MUTED, gid="limit", **small)
-    foot = _text.wrap(note(), 72 * (width - left - 0.12))
     figure.text(left / width, 0.08 / height, foot, va="bottom", fontsize=_text.SMALL, color=_style.MUTED)
     if heading:
         figure.suptitle(heading, x=0.12 / width, y=1 - 0.08 / height, ha="left", va="top", linespacing=1.25)

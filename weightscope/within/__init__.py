@@ -5,10 +5,10 @@ print(found.text())
 found.plot("filters.png", picture="maps")
 """
 
+from weightscope.within.covariance import covariance_within
 from weightscope.within.filters import FilterCovariance, filter_covariances
 from weightscope.within.parts import PARTS, Part, skeleton
 from weightscope.within.result import Layer, Within
-from weightscope.within.covariance import covariance_within
 
 __all__ = [
     "PARTS",

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.statistics.slices import KEPT, centre_focus, slice_moments
 from weightscope.within.parts import Part, Slices, find, opened
 from weightscope.within.result import Layer, Within
@@ -18,7 +18,7 @@ _PATCHES = 1024  # of a patch embedding all are drawn (thesis Fig. 2.4), within 
 def covariance_within(
     *sources: Any,
     part: Part = "filters",
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str | None] | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = KEPT,
     seed: int = 0,
@@ -41,7 +41,7 @@ def covariance_within(
         sources: each a path (.safetensors, .pt, .pth, a model folder), `hf://org/name[@revision]`, a `Checkpoint`,
             an `nn.Module` or a state dict.
         part: what the samples are.
-        labels: a name for each source; what it calls itself unless given.
+        labels: a name for each source, or None for what it calls itself.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P whose covariance matrix is kept; of larger ones the spectrum and the statistics.
         seed: chooses the filters that are kept to be drawn, 64 in each layer.
@@ -66,7 +66,11 @@ def covariance_within(
     layers: list[Layer] = []
     for source, label in zip(sources, names, strict=True):
         network = opened(source)
-        mine = list(_layers(label, find(network, part, config), keep, seed))
+        try:
+            slices = find(network, part, config)
+        except AnatomyError as error:
+            raise AnatomyError(f"{label}: {error}") from None
+        mine = list(_layers(label, slices, keep, seed))
         if all(layer.moments is None for layer in mine):
             raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
         layers += mine
@@ -78,7 +82,7 @@ def _layers(label: str, slices: list[Slices], keep: int, seed: int) -> Iterator[
         samples = piece.read()
         shape = piece.image or (samples.shape[1],)
         nonfinite = int(samples.size - np.isfinite(samples).sum())
-        common = (label, piece.name, piece.group, piece.layer, piece.depth, piece.stage, shape, nonfinite)
+        common = (label, piece.name, piece.group, piece.layer, piece.depth, piece.stage, piece.stride, shape, nonfinite)
         try:
             moments = slice_moments(samples, keep=keep)
         except DataError as error:
@@ -99,18 +103,21 @@ def _examples(samples: np.ndarray, most: int, seed: int) -> np.ndarray:
     return samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
 
 
-def _labels(sources: Sequence[Any], labels: Sequence[str] | None) -> list[str]:
-    if labels is not None and not isinstance(labels, str):
-        if len(labels) != len(sources) or len(set(labels)) != len(labels):
-            raise UsageError(f"labels: expected {len(sources)} different ones, found {list(labels)}")
-        return list(labels)
-    if isinstance(labels, str):
-        raise UsageError(f"labels: expected a list, found the text {labels!r}")
+def _labels(sources: Sequence[Any], labels: Sequence[str | None] | None) -> list[str]:
+    """A name for each network; those that we make up are told apart by numbers."""
+    if isinstance(labels, str) or (labels is not None and len(labels) != len(sources)):
+        raise UsageError(f"labels: expected a list of {len(sources)}, found {labels!r}")
+    given = [label for label in labels or () if label is not None]
+    if len(set(given)) != len(given):
+        raise UsageError(f"labels: expected different ones, found {', '.join(given)}")
     names: list[str] = []
-    for source in sources:
-        name = _own_label(source)
-        count = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({count + 1})" if count else name)
+    for source, label in zip(sources, labels or [None] * len(sources), strict=True):
+        base = name = label if label is not None else _own_label(source)
+        count = 1
+        while label is None and (name in names or name in given):
+            count += 1
+            name = f"{base} ({count})"
+        names.append(name)
     return names
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.convolution import strides
 from weightscope.errors import UsageError
 
 Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
@@ -25,6 +26,7 @@ class Slices:
         layer: number of the layer among those of the same kind, from 0.
         depth: how many there are.
         stage: of a depthwise layer, from 0; None elsewhere.
+        stride: of a depthwise layer of a module; None where it is not known.
         image: (channels, kh, kw) of one sample that is a filter or a patch; None for a row or a column.
         read: the samples (n, P), in the precision in which they are stored.
     """
@@ -34,6 +36,7 @@ class Slices:
     layer: int
     depth: int
     stage: int | None
+    stride: int | None
     image: tuple[int, int, int] | None
     read: Callable[[], np.ndarray]
 
@@ -41,7 +44,9 @@ class Slices:
 def _filters(source: anatomy.Source) -> Iterator[Slices]:
     for p in anatomy.depthwise(source):
         group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
-        yield Slices(p.name, group, p.layer, p.depth, p.stage, (1, *p.kernel), lambda p=p: _flat(p.read()))
+        stride = strides(source, p.name)
+        step = max(stride) if stride else None
+        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel), lambda p=p: _flat(p.read()))
 
 
 def _matrices(source: anatomy.Source, *, columns: bool) -> Iterator[Slices]:
@@ -53,18 +58,19 @@ def _matrices(source: anatomy.Source, *, columns: bool) -> Iterator[Slices]:
                 values = _flat(p.read(matrix))
                 return values.T if columns else values
 
-            yield Slices(p.name, matrix, p.layer, len(parts), None, None, read)
+            yield Slices(p.name, matrix, p.layer, len(parts), None, None, None, read)
 
 
 def _patches(source: anatomy.Source, *, channels: bool) -> Iterator[Slices]:
     parts = anatomy.patch_embeddings(source)
     for i, p in enumerate(parts):
         if not channels:
-            yield Slices(p.name, "", i, len(parts), None, (p.channels, *p.patch), lambda p=p: _flat(p.read()))
+            image = (p.channels, *p.patch)
+            yield Slices(p.name, "", i, len(parts), None, None, image, lambda p=p: _flat(p.read()))
             continue
         for c in range(p.channels):
             read = lambda p=p, c=c: _flat(p.read()[:, c])  # noqa: E731 - beside its siblings
-            yield Slices(p.name, f"channel {c}", i, len(parts), None, (1, *p.patch), read)
+            yield Slices(p.name, f"channel {c}", i, len(parts), None, None, (1, *p.patch), read)
 
 
 def _flat(tensor: Tensor) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Pictures of a `Within`: which layers go where on the page."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 ACROSS = 8  # panels in a row
 _FOCUS = (
-    Statistic("relative_spread", "spread of the variance about the centre (mean squared distance ÷ even)", 1.0),
+    Statistic("relative_spread", "spread of the variance about the centre ÷ that of even variances", 1.0),
     Statistic("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, log=True),
     Statistic("variance", "variance, mean over pixels", None, log=True),
 )
@@ -32,6 +33,8 @@ def draw(found: "Within", picture: str, title: str | None) -> Any:
         UsageError: if samples are to be drawn that are no images.
     """
     note = _note(found)
+    if title is None:
+        title = f"Filters of {', '.join(found.labels)}" if picture == "samples" else found.finding()
     if picture == "depth":
         return _depth(found, title, note)
     if picture == "samples":
@@ -41,8 +44,17 @@ def draw(found: "Within", picture: str, title: str | None) -> Any:
         most = max(len(row.examples) for row in found.layers if row.examples is not None)
         more += [f"at most {most} filters of a layer, drawn at random"] if found.part == "filters" else []
         return plots.filter_page(rows, row_labels=labels, title=title, note="; ".join([*more, *note]))
-    rows, labels, more = _rows(found, _map)
+    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in found.layers if _unkept(x)})
+    drawn = dataclasses.replace(found, layers=tuple(x for x in found.layers if not _unkept(x)))
+    if not any(x.moments is not None for x in drawn.layers):
+        raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; raise keep, or choose depth")
+    rows, labels, more = _rows(drawn, _map)
+    more += [f"not kept: {', '.join(large)}"] if large else []
     return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*more, *note]))
+
+
+def _unkept(row: "Layer") -> bool:
+    return row.moments is not None and row.moments.covariance is None
 
 
 def _note(found: "Within") -> list[str]:
@@ -55,10 +67,11 @@ def _rows(found: "Within", panel: Any) -> tuple[list[list[Panel | None]], list[s
     blocks = [(label, group) for group in found.groups for label in found.labels if found.of(label, group)]
     if len(blocks) == 1:
         layers = found.of(*blocks[0])
-        return [[panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)], [], []
+        rows = [[panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)]
+        return rows, [blocks[0][1]] * len(rows) if blocks[0][1] else [], []
     most = max(len(found.of(*block)) for block in blocks)
     chosen = np.unique(np.linspace(0, most - 1, min(most, ACROSS)).round().astype(int))
-    rows: list[list[Panel | None]] = []
+    rows = []
     for block in blocks:
         layers = found.of(*block)
         here = [round(float(i) * (len(layers) - 1) / max(most - 1, 1)) for i in chosen]
@@ -76,7 +89,7 @@ def _map(row: "Layer") -> Panel:
     shape = row.shape if len(row.shape) == 3 else None
     if row.moments is None:
         return Panel(None, _label(row), reason="not finite")
-    return Panel(row.moments.covariance, _label(row), shape, f"{row.shape[-1]} coordinates, not kept")  # type: ignore[arg-type]
+    return Panel(row.moments.covariance, _label(row), shape)  # type: ignore[arg-type]
 
 
 def _sample(row: "Layer") -> Panel:
@@ -106,4 +119,6 @@ def _depth(found: "Within", title: str | None, note: list[str]) -> Any:
 
 
 def _kinds(layers: Sequence["Layer"]) -> list[str]:
-    return ["×".join(map(str, row.shape[1:])) for row in layers]
+    """The kernel, and the stride where it is more than 1: filters before a smaller image look different."""
+    strides = [f", stride {row.stride}" if row.stride is not None and row.stride > 1 else "" for row in layers]
+    return ["×".join(map(str, row.shape[1:])) + stride for row, stride in zip(layers, strides, strict=True)]

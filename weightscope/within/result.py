@@ -27,6 +27,7 @@ class Layer:
         layer: number among the layers of the same kind, from 0.
         depth: how many there are.
         stage: of a depthwise layer; None elsewhere.
+        stride: of a depthwise layer where it is known (files of weights do not tell); None elsewhere.
         shape: (channels, kh, kw) of a filter or patch, (P,) of a row or column.
         nonfinite: how many weights are NaN or infinite.
         moments: None where fewer than 2 samples are finite.
@@ -41,6 +42,7 @@ class Layer:
     layer: int
     depth: int
     stage: int | None
+    stride: int | None
     shape: tuple[int, ...]
     nonfinite: int
     moments: SliceMoments | None
@@ -76,6 +78,7 @@ class Layer:
             "layer": self.layer,
             "depth": self.depth,
             "stage": self.stage,
+            "stride": self.stride,
             "name": self.name,
             "group": self.group,
             "shape": list(self.shape),
@@ -167,24 +170,24 @@ class Within:
         return out
 
     def finding(self) -> str:
-        """What the numbers say, in one line."""
-        key, word, even = ("relative_spread", "spread", 1.0) if self.focused else ("edge_ratio", "edge", 1.0)
-        if len(self.labels) > 1:
-            medians = [f"{label} {_text('{:.2f}', self._median(label, key))}" for label in self.labels]
-            what = "Spread of the variance about the centre" if self.focused else "Largest eigenvalue"
-            return f"{what} (independent entries: 1), median over layers: {', '.join(medians)}"
-        values = [row.statistics[key] for row in self.layers if key in row.statistics]
-        values = [v for v in values if math.isfinite(v)]
-        if not values:
-            return f"{self.labels[0]}: no layer with variance"
-        if self.focused:
-            near = sum(v < even for v in values)
-            return f"Variance is nearer the centre than even in {near} of {len(values)} layers of {self.labels[0]}"
-        above = sum(v > 1.1 * even for v in values)
-        return f"The largest eigenvalue is beyond that of independent entries in {above} of {len(values)} matrices"
+        """What the numbers say, in one line: medians over layers, and what independent entries would give."""
+        groups = [(label, group) for label in self.labels for group in self.groups if self.of(label, group)]
+        key, what = ("relative_spread", "Spread of the variance about the centre")
+        if not self.focused:
+            key, what = "mean_ratio", f"Squared mean of the {'rows' if self.part == 'mlp-rows' else 'columns'}"
+        elif len(groups) == 1:
+            values = [row.statistics.get(key, math.nan) for row in self.layers]
+            known = [v for v in values if math.isfinite(v)]
+            near = sum(v < 1 for v in known)
+            return f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers"
+        medians = []
+        for label, group in groups:
+            name = " ".join(filter(None, (label if len(self.labels) > 1 else "", group)))
+            medians.append(f"{name} {_text('{:.3g}', self._median(label, group, key))}")
+        return f"{what} (independent entries: 1), median over layers: {', '.join(medians)}"
 
-    def _median(self, label: str, key: str) -> float:
-        values = [row.statistics.get(key, math.nan) for row in self.of(label)]
+    def _median(self, label: str, group: str, key: str) -> float:
+        values = [row.statistics.get(key, math.nan) for row in self.of(label, group)]
         values = [v for v in values if math.isfinite(v)]
         return float(np.median(values)) if values else math.nan
 
@@ -237,10 +240,10 @@ class Within:
             picture: `"maps"`, the covariances in block form (thesis Fig. 3.1); `"depth"`, the statistics against
                 depth; `"samples"`, filters themselves (thesis Fig. 2.4-2.6). Maps of one network and the depth of
                 several unless given.
-            title: instead of the finding.
+            title: instead of the finding, or of what the samples are of.
 
         Raises:
-            UsageError: for another picture, or samples that are no images.
+            UsageError: for another picture, samples that are no images, or covariances of which none was kept.
         """
         from weightscope import plots
         from weightscope.within import pictures
@@ -248,9 +251,9 @@ class Within:
         kind = picture or ("maps" if len(self.labels) == 1 else "depth")
         if kind not in get_args(Picture):
             raise UsageError(f"picture: expected one of {', '.join(get_args(Picture))}, found {picture!r}")
-        plots.save(pictures.draw(self, kind, title if title is not None else self.finding()), path)
+        plots.save(pictures.draw(self, kind, title), path)
 
-    def save_matrices(self, path: str | Path) -> None:
+    def save_matrix(self, path: str | Path) -> None:
         """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept.
 
         Raises:
