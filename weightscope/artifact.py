@@ -189,7 +189,7 @@ def varying_spec(spec: WeightSpec, varying: np.ndarray) -> WeightSpec:
 
 
 def load_artifact(path: str | Path) -> FitResult:
-    """Read an artifact; nothing that it says about itself is believed unchecked.
+    """Read an artifact that was fitted to a population; nothing that it says about itself is believed unchecked.
 
     Args:
         path: a file that `FitResult.save` wrote.
@@ -201,6 +201,27 @@ def load_artifact(path: str | Path) -> FitResult:
     Example:
         >>> load_artifact("mlp.safetensors").groups[0].label
         'dense'
+    """
+    return artifact_of(path, *read_contents(path))
+
+
+def artifact_of(path: str | Path, header: Any, arrays: Mapping[str, np.ndarray]) -> FitResult:
+    """The artifact that `read_contents` found at a path.
+
+    Raises:
+        DataError: as `load_artifact`.
+    """
+    try:
+        return _restored(_parsed(header), arrays)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """The JSON header and the arrays of an initialiser's artifact, of whatever kind; the file is sound then.
+
+    Raises:
+        DataError: if the file is missing, damaged, or no artifact.
     """
     try:
         with open(path, "rb") as file:
@@ -218,9 +239,9 @@ def load_artifact(path: str | Path) -> FitResult:
     if text is None:
         raise DataError(f"{path}: a safetensors file, but no initialiser's artifact; `weightscope fit-init` makes one")
     try:
-        return _restored(_parsed(text), arrays)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+        return json.loads(text), arrays
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its header is not JSON: {error}") from error
 
 
 class _Header(BaseModel):
@@ -251,11 +272,7 @@ class _GroupHeader(BaseModel):
     fixed: int = Field(ge=0)
 
 
-def _parsed(text: str) -> _Header:
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"its header is not JSON: {error}") from error
+def _parsed(values: Any) -> _Header:
     if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
         raise DataError(
             f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"

@@ -361,25 +361,52 @@ def products(
 @cli.command("fit-init")
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The artifact (.safetensors).")
+@click.option(
+    "--structure",
+    default="auto",
+    show_default=True,
+    help="Of a population: auto or a structure. Of one network: filters, conv-schedule, identity-product.",
+)
+@click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="An option of the structure; repeat it.")
 @click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
-@click.option("--structure", default="auto", show_default=True, help="A structure's name, or auto.")
 @click.option("--joint", default="block", show_default=True, help="What is fitted together: tensor, block or all.")
 @click.option("--holdout", type=float, default=0.2, show_default=True, help="Share of networks to choose by.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which networks are held out.")
 @click.option("--standalone", type=click.Path(path_type=Path), help="Also write a Python file that applies it.")
 @_json_option
-def fit_init(source: str, out: Path, standalone: Path | None, json_file: Path | None, **options: Any) -> None:
-    """Fit structures to a population, choose by held-out likelihood, write an initialiser.
+@click.pass_context
+def fit_init(
+    context: click.Context,
+    source: str,
+    out: Path,
+    structure: str,
+    texts: tuple[str, ...],
+    standalone: Path | None,
+    json_file: Path | None,
+    **settings: Any,
+) -> None:
+    """Fit structures to a population or to one network, write an initialiser.
 
-    Tensors that --select does not name keep the network's own initialisation.
+    Of a population, structures are chosen by held-out likelihood; tensors that --select does not name keep the
+    network's own initialisation. Of one network (a checkpoint, hf://org/name), the structure is named, and the
+    initialiser fits networks of any width and depth; --select to --seed are for populations.
 
     \b
-    Example:
+    Examples:
       weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
+      weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
+      weightscope fit-init hf://facebook/dinov2-small --structure identity-product -o products.safetensors
     """
-    from weightscope.fit import fit, write_standalone
+    from click.core import ParameterSource
 
-    result = fit(_population(source), **options)
+    from weightscope.fit import FitResult, write_standalone
+    from weightscope.fit_init import fit_init as run
+    from weightscope.fit_init import parsed_options
+
+    given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    result = run(source, structure, options=parsed_options(texts) or None, **given)
+    if standalone is not None and not isinstance(result, FitResult):
+        raise UsageError("--standalone writes initialisers of populations; load_init applies those of one network")
     click.echo(result.text())
     result.save(out)
     click.echo(f"wrote {out}")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from weightscope import _toml
-from weightscope.artifact import KEY, FitResult, load_artifact
+from weightscope.artifact import KEY, FitResult
 from weightscope.population import Population
+from weightscope.portable import Portable, load_any
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -171,7 +172,7 @@ class CheckpointDescription:
         return "\n".join(lines)
 
 
-def look(source: str) -> Description | FitResult | CheckpointDescription:
+def look(source: str) -> Description | FitResult | Portable | CheckpointDescription:
     """What is in a population, an initialiser's artifact or a checkpoint; each has `.text()` and `.to_dict()`.
 
     Raises:
@@ -187,7 +188,7 @@ def look(source: str) -> Description | FitResult | CheckpointDescription:
 
     checkpoint = Checkpoint(source)
     if KEY in checkpoint.metadata:
-        return load_artifact(path)
+        return load_any(path)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
     return CheckpointDescription(source, tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
 

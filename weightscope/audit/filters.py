@@ -12,7 +12,7 @@ from weightscope.anatomy.convolution import find
 from weightscope.audit.intervals import LEVEL, Interval, chi_squared, normal, predicted, skewed_limit
 from weightscope.audit.report import Check
 from weightscope.errors import AnatomyError
-from weightscope.init._common import choice
+from weightscope.init._common import choice, positive
 from weightscope.init.convolution import (
     checked_filters,
     conv_covariance,
@@ -38,10 +38,11 @@ def conv_covariance_promise(
     v: float | None,
     a: float | None,
     preset: str | None,
+    scale: float,
     psd: str,
     schedule: str,
 ) -> list[Check]:
-    """Checks of every layer's filters against `N(0, conv_covariance(k, sigma(depth)))`.
+    """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`.
 
     The filters are whitened by the promised covariance, `y = S^(-1/2) E^T f`; a correct layer then has independent
     standard normal coordinates, so energies are chi-squared and every wrong direction stands out, however little
@@ -52,6 +53,7 @@ def conv_covariance_promise(
         UsageError: if the filters or the parameters do not fit the construction.
     """
     curve = settings(preset, sigma0, v, a)
+    positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
     parts = checked_filters(_depthwise(source), "the covariance is a bump around a centre pixel of an image")
@@ -59,12 +61,14 @@ def conv_covariance_promise(
     for part, depth in zip(parts, relative_depths(parts, schedule), strict=True):
         k = part.kernel[0]
         filters = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
-        for statistic, found, (low, high) in covariance_statistics(filters, k, curve(depth), psd):
+        for statistic, found, (low, high) in covariance_statistics(filters, k, curve(depth), psd, scale):
             checks.append(Check("conv_covariance", "filters", part.layer, None, part.name, statistic, found, low, high))
     return checks
 
 
-def covariance_statistics(x: np.ndarray, k: int, sigma: float, psd: str) -> list[tuple[str, float, Interval]]:
+def covariance_statistics(
+    x: np.ndarray, k: int, sigma: float, psd: str, scale: float = 1.0
+) -> list[tuple[str, float, Interval]]:
     """Statistics of filters (C, k^2) and their promised intervals.
 
     - distance: `||F^T F / C - Sigma||_F / ||Sigma||_F`;
@@ -75,6 +79,7 @@ def covariance_statistics(x: np.ndarray, k: int, sigma: float, psd: str) -> list
     - outside: share of the energy in directions without promised variance.
     """
     values, vectors = _spectrum(k, sigma, psd)
+    values = scale**2 * values
     channels, total = len(x), float(values.sum())
     # What the storage type rounds away lands in every direction, also in those without variance.
     rounding = (_precision(x) ** 2 / 12) * float(np.mean(x**2))

@@ -14,6 +14,7 @@ from weightscope.init.convolution import (
     impulse_filters_,
     random_filters_,
 )
+from weightscope.init.covariance_transfer import covariance_transfer_
 from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
@@ -26,15 +27,18 @@ from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 if TYPE_CHECKING:
     from weightscope.init.artifact import ArtifactInit, InitReport, load_init
+    from weightscope.init.portable import PortableInit
 
 __all__ = [
     "REGISTRY",
     "ArtifactInit",
     "InitReport",
+    "PortableInit",
     "box_filters_",
     "compose",
     "conv_covariance",
     "conv_covariance_",
+    "covariance_transfer_",
     "default_",
     "delta_orthogonal_",
     "get",
@@ -63,6 +67,10 @@ _ARTIFACT = {"ArtifactInit", "InitReport", "load_init"}  # fitted structures nee
 
 
 def __getattr__(name: str) -> Any:
+    if name == "PortableInit":
+        from weightscope.init import portable
+
+        return portable.PortableInit
     if name not in _ARTIFACT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.init import artifact

@@ -1,34 +1,19 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope.artifact import FitResult, Group, load_artifact
+from weightscope.artifact import FitResult, Group
 from weightscope.errors import SpecError
-from weightscope.init._common import M, cpu_generator, listing
+from weightscope.init._common import M, cpu_generator
+from weightscope.init._report import InitReport, plain
+from weightscope.init.portable import PortableInit
+from weightscope.portable import load_any
 
-
-@dataclass(frozen=True)
-class InitReport:
-    """What an initialiser did to a module.
-
-    Attributes:
-        touched: names of the tensors that it set.
-        untouched: names of the module's other parameters, which keep what they had.
-        absent: names in the artifact that the module does not have in that shape (only with `strict=False`).
-    """
-
-    touched: tuple[str, ...]
-    untouched: tuple[str, ...]
-    absent: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        parts = [("set", self.touched), ("left alone", self.untouched), ("not in the module", self.absent)]
-        return "; ".join(f"{what} {len(names)} tensors: {listing(names)}" for what, names in parts if names)
+__all__ = ["ArtifactInit", "InitReport", "PortableInit", "draw", "load_init"]
 
 
 class ArtifactInit:
@@ -81,7 +66,7 @@ class ArtifactInit:
         for name in fits:
             there[name].copy_(torch.from_numpy(values[name]))
         done = {id(there[name]) for name in fits}
-        others = tuple(_plain(name) for name, value in module.named_parameters() if id(value) not in done)
+        others = tuple(plain(name) for name, value in module.named_parameters() if id(value) not in done)
         self.report = InitReport(tuple(fits), others, tuple(problems))
         return module
 
@@ -90,11 +75,15 @@ class ArtifactInit:
         return f"ArtifactInit({len(self.result.spec)} tensors: {', '.join(kinds)})"
 
 
-def load_init(path: str | Path) -> ArtifactInit:
+def load_init(path: str | Path) -> "ArtifactInit | PortableInit":
     """The initialiser that `weightscope fit-init` wrote.
 
     Args:
         path: of the artifact.
+
+    Returns:
+        An `ArtifactInit` for networks of the population's architecture, or a `PortableInit` for any network that
+        has the part, if it was fitted to one network; both are called alike.
 
     Raises:
         DataError: if it is not a sound artifact.
@@ -105,7 +94,8 @@ def load_init(path: str | Path) -> ArtifactInit:
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    return ArtifactInit(load_artifact(path))
+    found = load_any(path)
+    return ArtifactInit(found) if isinstance(found, FitResult) else PortableInit(found)
 
 
 def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
@@ -119,14 +109,7 @@ def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones under each of their names) and buffers, by their name and by that without wrappers."""
     named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
-    return {_plain(name): value for name, value in named.items()} | named
-
-
-def _plain(name: str) -> str:
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
-    while len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
+    return {plain(name): value for name, value in named.items()} | named
 
 
 def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:

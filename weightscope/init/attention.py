@@ -130,9 +130,9 @@ def mimetic_attention_(
     for part in found:
         if part.layer in wanted:
             if parts != "vo":
-                _write_qk(part, construction, *numbers[:2], generator)
+                write_query_key(part, construction, *numbers[:2], generator)
             if parts != "qk":
-                _write_vo(part, construction, *numbers[2:], generator)
+                write_value_output(part, construction, *numbers[2:], generator)
     return module
 
 
@@ -166,9 +166,10 @@ def _numbers(preset: str | None, construction: str, given: tuple[float, ...]) ->
     return PRESETS[preset]
 
 
-def _write_qk(
+def write_query_key(
     part: AttentionPart, construction: str, alpha: float, beta: float, generator: torch.Generator | None
 ) -> None:
+    """Make `W_Q W_K^T ~ alpha Z + beta I` in every head of one attention module."""
     d, k, group = part.width, part.head_width, part.heads // part.kv_heads
     queries, keys = [], []
     for _ in range(part.kv_heads):
@@ -183,9 +184,10 @@ def _write_qk(
     part.write("k", torch.stack(keys))
 
 
-def _write_vo(
+def write_value_output(
     part: AttentionPart, construction: str, alpha: float, beta: float, generator: torch.Generator | None
 ) -> None:
+    """Make `sum_h W_V W_proj ~ alpha Z - beta I` in one attention module."""
     d, k, group = part.width, part.value_width, part.heads // part.kv_heads
     if construction == "svd":
         values, outputs = value_output(d, part.heads, part.kv_heads, k, alpha, beta, generator)

@@ -1,7 +1,9 @@
 """Depthwise filters drawn from a closed-form covariance that widens with depth."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -102,7 +104,16 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
     return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
 
 
-def relative_depths(parts: list[DepthwisePart], schedule: str) -> list[float]:
+class Staged(Protocol):
+    """A layer that knows the number of its stage."""
+
+    @property
+    def stage(self) -> int:
+        """From 0."""
+        ...
+
+
+def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
     """The relative depth in [0, 1] of each layer, 0 where there is only one.
 
     "depth" counts over the whole network, "sawtooth" starts again in every stage.
@@ -158,11 +169,12 @@ def conv_covariance_(
     v: float | None = None,
     a: float | None = None,
     preset: str | None = None,
+    scale: float = 1.0,
     psd: str = "abs",
     schedule: str = "depth",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Draw every depthwise filter from `N(0, conv_covariance(k, sigma(d)))`, wider with depth.
+    """Draw every depthwise filter from `N(0, scale^2 conv_covariance(k, sigma(d)))`, wider with depth.
 
         sigma(d) = sigma0 + v d + a d^2 / 2,   d = i / (D - 1)  for layer i of D  (0 if D = 1)
 
@@ -172,6 +184,7 @@ def conv_covariance_(
         v: its slope over the relative depth.
         a: its curvature.
         preset: published numbers instead: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
+        scale: factor on every filter, > 0; 1 as published.
         psd: "abs" or "clip", see `covariance_root`.
         schedule: "depth", or "sawtooth" to start the schedule again in every stage, for networks that
             downsample (thesis Fig. B.5, whose picture is lost: the restart is how we read the caption).
@@ -188,6 +201,7 @@ def conv_covariance_(
         >>> conv_covariance_(convnext, sigma0=0.15, v=0.25, a=1.0, generator=torch.Generator().manual_seed(0))
     """
     curve = settings(preset, sigma0, v, a)
+    positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
     parts = checked_filters(depthwise(module), "the covariance is a bump around a centre pixel of an image")
@@ -195,13 +209,15 @@ def conv_covariance_(
         if curve(d) <= 0:
             raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
     for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
-        part.write(draw_filters(part.channels, part.kernel[0], curve(d), psd, generator))
+        covariance = scale**2 * conv_covariance(part.kernel[0], curve(d))
+        part.write(draw_filters(part.channels, covariance, psd, generator))
     return module
 
 
-def draw_filters(channels: int, k: int, sigma: float, psd: str, generator: torch.Generator | None) -> Tensor:
-    """`channels` filters (channels, k, k), float32, from the closed-form covariance."""
-    root = torch.from_numpy(covariance_root(conv_covariance(k, sigma), psd))
+def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: torch.Generator | None) -> Tensor:
+    """`channels` filters (channels, k, k) of mean zero from a covariance (k*k, k*k); drawn in float64, float32."""
+    root = torch.from_numpy(covariance_root(covariance, psd))
+    k = math.isqrt(len(covariance))
     draws = normal(channels, k * k, generator=generator, dtype=torch.float64) @ root.T
     return draws.float().reshape(channels, k, k)
 

@@ -12,6 +12,7 @@ from weightscope.errors import UsageError
 from weightscope.init._common import Initialiser, M
 from weightscope.init.attention import mimetic_attention_
 from weightscope.init.convolution import box_filters_, conv_covariance_, impulse_filters_, random_filters_
+from weightscope.init.covariance_transfer import covariance_transfer_
 from weightscope.init.impulse_attention import impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_
@@ -41,6 +42,7 @@ REGISTRY: Mapping[str, Callable[..., Any]] = {
     "xavier": xavier_,
     "trunc_normal": trunc_normal_,
     "conv_covariance": conv_covariance_,
+    "covariance_transfer": covariance_transfer_,
     "random_filters": random_filters_,
     "impulse_filters": impulse_filters_,
     "box_filters": box_filters_,

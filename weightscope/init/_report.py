@@ -1,0 +1,32 @@
+"""What an initialiser from a file did to a module."""
+
+from dataclasses import dataclass
+
+from weightscope.init._common import listing
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What an initialiser did to a module.
+
+    Attributes:
+        touched: names of the tensors that it set.
+        untouched: names of the module's other parameters, which keep what they had.
+        absent: names in the artifact that the module does not have in that shape (only with `strict=False`).
+    """
+
+    touched: tuple[str, ...]
+    untouched: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [("set", self.touched), ("left alone", self.untouched), ("not in the module", self.absent)]
+        return "; ".join(f"{what} {len(names)} tensors: {listing(names)}" for what, names in parts if names)
+
+
+def plain(name: str) -> str:
+    """A tensor's name without the prefixes of wrappers."""
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
