@@ -146,6 +146,8 @@ class Focus:
         neighbours: mean correlation of pixels that touch at a side (the moving positive bump of thesis Fig. 3.1).
         from_centre: mean correlation of the central pixels with all others that do not touch them (the standing
             negative bump); NaN where there is none.
+        offset_down: `sum_p v_p (i_p - (kh - 1) / 2) / sum_p v_p`, in pixels: how far below the centre variance lies.
+        offset_right: the same along a row.
     """
 
     spread: float
@@ -156,6 +158,8 @@ class Focus:
     central_ratio: float
     neighbours: float
     from_centre: float
+    offset_down: float
+    offset_right: float
 
 
 def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
@@ -176,14 +180,18 @@ def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoment
         squares += (kept[:, part].astype(np.float64) - found.mean[part]) ** 2
     energy = squares.sum(axis=1)  # (n,)
     if not energy.sum() > 0:
-        return Focus(*[math.nan] * 8)
+        return Focus(*[math.nan] * 10)
     spread, spread_se = _quotient(squares @ distance, energy)
     share, share_se = _quotient(squares[:, central].sum(axis=1), energy)
     white = float(distance.mean())
     neighbours, others = _correlations(found, shape, central)
     # A filter of one pixel has no distances.
     relative = (spread / white, spread_se / white) if white else (math.nan, math.nan)
-    return Focus(spread, *relative, share, share_se, share * pixels / int(central.sum()), neighbours, others)
+    weights = squares.sum(axis=0) / energy.sum()  # (pixels,)
+    places = (index.ravel() - (n - 1) / 2 for index, n in zip(np.indices(shape), shape, strict=True))
+    offsets = [float(weights @ place) for place in places]
+    ratio = share * pixels / int(central.sum())
+    return Focus(spread, *relative, share, share_se, ratio, neighbours, others, *offsets)
 
 
 def _geometry(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
