@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
-from scipy.sparse.linalg import LinearOperator, svds
 
 from weightscope.errors import DataError
+from weightscope.statistics.kronecker_sums import kronecker_sum
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _factor(matrix: np.ndarray) -> np.ndarray:
 def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
     """The R (p, p) and C (n, n) that minimise |covariance - R (x) C|_F (Van Loan and Pitsianis 1993).
 
-    The p^2 x n^2 rearrangement, whose row (i, k) is vec of block (i, k), turns R (x) C into vec(R) vec(C)^T; the
-    optimum is its leading pair of singular vectors. For a positive semi-definite covariance both factors are.
+    One term of `kronecker_sums.kronecker_sum`, scaled as a matrix normal is. For a positive semi-definite covariance
+    both factors are.
 
     Args:
         covariance: (p n, p n).
@@ -103,32 +103,15 @@ def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarra
         R, C with trace n, and the relative error |covariance - R (x) C|_F / |covariance|_F.
 
     Raises:
-        DataError: if the covariance is not (p n, p n) or is zero.
+        DataError: if the covariance is not (p n, p n), finite and symmetric, or is zero.
 
     Example:
         >>> rows, columns, error = nearest_kronecker(np.kron(R, C), len(R), len(C))
     """
-    if covariance.shape != (p * n, p * n):
-        raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {covariance.shape}")
-    rearranged = covariance.reshape(p, n, p, n).transpose(0, 2, 1, 3).reshape(p * p, n * n)
-    norm = float(np.linalg.norm(rearranged))
-    if norm == 0:
-        raise DataError("a covariance that is zero has no Kronecker factors")
-    left, value, right = _leading(rearranged, p, n)
-    residual = float(np.linalg.norm(rearranged - value * np.outer(left, right))) / norm
-    rows, columns = left.reshape(p, p), right.reshape(n, n)
+    fit = kronecker_sum(covariance, p, n)
+    columns = fit.columns[0]
     trace = np.trace(columns)
-    # A covariance has a positive diagonal, and so has the optimal C up to sign; without one the sign is free.
+    # A covariance has a positive diagonal, and so has the optimal C; a matrix that is none may have trace 0.
     scale = trace / n if abs(trace) > 1e-12 * np.linalg.norm(columns) else 1.0
-    return value * rows * scale, columns / scale, residual
-
-
-def _leading(matrix: np.ndarray, p: int, n: int) -> tuple[np.ndarray, float, np.ndarray]:
-    """The leading singular triple; Lanczos for large matrices, from a start that does not depend on chance."""
-    if min(matrix.shape) <= 256:
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        return left[:, 0], float(values[0]), right[0]
-    start = np.eye(p).reshape(-1) if p <= n else np.eye(n).reshape(-1)
-    operator = LinearOperator(matrix.shape, matvec=matrix.dot, rmatvec=matrix.T.dot, dtype=np.float64)
-    left, values, right = svds(operator, k=1, v0=start, tol=0)
-    return left[:, 0], float(values[0]), right[0]
+    left = float(np.linalg.norm(np.asarray(covariance) - fit.matrix())) / fit.norm
+    return fit.rows[0] * scale, columns / scale, left

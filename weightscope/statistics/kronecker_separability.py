@@ -1,0 +1,215 @@
+"""Is a covariance separable, A (x) B? A Monte Carlo test whose level is exact, from samples of matrices.
+
+Order as in `kronecker_sums`: vec(W) row-major, A (p, p) between rows, B (n, n) between columns.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from weightscope.errors import DataError, UsageError
+
+Statistic = Literal["distance", "likelihood_ratio"]
+
+_TOLERANCE = 1e-7  # relative change of the factors at which the flip-flop stops; noise of the statistic is 1e-2
+_STEPS = 500
+_BYTES = 64 * 2**20  # of simulated matrices at a time
+
+
+@dataclass(frozen=True, eq=False)
+class SeparabilityTest:
+    """How far the covariance of N matrices is from every A (x) B.
+
+    Attributes:
+        p_value: share of simulated separable samples that are as far, (1 + count) / (1 + draws).
+        value: the statistic.
+        null: its values (draws,) on separable samples of the same N, p and n.
+        n: N, samples.
+        statistic: `"distance"` or `"likelihood_ratio"`.
+        scale_free: whether samples may differ in scale under the null.
+    """
+
+    p_value: float
+    value: float
+    null: np.ndarray
+    n: int
+    statistic: Statistic
+    scale_free: bool
+
+    @property
+    def ratio(self) -> float:
+        """The statistic in units of what a separable covariance gives by chance; 1 for a separable one."""
+        return self.value / float(self.null.mean())
+
+    def text(self) -> str:
+        """One line."""
+        kind = ("scale-free " if self.scale_free else "") + self.statistic.replace("_", " ")
+        return (
+            f"separability of {self.n} matrices: {kind} {self.ratio:.2f} times that of a separable covariance, "
+            f"p = {self.p_value:.3g} ({len(self.null)} simulations)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "n": self.n,
+            "statistic": self.statistic,
+            "scale_free": self.scale_free,
+            "value": self.value,
+            "ratio": self.ratio,
+            "p": self.p_value,
+            "draws": len(self.null),
+        }
+
+
+def separability_test(
+    matrices: np.ndarray,
+    *,
+    statistic: Statistic = "distance",
+    scale_free: bool = True,
+    draws: int = 199,
+    seed: int = 0,
+) -> SeparabilityTest:
+    """Test Cov(vec W) = A (x) B from N samples of W (p, n), whose mean is estimated.
+
+    The samples are whitened by the factors that fit them best, Z_k = A^(-1/2) W_k B^(-1/2), and S is the second moment
+    of vec(Z_k), which A (x) B would make the identity:
+
+        distance:          |S - I|_F^2,
+        likelihood_ratio:  -N log det S, with maximum-likelihood factors; needs N > p n.
+
+    Both are unchanged when all W_k become G W_k H for invertible G and H. So their distribution under the null does not
+    depend on A and B, and samples of A = I, B = I simulate it *exactly*: the false-alarm rate at level a is
+    floor(a (draws + 1)) / (draws + 1) for Gaussian W, for every N, without asymptotics (Mitchell, Genton and Gumpertz
+    2006; Barnard 1963). The chi-squared approximation of the ratio would be wrong by orders for N near p n.
+
+    Trained filters differ in norm and have heavy tails, which a Gaussian test takes for dependence (Student tails with
+    3 degrees of freedom: false alarms in 98 of 100 tests). `scale_free=True` weights each sample by the inverse of its
+    squared length, p n / |Z_k|^2, and centres at the spatial median that goes with it (Tyler 1987; Hettmansperger and
+    Randles 2002; here for A (x) B). The null is then W_k = M + s_k A^(1/2) G_k B^(1/2) with G_k Gaussian and *any*
+    scales s_k > 0 (exact but for the centre; measured at level 0.05: 0.050 to 0.058 in the setting above).
+
+    Args:
+        matrices: (N, p, n).
+        statistic: `"distance"` works from a few samples on; `"likelihood_ratio"` is the classic one.
+        scale_free: see above; only for `"distance"`.
+        draws: simulated samples; p is a multiple of 1 / (draws + 1).
+        seed: of the simulation.
+
+    Raises:
+        DataError: if the matrices are not (N, p, n) and finite, too few, or dependent.
+        UsageError: if an option makes no sense.
+
+    Example:
+        >>> separability_test(filters).p_value    # filters (N, k, k)
+        0.005
+    """
+    if statistic not in get_args(Statistic):
+        raise UsageError(f"statistic must be one of {get_args(Statistic)}, found {statistic!r}")
+    if statistic == "likelihood_ratio" and scale_free:
+        raise UsageError("a likelihood ratio is one of Gaussian samples; give scale_free=False with it")
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 19:
+        raise UsageError(f"draws: expected at least 19 (p = 0.05), found {draws!r}")
+    w = _checked(matrices, statistic)
+    value = float(_statistic(w[None], statistic, scale_free, "the matrices")[0])
+    samples, p, n = w.shape
+    rng = np.random.default_rng(seed)
+    batch = max(1, int(_BYTES / (8 * w.size)))
+    sizes = [min(batch, draws - start) for start in range(0, draws, batch)]
+    drawn = (rng.standard_normal((size, samples, p, n)) for size in sizes)
+    null = [_statistic(sets, statistic, scale_free, "a simulation") for sets in drawn]
+    simulated = np.concatenate(null)
+    above = int((simulated >= value * (1 - 1e-9)).sum())
+    return SeparabilityTest((1 + above) / (1 + draws), value, simulated, samples, statistic, scale_free)
+
+
+def _checked(matrices: np.ndarray, statistic: str) -> np.ndarray:
+    w = np.asarray(matrices, dtype=np.float64)
+    if w.ndim != 3 or 0 in w.shape:
+        raise DataError(f"expected matrices (N, p, n), found {w.shape}")
+    bad = ~np.isfinite(w).all(axis=(1, 2))
+    if bad.any():
+        raise DataError(f"{int(bad.sum())} of {len(w)} matrices hold numbers that are not finite; leave them out")
+    samples, p, n = w.shape
+    if min(p, n) == 1:
+        raise DataError(f"every covariance of {p} x {n} matrices is separable; there is nothing to test")
+    least = p * n + 1 if statistic == "likelihood_ratio" else max(math.ceil(p / n), math.ceil(n / p)) + 3
+    if samples <= least:
+        raise DataError(
+            f"the {statistic.replace('_', ' ')} of {p} x {n} matrices needs more than {least}, found {samples}"
+        )
+    return w
+
+
+def _statistic(w: np.ndarray, statistic: str, scale_free: bool, what: str) -> np.ndarray:
+    """The statistic of m sets of samples (m, N, p, n): (m,)."""
+    m, samples, p, n = w.shape
+    mean, rows, columns, weights = _factors(w, scale_free, what)
+    w = w - mean
+    a, b = np.linalg.inv(np.linalg.cholesky(rows)), np.linalg.inv(np.linalg.cholesky(columns))
+    white = a[:, None] @ (w * np.sqrt(weights)[:, :, None, None]) @ b.mT[:, None]
+    flat = white.reshape(m, samples, p * n)
+    if statistic == "likelihood_ratio":
+        sign, log = np.linalg.slogdet(flat.mT @ flat / samples)
+        if (sign <= 0).any():
+            raise DataError(f"{what} are linearly dependent, so there is no likelihood ratio")
+        return -samples * log
+    # |S - I|^2 = |S|^2 - 2 tr S + p n, from whichever of the two products of the samples is smaller.
+    gram = flat.mT @ flat if p * n < samples else flat @ flat.mT
+    square = np.sum(gram**2, axis=(1, 2)) / samples**2
+    return square - 2.0 * np.sum(flat**2, axis=(1, 2)) / samples + p * n
+
+
+def _factors(w: np.ndarray, scale_free: bool, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The mean (m, 1, p, n), A (m, p, p), B (m, n, n) and the samples' weights (m, N), by the flip-flop for all sets.
+
+    Sets that have converged stay where they are, so a set's result does not depend on the others.
+    """
+    m, samples, p, n = w.shape
+    rows, columns = np.tile(np.eye(p), (m, 1, 1)), np.tile(np.eye(n), (m, 1, 1))
+    mean, weights, active = w.mean(axis=1, keepdims=True), np.ones((m, samples)), np.arange(m)
+    for _ in range(_STEPS):
+        old = rows[active], columns[active]
+        if scale_free:
+            # The spatial median goes with Tyler's weights: a mean would carry the largest samples into all others.
+            roots = np.sqrt(weights[active])[:, :, None, None]
+            mean[active] = (w[active] * roots).sum(axis=1, keepdims=True) / roots.sum(axis=1, keepdims=True)
+        new = _step(w[active] - mean[active], columns[active], weights[active], scale_free, what)
+        rows[active], columns[active], weights[active] = new
+        moved = [np.abs(x - y).max(axis=(1, 2)) / np.abs(x).max(axis=(1, 2)) for x, y in zip(new[:2], old, strict=True)]
+        active = active[np.maximum(*moved) > _TOLERANCE]
+        if not len(active):
+            return mean, rows, columns, weights
+    raise DataError(f"no A (x) B could be fitted to {what} in {_STEPS} steps: too few, or nearly dependent")
+
+
+def _step(
+    w: np.ndarray, columns: np.ndarray, weights: np.ndarray, scale_free: bool, what: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One step for centred sets: A from B, B from A, and the weights from both."""
+    m, samples, p, n = w.shape
+    by_row = w.transpose(0, 2, 1, 3)  # (m, p, N, n)
+    weighted = (by_row * weights[:, None, :, None]).reshape(m, p * samples, n)
+    half = (weighted @ _inverse(columns, what)).reshape(m, p, samples * n)
+    rows = half @ by_row.reshape(m, p, samples * n).mT / (samples * n)
+    rows *= (p / np.trace(rows, axis1=1, axis2=2))[:, None, None]  # the scale is the columns'
+    by_column = w.transpose(0, 3, 1, 2)  # (m, n, N, p)
+    flat = by_column.reshape(m, n, samples * p)
+    half = (flat.reshape(m, n * samples, p) @ _inverse(rows, what)).reshape(m, n, samples, p)
+    columns = (half * weights[:, None, :, None]).reshape(m, n, samples * p) @ flat.mT / (samples * p)
+    if scale_free:
+        solved = (_inverse(columns, what) @ flat).reshape(half.shape)
+        lengths = np.einsum("mjkp,mjkp->mk", solved, half)
+        if not (lengths > 0).all():
+            raise DataError(f"a matrix among {what} equals their centre, so it has no scale; leave such out")
+        weights = p * n / lengths
+    return rows, columns, weights
+
+
+def _inverse(matrix: np.ndarray, what: str) -> np.ndarray:
+    values = np.linalg.eigvalsh(matrix)
+    if not (values[:, 0] > 1e-13 * values[:, -1]).all():
+        raise DataError(f"no A (x) B fits {what}: rows or columns are linearly dependent, or all zero")
+    return np.linalg.inv(matrix)
