@@ -1,0 +1,567 @@
+"""Covariances within one network: against naive versions, over families, sources, damaged weights and the command."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import references_within as naive
+import torch
+from safetensors.torch import save_file
+
+import weightscope
+from weightscope import Checkpoint, plots
+from weightscope.anatomy import depthwise, mlps, patch_embeddings
+from weightscope.cli import main
+from weightscope.collect import collect
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init import conv_covariance_
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.recipe import Recipe
+from weightscope.statistics import slices
+from weightscope.statistics.slices import centre_focus, slice_moments
+from weightscope.within import Within, covariance_within, filter_covariances, skeleton
+
+ROOT = Path(__file__).parent.parent
+TIGHT = {"rtol": 1e-10, "atol": 1e-14}
+FILTERS = ("ours-convmixer", "ours-convnext", "timm-convnext", "timm-convmixer", "timm-efficientnet", "hf-mamba")
+MATRICES = (
+    "ours-vit",
+    "ours-convnext",
+    "timm-vit",
+    "timm-vit-swiglu",
+    "timm-convnext",
+    "hf-gpt2",
+    "hf-llama",
+    "hf-bert",
+)
+PATCHES = ("ours-vit", "ours-convmixer", "timm-vit", "timm-convnext", "hf-vit", "torchvision-vit")
+
+
+def convmixer(seed: int = 0, depth: int = 3) -> torch.nn.Module:
+    return families.scramble(ConvMixer(12, depth, 5, 4, 5), seed)
+
+
+def agree(layer: Any, samples: np.ndarray) -> None:
+    """A layer's moments and focus equal those of the naive versions."""
+    mean, covariance, values = naive.moments(samples)
+    found = layer.moments
+    np.testing.assert_allclose(found.mean, mean, **TIGHT)
+    np.testing.assert_allclose(found.variance, np.diagonal(covariance), **TIGHT)
+    np.testing.assert_allclose(found.covariance, covariance, **TIGHT)
+    rank = min(samples.shape)
+    np.testing.assert_allclose(found.eigenvalues, values[:rank], rtol=1e-10, atol=1e-12 * values[0])
+    assert found.squared == pytest.approx((values**2).sum(), rel=1e-10)
+    assert found.mean.dtype == found.covariance.dtype == np.float64
+    if layer.focus is not None:
+        for key, value in naive.focus(samples, *layer.shape).items():
+            assert layer.statistics[key] == pytest.approx(value, rel=1e-10, abs=1e-13), key
+        wanted = naive.correlations(samples, *layer.shape)
+        assert (layer.focus.neighbours, layer.focus.from_centre) == pytest.approx(wanted, rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("family", FILTERS)
+def test_filters_of_every_family_equal_numpy(family: str) -> None:
+    model = families.FAMILIES[family].build()
+    found = covariance_within(model)
+    parts = depthwise(model)
+    assert len(found.layers) == len(parts) == families.FAMILIES[family].parts["depthwise"]
+    for layer, part, row in zip(found.layers, parts, filter_covariances(model), strict=True):
+        samples = part.read().numpy().reshape(part.channels, -1)
+        agree(layer, samples)
+        assert (layer.name, layer.stage, layer.shape) == (part.name, part.stage, (1, *part.kernel))
+        np.testing.assert_array_equal(row.covariance, layer.moments.covariance)
+        np.testing.assert_array_equal(row.mean, layer.moments.mean)
+        assert (row.name, row.stage, row.kernel, row.count) == (part.name, part.stage, part.kernel, part.channels)
+        assert row.excluded == 0
+
+
+@pytest.mark.parametrize("family", MATRICES)
+@pytest.mark.parametrize("part", ["mlp-rows", "mlp-columns"])
+def test_rows_and_columns_of_every_family_equal_numpy(family: str, part: str) -> None:
+    model = families.FAMILIES[family].build()
+    found = covariance_within(model, part=part)
+    wanted = [(p.layer, name, p.read(name).numpy()) for p in mlps(model) for name in p.names]
+    assert len(found.layers) == len(wanted)
+    for layer, (number, name, matrix) in zip(found.layers, wanted, strict=True):
+        samples = matrix if part == "mlp-rows" else matrix.T
+        assert (layer.layer, layer.group, layer.shape) == (number, name, (samples.shape[1],))
+        assert layer.focus is None
+        agree(layer, samples)
+
+
+@pytest.mark.parametrize("family", PATCHES)
+def test_patches_of_every_family_equal_numpy_jointly_and_by_channel(family: str) -> None:
+    model = families.FAMILIES[family].build()
+    (part,) = patch_embeddings(model)
+    weights = part.read().numpy()
+    (joint,) = covariance_within(model, part="patch").layers
+    assert joint.shape == weights.shape[1:]
+    agree(joint, weights.reshape(len(weights), -1))
+    single = covariance_within(model, part="patch-channels").layers
+    assert [layer.group for layer in single] == [f"channel {c}" for c in range(part.channels)]
+    for c, layer in enumerate(single):
+        agree(layer, weights[:, c].reshape(len(weights), -1))
+
+
+def test_every_kind_of_source_gives_the_same_numbers(tmp_path: Path) -> None:
+    model = convmixer()
+    state = model.state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "model.pth")
+    paths = (tmp_path / "model.safetensors", str(tmp_path / "model.pth"))
+    sources = (model, state, Checkpoint(state), *paths)
+    found = covariance_within(*sources)
+    assert found.labels == ("ConvMixer", "state dict", "state dict (2)", "model.safetensors", "model.pth")
+    first = found.of("ConvMixer")
+    for label in found.labels:
+        for mine, other in zip(first, found.of(label), strict=True):
+            np.testing.assert_array_equal(mine.moments.covariance, other.moments.covariance)
+            assert mine.focus == other.focus
+
+
+def test_what_is_kept_changes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32) + 3
+    x[:, 7] = 0.1  # constant
+    whole, part = slice_moments(x, keep=300), slice_moments(x, keep=299)
+    assert whole.covariance.shape == (300, 300)
+    assert part.covariance is None
+    np.testing.assert_allclose(part.mean, whole.mean, **TIGHT)
+    np.testing.assert_allclose(part.variance, whole.variance, **TIGHT)
+    assert part.variance[7] == 0
+    np.testing.assert_allclose(part.eigenvalues, whole.eigenvalues, rtol=1e-9, atol=1e-10)
+    assert part.squared == pytest.approx(whole.squared, rel=1e-10)
+    tall = slice_moments(x.T.copy(), keep=10)
+    assert tall.covariance is None
+    np.testing.assert_allclose(tall.eigenvalues, naive.moments(x.T)[2], rtol=1e-9)
+    monkeypatch.setattr(slices, "FULL", 30)
+    leading = slice_moments(x, keep=10)
+    np.testing.assert_allclose(leading.eigenvalues, whole.eigenvalues[: slices.LEADING], rtol=1e-9)
+    assert leading.effective_rank == pytest.approx(whole.effective_rank, rel=1e-10)
+
+
+def test_memory_does_not_hold_a_covariance_that_is_not_kept() -> None:
+    x = np.random.default_rng(0).standard_normal((64, 30_000)).astype(np.float32)  # P x P would be 7 GB
+    tracemalloc.start()
+    try:
+        slice_moments(x)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * x.nbytes
+
+
+def test_variance_in_one_pixel_and_in_all_of_them() -> None:
+    shape = (5, 5)
+    centre = np.zeros((10, 25))
+    centre[:, 12] = np.arange(10)
+    focus = centre_focus(centre, shape, slice_moments(centre))
+    assert (focus.spread, focus.central_share, focus.central_ratio) == (0, 1, 25)
+    assert math.isnan(focus.neighbours)  # the others do not vary, so their correlations do not exist
+    even = np.concatenate([np.eye(25), -np.eye(25)])
+    focus = centre_focus(even, shape, slice_moments(even))
+    assert focus.relative_spread == pytest.approx(1, abs=1e-12)
+    assert focus.spread == pytest.approx((5**2 - 1) / 6)
+    assert focus.central_ratio == pytest.approx(1, abs=1e-12)
+    assert (focus.neighbours, focus.from_centre) == pytest.approx((0, 0), abs=1e-12)
+    corner = np.zeros((6, 16))
+    corner[:, 0] = np.arange(6)
+    focus = centre_focus(corner, (4, 4), slice_moments(corner))
+    assert (focus.offset_down, focus.offset_right, focus.spread) == (-1.5, -1.5, 4.5)
+    nothing = np.ones((6, 9))
+    focus = centre_focus(nothing, (3, 3), slice_moments(nothing))
+    assert all(math.isnan(v) for v in vars(focus).values())
+
+
+def test_focus_ignores_scale_shift_and_reflection() -> None:
+    x = np.random.default_rng(0).standard_normal((30, 5, 5)) * np.linspace(0.5, 2, 25).reshape(5, 5)
+
+    def of(filters: np.ndarray) -> slices.Focus:
+        flat = filters.reshape(len(filters), -1)
+        return centre_focus(flat, (5, 5), slice_moments(flat))
+
+    plain = of(x)
+    for other in (x * -3e-4, x + np.arange(25).reshape(5, 5), x[:, ::-1, ::-1], x.transpose(0, 2, 1)):
+        for key in ("spread", "relative_spread_se", "central_share", "central_share_se", "neighbours", "from_centre"):
+            assert getattr(of(other), key) == pytest.approx(getattr(plain, key), rel=1e-9)
+    assert of(x[:, ::-1]).offset_down == pytest.approx(-plain.offset_down)
+
+
+def test_standard_errors_cover_and_independent_entries_give_one() -> None:
+    """About 95 % of 400 intervals hold 1; 0.92 to 0.98 fails by chance in 1 of 100."""
+    rng = np.random.default_rng(0)
+    covered, edges, means = [], [], []
+    for _ in range(400):
+        x = rng.standard_normal((200, 25))
+        found = slice_moments(x)
+        focus = centre_focus(x, (5, 5), found)
+        covered.append(abs(focus.relative_spread - 1) < 1.96 * focus.relative_spread_se)
+        edges.append(found.edge_ratio)
+        means.append(found.mean_ratio)
+    assert 0.92 < np.mean(covered) < 0.98
+    assert 0.85 < np.mean(edges) < 1.02
+    assert np.mean(means) == pytest.approx(1, abs=5 * np.sqrt(2 / 25 / 400))
+
+
+def test_the_closed_form_initialiser_becomes_more_diffuse_with_depth() -> None:
+    """Thesis Eq. 3.11: sigma grows with depth, and so does the spread of what is sampled."""
+    bare = ConvMixer(256, 6, 7, 4, 5)
+    trained = conv_covariance_(bare, preset="imagenet-thawed", generator=torch.Generator().manual_seed(0))
+    spreads = [layer.focus.relative_spread for layer in covariance_within(trained).layers]
+    assert spreads == sorted(spreads)
+    assert spreads[-1] > 3 * spreads[0]
+
+
+def test_skeletons_have_the_shapes_and_default_weights() -> None:
+    model = ConvNeXt((8, 16), (2, 1))
+    before = torch.get_rng_state()
+    bare = skeleton(model, "filters", seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    wanted = {p.parameters[0]: (p.channels, p.kernel) for p in depthwise(model)}
+    assert {p.parameters[0]: (p.channels, p.kernel) for p in depthwise(bare)} == wanted
+    for part in depthwise(bare):
+        bound = part.kernel[0] ** -1
+        assert 0.9 * bound < part.read().abs().max() <= bound  # torch's: uniform within 1 / sqrt(fan in)
+    assert torch.equal(depthwise(skeleton(model, seed=3))[0].read(), depthwise(bare)[0].read())
+    for part in ("mlp-rows", "patch"):
+        rows = covariance_within(model, skeleton(model, part), part=part)
+        first, second = (rows.of(label) for label in rows.labels)
+        assert [(x.name, x.group, x.shape) for x in first] == [(x.name, x.group, x.shape) for x in second]
+    with pytest.raises(UsageError, match="expected one of filters, mlp-rows"):
+        skeleton(model, "heads")
+    with pytest.raises(AnatomyError, match="expected MLPs"):
+        skeleton(convmixer(), "mlp-rows")
+
+
+def damaged() -> torch.nn.Module:
+    model = convmixer()
+    first, second = depthwise(model)[:2]
+    filters = first.read()
+    filters[2, 0, 0], filters[5] = math.nan, math.inf
+    first.write(filters)
+    second.write(torch.full_like(second.read(), math.nan))
+    return model
+
+
+def test_weights_that_are_not_finite_are_counted_and_the_rest_is_drawn(tmp_path: Path) -> None:
+    model = damaged()
+    found = covariance_within(model)
+    first, second, third = found.layers
+    assert (first.nonfinite, first.moments.n, first.moments.excluded) == (26, 10, 2)
+    kept = np.delete(depthwise(model)[0].read().numpy().reshape(12, -1), [2, 5], axis=0)
+    np.testing.assert_allclose(first.moments.covariance, np.cov(kept.astype(np.float64).T), **TIGHT)
+    assert first.focus.spread == pytest.approx(naive.focus(kept, 1, 5, 5)["spread"], rel=1e-10)
+    assert (second.moments, second.focus) == (None, None)
+    assert third.nonfinite == 0
+    text = found.text()
+    assert f"`{first.name}`: 26 weights are not finite; 2 of 12 samples are left out" in text
+    assert f"`{second.name}`: expected at least 2 finite samples, found 0" in text
+    json.dumps(found.to_dict(), allow_nan=False)
+    for picture in ("maps", "depth", "samples"):
+        found.plot(tmp_path / f"{picture}.png", picture)
+        assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
+    with pytest.raises(DataError, match=r"at least 2 finite samples, found 0"):
+        filter_covariances(model)
+    for part in depthwise(model):
+        part.write(torch.full_like(part.read(), math.nan))
+    with pytest.raises(DataError, match="ConvMixer: no layer has 2 finite samples"):
+        covariance_within(model)
+
+
+def test_dead_filters_are_counted() -> None:
+    model = convmixer()
+    part = depthwise(model)[1]
+    filters = part.read()
+    filters[:3] *= 1e-8
+    part.write(filters)
+    found = covariance_within(model)
+    assert [layer.moments.dead for layer in found.layers] == [0, 3, 0]
+    assert "3 samples are dead" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((), {}, UsageError, "at least one network"),
+        (("model",), {"part": "heads"}, UsageError, "expected one of filters, mlp-rows"),
+        (("model",), {"keep": 0}, UsageError, "keep: expected at least 1, found 0"),
+        (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1"),
+        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected different ones"),
+        (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
+        (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
+        (("vit",), {}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
+        (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
+        (("missing.pth",), {}, DataError, "missing.pth.*no such file"),
+        ((3,), {}, AnatomyError, "int: expected a module or a mapping"),
+    ],
+)
+def test_what_cannot_be_meant_is_an_error(arguments: tuple, options: dict, error: type, match: str) -> None:
+    known = {"model": convmixer(), "vit": ViT(16, 4, 24, 2, 3, 5)}
+    with pytest.raises(error, match=match):
+        covariance_within(*(known.get(a, a) for a in arguments), **options)
+
+
+def test_one_filter_is_no_sample() -> None:
+    with pytest.raises(DataError, match="at least 2 finite samples, found 1"):
+        slice_moments(np.ones((1, 9)))
+    with pytest.raises(UsageError, match="expected samples"):
+        slice_moments(np.ones(9))
+
+
+def test_pictures_that_cannot_be_drawn_are_errors(tmp_path: Path) -> None:
+    found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part="mlp-rows", keep=10)
+    with pytest.raises(UsageError, match="no images"):
+        found.plot(tmp_path / "a.png", "samples")
+    with pytest.raises(UsageError, match="no covariance was kept"):
+        found.plot(tmp_path / "a.png", "maps")
+    with pytest.raises(UsageError, match="expected one of maps, depth, samples"):
+        found.plot(tmp_path / "a.png", "heads")
+    with pytest.raises(UsageError, match=r"written as \.npz"):
+        found.save_matrix(tmp_path / "a.npy")
+    with pytest.raises(UsageError, match="no network 'b'"):
+        found.of("b")
+
+
+def test_several_networks_stand_in_one_table_and_one_picture(tmp_path: Path) -> None:
+    found = covariance_within(convmixer(0, 3), convmixer(1, 4), ConvNeXt((8, 16), (2, 1)), labels=["a", None, "c"])
+    assert found.labels == ("a", "ConvMixer", "c")
+    lines = found.text().splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("layer"))
+    assert "spread [3]" in lines[head]
+    assert len([line for line in lines[head + 1 : lines.index("", head)] if line.strip()]) == 4
+    for picture in ("maps", "depth", "samples"):
+        found.plot(tmp_path / f"{picture}.pdf", picture, title="A finding")
+    found.save_matrix(tmp_path / "all.npz")
+    with np.load(tmp_path / "all.npz") as stored:
+        np.testing.assert_array_equal(stored["covariance/0"], found.layers[0].moments.covariance)
+        assert stored["mean/9"].shape == (49,)
+    rows = found.to_dict()["rows"]
+    assert [row["source"] for row in rows] == ["a"] * 3 + ["ConvMixer"] * 4 + ["c"] * 3
+
+
+@pytest.mark.parametrize("part", ["patch", "patch-channels", "mlp-columns"])
+@pytest.mark.parametrize("picture", ["maps", "depth", "samples"])
+def test_every_part_has_its_pictures(part: str, picture: str, tmp_path: Path) -> None:
+    found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part=part)
+    if part == "mlp-columns" and picture == "samples":
+        return
+    found.plot(tmp_path / "a.png", picture)
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert found.text()
+
+
+def test_public_names() -> None:
+    assert weightscope.covariance_within is covariance_within
+    assert isinstance(weightscope.covariance_within(convmixer()), Within)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mixer.safetensors"
+    save_file(convmixer().state_dict(), path)
+    return path
+
+
+def test_the_command_on_one_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure, table, matrix = tmp_path / "a.png", tmp_path / "a.json", tmp_path / "a.npz"
+    code, out, _ = run("covariance", file, "-o", figure, "--json", table, "--matrix", matrix, capsys=capsys)
+    assert code == 0
+    assert "mixer.safetensors: variance is nearer the centre than even" in out
+    assert "neighbours" in out
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    rows = json.loads(table.read_text())["rows"]
+    found = covariance_within(file)
+    assert [row["relative_spread"] for row in rows] == [x.focus.relative_spread for x in found.layers]
+    with np.load(matrix) as stored:
+        np.testing.assert_array_equal(stored["covariance/2"], found.layers[2].moments.covariance)
+
+
+def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "closed.toml").write_text('name = "conv_covariance"\npreset = "imagenet-thawed"\n')
+    options = ("--init", "default", "--init", tmp_path / "closed.toml", "-o", tmp_path / "a.png")
+    code, out, _ = run("covariance", file, file, *options, capsys=capsys)
+    assert code == 0
+    for line in ("[1] mixer.safetensors", "[2] mixer.safetensors (2)", "[3] default", "[4] closed", "spread [4]"):
+        assert line in out
+    for picture in ("maps", "samples"):
+        assert run("covariance", file, "--picture", picture, "-o", tmp_path / "b.png", capsys=capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "match"),
+    [
+        (("--part", "heads"), 2, "expected one of filters"),
+        (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
+        (("--select", "*"), 2, "--select: for one population's folder alone"),
+        (("--fold-norms", "--means"), 2, "--fold-norms, --means"),
+        (("--network", "1"), 2, "--network: chooses within a population"),
+        (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
+        (("--picture", "heads"), 2, "picture: expected one of maps"),
+        (("nothing.pth",), 3, "no such file"),
+    ],
+)
+def test_the_command_refuses(
+    options: tuple, code: int, match: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _, err = run("covariance", file, *options, "-o", tmp_path / "a.png", capsys=capsys)
+    assert (found, err.count("\n")) == (code, 1)
+    assert match in err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_the_command_looks_into_one_network_of_a_population(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"network.width": 4, "network.depth": 1, "training.epochs": 1, "data.train": 64, "data.test": 40}
+    counts = {"population.networks": 4, "population.tile": 4}
+    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(small | counts)
+    folder = tmp_path / "a.pop"
+    population = collect(recipe, folder, workers=1, device="cpu", progress=False)
+    arguments = ("covariance", folder, "-o", tmp_path / "a.png", "--json", tmp_path / "a.json")
+    code, out, err = run(*arguments, "--part", "filters", "--network", 3, capsys=capsys)
+    assert code == 0, err
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["labels"] == ["a.pop 3"]
+    (layer,) = covariance_within(population.network(3)).layers
+    assert found["rows"][0]["spread"] == layer.focus.spread
+    assert run(*arguments, "--network", 8, capsys=capsys)[0] == 2
+    code, out, _ = run(*arguments, capsys=capsys)
+    assert code == 0
+    assert "column means" in out  # without any of these options a population is looked at across networks
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_maps_are_in_block_form_with_limits_printed() -> None:
+    found = filter_covariances(convmixer())
+    panels = [plots.Panel(row.covariance, row.name, (1, *row.kernel)) for row in found]
+    figure = plots.covariance_page([panels, [None, plots.Panel(None, "damaged", reason="not finite")]])
+    shown = [ax.images[0] for ax in figure.axes if ax.images]
+    assert len(shown) == 3
+    for image, row in zip(shown, found, strict=True):
+        np.testing.assert_array_equal(image.get_array(), plots.block_form(row.covariance, 5))
+        assert image.norm(0.0) == 0.5  # zero is in the middle of the colours
+        assert -image.norm.vmin == image.norm.vmax >= np.quantile(np.abs(row.covariance), 0.98)
+    limits = [t for t in figure.texts if t.get_gid() == "limit"]
+    assert [t.get_text() for t in limits[:3]] == [f"±{plots._text.number(image.norm.vmax)}" for image in shown]
+    assert "not\nfinite" in [t.get_text().replace(" ", "\n") for ax in figure.axes for t in ax.texts]
+
+
+def test_blocks_of_channels_and_of_rectangles() -> None:
+    c, h, w = 2, 3, 4
+    x = np.random.default_rng(0).standard_normal((50, c * h * w))
+    matrix = np.cov(x.T)
+    figure = plots.covariance_page([[plots.Panel(matrix, "a", (c, h, w))]])
+    shown = figure.axes[0].images[0].get_array()
+    assert shown.shape == (c * h * h, c * w * w)
+    full = matrix.reshape(c, h, w, c, h, w)
+    for a, i, j, b, y, x in np.ndindex(full.shape):
+        assert shown[a * h * h + i * h + y, b * w * w + j * w + x] == full[a, i, j, b, y, x]
+    line = plots.covariance_page([[plots.Panel(matrix[:4, :4], "a", (1, 1, 4))]])
+    np.testing.assert_array_equal(line.axes[0].images[0].get_array(), matrix[:4, :4])
+
+
+def test_pages_refuse_wrong_matrices() -> None:
+    eye = np.eye(9)
+    lopsided, unfinished = eye.copy(), eye.copy()
+    lopsided[0, 1], unfinished[0, 0] = 1, math.nan
+    for values, shape, match in (
+        (eye[:4], (1, 3, 3), "expected a covariance"),
+        (eye, (1, 2, 2), "1 x 2 x 2 filters"),
+        (lopsided, (1, 3, 3), "symmetric"),
+        (unfinished, (1, 3, 3), "not finite"),
+    ):
+        with pytest.raises(DataError, match=match):
+            plots.covariance_page([[plots.Panel(values, "a", shape)]])
+    with pytest.raises(DataError, match="at least one layer"):
+        plots.covariance_page([[None]])
+    with pytest.raises(UsageError, match="row_labels"):
+        plots.covariance_page([[plots.Panel(eye, "a", (1, 3, 3))]], row_labels=["a", "b"])
+    with pytest.raises(UsageError, match="quantile"):
+        plots.covariance_page([[plots.Panel(eye)]], quantile=0)
+    with pytest.raises(DataError, match="expected filters"):
+        plots.filter_page([[plots.Panel(eye)]])
+    curve = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {})
+    with pytest.raises(DataError, match=r"expected x at \(2,\)"):
+        plots.depth_curves([curve], [plots.Statistic("x", "x")])
+    with pytest.raises(UsageError, match="no 'y'"):
+        plots.depth_curves([curve], [plots.Statistic("y", "y")])
+    with pytest.raises(UsageError, match="expected curves"):
+        plots.depth_curves([], [])
+
+
+def test_filters_are_drawn_at_their_places() -> None:
+    filters = np.arange(3 * 4, dtype=float).reshape(3, 1, 2, 2) - 5
+    image = plots.filter_page([[plots.Panel(filters, "a")]], columns=2).axes[0].images[0].get_array()
+    assert image.shape == (2 * 9 + 1, 2 * 9 + 1)
+    for index, (y, x) in enumerate(((0, 0), (0, 1), (1, 0))):
+        tile = image[9 * y + 1 : 9 * y + 9, 9 * x + 1 : 9 * x + 9]
+        np.testing.assert_array_equal(tile[::4, ::4], filters[index, 0])
+    assert image.mask[:, 9].all()
+
+
+def test_curves_show_the_numbers_with_their_intervals() -> None:
+    found = covariance_within(ConvNeXt((8, 16), (2, 1)), labels=["a"])
+    values = {"relative_spread": [x.focus.relative_spread for x in found.layers]}
+    errors = {"relative_spread": [x.focus.relative_spread_se for x in found.layers]}
+    curve = plots.Curve("a", [0, 1, 2], values, errors, ["7×7"] * 3)
+    figure = plots.depth_curves([curve], [plots.Statistic("relative_spread", "spread", 1.0)])
+    (ax,) = figure.axes
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), values["relative_spread"])
+    (bar,) = ax.containers
+    ends = [(path.vertices[0, 1], path.vertices[-1, 1]) for path in bar.lines[2][0].get_paths()]
+    low, high = ends[0]
+    assert (high - low) / 2 == pytest.approx(1.96 * errors["relative_spread"][0])
+
+
+# --- the study -------------------------------------------------------------------------------------------------------
+
+
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_study_runs_on_a_small_network_of_the_same_kind(tmp_path: Path) -> None:
+    model = families.FAMILIES["timm-efficientnet"].build()
+    torch.save(model.state_dict(), tmp_path / "lite0.pth")
+    command = [sys.executable, ROOT / "analyses/filter_covariances/run.py", tmp_path / "lite0.pth", "--out", tmp_path]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert (len(result["rows"]), result["filters"]) == (48, {"3": 2624, "5": 6336})
+    script("figures/filter_covariances.py").main(tmp_path, tmp_path / "a.png")
+    assert len(list(tmp_path.glob("a*.png"))) == 4
+
+
+def test_the_figures_of_the_committed_study_draw(tmp_path: Path) -> None:
+    script("figures/filter_covariances.py").main(out=tmp_path / "a.png")
+    for name in ("", "_depth", "_samples", "_compared"):
+        assert (tmp_path / f"a{name}.png").stat().st_size > 50_000
+
+
+def test_the_study_s_p_values_are_exact() -> None:
+    study = script("analyses/filter_covariances/run.py")
+    assert study.rank_correlation([1.0, 2.0, 3.0, 4.0]) == pytest.approx({"rank_correlation": 1, "p": 2 / 24})
+    from scipy.stats import spearmanr
+
+    values = list(np.random.default_rng(0).standard_normal(6))
+    assert study.rank_correlation(values)["rank_correlation"] == pytest.approx(spearmanr(range(6), values).statistic)
