@@ -28,6 +28,8 @@ from weightscope.init.positions import sinusoidal_codes, table_codes
 from weightscope.init.residual import zero_matrix
 
 SIX = 6.0  # standard errors
+# Initialisers that need another network, and the one that does nothing.
+SOURCED = ("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer")
 
 
 @functools.cache
@@ -121,6 +123,18 @@ def check_conv_covariance(before: nn.Module, after: nn.Module, loose: float) -> 
         n = white.size
         assert abs(np.mean(white**2) - 1) < SIX * math.sqrt(2 / n) + loose
         assert abs(np.mean(white)) < SIX / math.sqrt(n) + loose
+
+
+def check_covariance_transfer(before: nn.Module, after: nn.Module, loose: float) -> None:
+    """Whitened by the donor's covariance, filters have independent standard normal coordinates."""
+    for theirs, part in zip(anatomy.depthwise(donor_of(before)), anatomy.depthwise(after), strict=True):
+        size = math.prod(part.kernel)
+        covariance = np.cov(theirs.read().double().reshape(-1, size).numpy().T)
+        values, vectors = np.linalg.eigh(covariance)
+        kept = values > 1e-4 * values.max()
+        white = part.read().double().reshape(-1, size).numpy() @ vectors[:, kept] / np.sqrt(values[kept])
+        assert abs(np.mean(white**2) - 1) < SIX * math.sqrt(2 / white.size) + loose
+        assert abs(np.mean(white)) < SIX / math.sqrt(white.size) + loose
 
 
 def check_random_filters(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -415,6 +429,13 @@ CASES = [
         check_conv_covariance,
         {"preset": "imagenet-thawed"},
     ),
+    Case(
+        "covariance_transfer",
+        PICTURES,
+        lambda m: names_of(anatomy.depthwise(m)),
+        check_covariance_transfer,
+        donor="source",
+    ),
     Case("random_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_random_filters),
     Case("impulse_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_impulse_filters),
     Case("box_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), check_box_filters),
@@ -528,9 +549,7 @@ def test_the_meta_device_is_refused(name):
         get(name)(fresh(FAMILIES["ours-vit"]).to("meta"))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in REGISTRY if n not in ("default", "select_weights", "transfer", "transfer_singular")]
-)
+@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
     quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
     case = next(case for case in CASES if case.name == name)
@@ -558,9 +577,7 @@ def test_impulse_refuses_rotated_queries(name):
         get("impulse_attention", grid=16)(fresh(FAMILIES[name]))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in REGISTRY if n not in ("default", "select_weights", "transfer", "transfer_singular")]
-)
+@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
 def test_a_module_without_the_part_raises(name):
     needs = {"conv_covariance": {"preset": "imagenet-thawed"}}.get(name, {})
     with pytest.raises(AnatomyError, match="expected"):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from weightscope._version import __version__
 
 if TYPE_CHECKING:
+    from weightscope.attention_maps import attention_maps
     from weightscope.audit import audit
     from weightscope.bench import bench
     from weightscope.checkpoint import Checkpoint
+    from weightscope.closed_form import fit_network
     from weightscope.collect import collect
     from weightscope.covariance import covariance
     from weightscope.fit import fit
@@ -34,12 +36,14 @@ _HOMES = {
     "Recipe": "weightscope.recipe",
     "TensorSpec": "weightscope.spec",
     "WeightSpec": "weightscope.spec",
+    "attention_maps": "weightscope.attention_maps",
     "audit": "weightscope.audit",
     "bench": "weightscope.bench",
     "collect": "weightscope.collect",
     "covariance": "weightscope.covariance",
     "covariance_within": "weightscope.within",
     "fit": "weightscope.fit",
+    "fit_network": "weightscope.closed_form",
     "load_init": "weightscope.init",
     "products": "weightscope.products",
     "track": "weightscope.tracking",
@@ -53,12 +57,14 @@ __all__ = [
     "TensorSpec",
     "WeightSpec",
     "__version__",
+    "attention_maps",
     "audit",
     "bench",
     "collect",
     "covariance",
     "covariance_within",
     "fit",
+    "fit_network",
     "load_init",
     "products",
     "track",

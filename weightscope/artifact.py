@@ -20,6 +20,8 @@ from weightscope.structures import STRUCTURES, Structure
 from weightscope.structures.base import checked, matrix_shapes
 
 FORMAT = "weightscope-initialiser"
+# Of `weightscope.portable`.
+NETWORK_FORMAT = "weightscope-network-initialiser"
 VERSION = 1
 # The key of the JSON header in the file's metadata.
 KEY = "weightscope"
@@ -273,6 +275,8 @@ class _GroupHeader(BaseModel):
 
 
 def _parsed(values: Any) -> _Header:
+    if isinstance(values, dict) and values.get("format") == NETWORK_FORMAT:
+        raise DataError("it was fitted to one network, not to a population; load_init applies it")
     if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
         raise DataError(
             f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"

@@ -12,17 +12,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.numpy import save as to_bytes
 
 from weightscope import _atomic
-from weightscope.artifact import FORMAT as POPULATION_FORMAT
 from weightscope.artifact import KEY, FitResult, artifact_of, read_contents
+from weightscope.artifact import NETWORK_FORMAT as FORMAT
 from weightscope.errors import DataError
 
-FORMAT = "weightscope-network-initialiser"
 VERSION = 1
 Psd = Literal["abs", "clip"]
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"expected an odd filter size, found {kernel}")
+    return kernel
+
+
+Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 
 
 class _Model(BaseModel):
@@ -35,7 +43,7 @@ class FilterLayer(_Model):
     name: str
     stage: int = Field(ge=0)
     depth: float = Field(ge=0, le=1)
-    kernel: int = Field(ge=1)
+    kernel: Kernel
     count: int = Field(ge=2)
 
 
@@ -47,7 +55,7 @@ class FilterCovariances(_Model):
     kronecker: bool = False
     means: bool = False
     schedule: Literal["depth", "stage"] = "depth"
-    kernel: int | None = None
+    kernel: Kernel | None = None
     psd: Psd = "abs"
 
     def text(self) -> str:
@@ -72,7 +80,7 @@ class ScheduleLayer(_Model):
     name: str
     stage: int = Field(ge=0)
     depth: float = Field(ge=0, le=1)
-    kernel: int = Field(ge=1)
+    kernel: Kernel
     count: int = Field(ge=2)
     sigma: float = Field(gt=0)
     sigma_alone: float = Field(gt=0)
@@ -94,6 +102,14 @@ class ConvSchedule(_Model):
     schedule: Literal["depth", "sawtooth"] = "depth"
     r2: float
     layers: tuple[ScheduleLayer, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _positive(self) -> "ConvSchedule":
+        vertex = min(1.0, max(0.0, -self.v / self.a)) if self.a else 0.0
+        least = min(self.sigma0 + self.v * d + 0.5 * self.a * d**2 for d in (0.0, vertex, 1.0))
+        if not least > 0:
+            raise ValueError(f"sigma falls to {least:g} on the way; a network of another depth would have no filters")
+        return self
 
     def text(self) -> str:
         """The call that it stands for, and the fit layer by layer."""
@@ -238,9 +254,7 @@ def load_portable(path: str | Path) -> Portable:
     """
     found = load_any(path)
     if isinstance(found, FitResult):
-        raise DataError(
-            f"{path}: expected the artifact of one network, found one of a population ({POPULATION_FORMAT})"
-        )
+        raise DataError(f"{path}: expected the artifact of one network, found one of a population")
     return found
 
 

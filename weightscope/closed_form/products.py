@@ -1,12 +1,13 @@
 """Alpha and beta of `mimetic_attention_` from a network's products of queries and keys, values and outputs."""
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightscope.anatomy import AttentionPart
 from weightscope.audit.attention import product_statistics
@@ -22,7 +23,7 @@ _ANGLES = 33
 _SEED = 0x5EED
 
 
-def fit_identity_product(source: Any, *, parts: str = "both") -> Portable:
+def fit_identity_product(source: Any, *, parts: str = "both", config: Mapping[str, Any] | None = None) -> Portable:
     """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
 
         queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
@@ -43,6 +44,7 @@ def fit_identity_product(source: Any, *, parts: str = "both") -> Portable:
     Args:
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
         parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
+        config: the model's config, for tensors that come without: `{"num_attention_heads": 6}` is enough.
 
     Raises:
         AnatomyError: if there is no attention.
@@ -56,7 +58,7 @@ def fit_identity_product(source: Any, *, parts: str = "both") -> Portable:
         0.9
     """
     choice("parts", parts, PARTS)
-    found = self_attention(source if isinstance(source, nn.Module) else _source.tensors(source))
+    found = self_attention(_source.network(source, config))
     layers = []
     for i, part in enumerate(found):
         depth = i / (len(found) - 1) if len(found) > 1 else 0.0

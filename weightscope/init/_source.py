@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weightscope.anatomy import attention, depthwise, mlps, patch_embeddings, positions
+from weightscope.anatomy import Source, as_source, attention, depthwise, mlps, patch_embeddings, positions
 from weightscope.errors import AnatomyError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
@@ -31,6 +31,21 @@ def tensors(source: Any) -> Mapping[str, Any]:
 
         return Checkpoint(source)
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
+
+
+def network(source: Any, config: Mapping[str, Any] | None = None) -> Source:
+    """What the finders of `weightscope.anatomy` read, of a module, a mapping of tensors, a checkpoint or a path.
+
+    Args:
+        source: as for `tensors`.
+        config: the model's config, for a mapping.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    # A module tells its groups and head counts, which names and shapes alone do not.
+    whole = isinstance(source, (nn.Module, Source))
+    return as_source(source if whole else tensors(source), config)
 
 
 def bare(name: str) -> str:

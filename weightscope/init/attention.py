@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, attention
+from weightscope.anatomy import AttentionPart, Source, attention
 from weightscope.errors import UsageError
 from weightscope.init._common import M, choice, chosen_layers, cpu_generator, frame, normal, number
 from weightscope.init._topk import factors, spectrum
@@ -136,8 +136,8 @@ def mimetic_attention_(
     return module
 
 
-def self_attention(module: torch.nn.Module) -> list[AttentionPart]:
-    """The self-attention parts of a module.
+def self_attention(module: torch.nn.Module | Source) -> list[AttentionPart]:
+    """The self-attention parts of a module, or of another source of tensors.
 
     Raises:
         AnatomyError: if the module has no attention.

@@ -15,6 +15,7 @@ from weightscope.init.convolution import checked_filters, draw_filters, relative
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
+_ROUNDING = 1e-9  # negative eigenvalues below this share are rounding errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +79,7 @@ def filter_laws(source: Any) -> list[FilterLaw]:
         >>> [law.kernel for law in filter_laws("efficientnet-lite0.pth")][:4]
         [3, 3, 3, 5]
     """
-    # A module tells its groups, which names and shapes alone do not always.
-    network = source if isinstance(source, nn.Module) else _source.tensors(source)
-    parts = checked_filters(depthwise(network), "covariances are carried over for pictures only")
+    parts = checked_filters(depthwise(_source.network(source)), "covariances are carried over for pictures only")
     depths = relative_depths(parts, "depth")
     return [_law(part, depth) for part, depth in zip(parts, depths, strict=True)]
 
@@ -206,14 +205,30 @@ def covariance_transfer_(
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    return transfer_laws(module, filter_laws(source), options, generator)
+    transfer_laws(module, filter_laws(source), options, generator)
+    return module
 
 
-def transfer_laws(module: M, laws: list[FilterLaw], options: TransferOptions, generator: torch.Generator | None) -> M:
-    """Draw a module's depthwise filters from a source's covariances; errors as `covariance_transfer_`."""
+def transfer_laws(
+    module: nn.Module, laws: list[FilterLaw], options: TransferOptions, generator: torch.Generator | None
+) -> dict[str, float]:
+    """Draw a module's depthwise filters from a source's covariances; errors as `covariance_transfer_`.
+
+    Returns:
+        Layer -> the share of negative eigenvalues in the sum of absolute ones, of each covariance that was resized or
+        factored and is therefore not positive semi-definite.
+    """
     parts = checked_filters(depthwise(module), "covariances are carried over for pictures only")
     cpu_generator(generator)
-    for part, (mean, covariance) in zip(parts, target_laws(parts, laws, options), strict=True):
+    wanted = target_laws(parts, laws, options)
+    used = {law.kernel for law in laws if options.kernel in (None, law.kernel)}
+    negative = {}
+    for part, (mean, covariance) in zip(parts, wanted, strict=True):
         filters = draw_filters(part.channels, covariance, options.psd, generator)
         part.write(filters + torch.from_numpy(mean).float() if options.means else filters)
-    return module
+        if options.kronecker or used != {part.kernel[0]}:
+            values = np.linalg.eigvalsh(covariance)
+            share = float(-values[values < 0].sum() / max(np.abs(values).sum(), np.finfo(float).tiny))
+            if share > _ROUNDING:
+                negative[part.name] = share
+    return negative

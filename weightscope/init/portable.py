@@ -41,7 +41,7 @@ class PortableInit:
                 is not one of the CPU.
         """
         cpu_generator(generator)
-        numbers = self.result.numbers
+        numbers, notes = self.result.numbers, ()
         if isinstance(numbers, IdentityProduct):
             touched = _products(module, numbers, generator)
         else:
@@ -49,11 +49,11 @@ class PortableInit:
                 given = {key: getattr(numbers, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
                 conv_covariance_(module, **given, generator=generator)
             else:
-                transfer_laws(module, laws_of(self.result), _options(numbers), generator)
+                notes = _notes(transfer_laws(module, laws_of(self.result), _options(numbers), generator), numbers.psd)
             touched = [name for part in depthwise(module) for name in part.parameters]
         done = set(touched)
         others = (name for name, _ in module.named_parameters() if name not in done)
-        self.report = InitReport(tuple(map(plain, touched)), tuple(map(plain, others)))
+        self.report = InitReport(tuple(map(plain, touched)), tuple(map(plain, others)), notes=notes)
         return module
 
     def __repr__(self) -> str:
@@ -79,6 +79,17 @@ def laws_of(result: Portable) -> list[FilterLaw]:
 
 def _options(numbers: FilterCovariances) -> TransferOptions:
     return TransferOptions(numbers.kronecker, numbers.means, numbers.schedule, numbers.kernel, numbers.psd)
+
+
+def _notes(negative: dict[str, float], psd: str) -> tuple[str, ...]:
+    if not negative:
+        return ()
+    worst = max(negative, key=negative.__getitem__)
+    done = "taken as their absolute values" if psd == "abs" else "set to zero"
+    return (
+        f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
+        f"(`{worst}`), {done}",
+    )
 
 
 def _products(module: torch.nn.Module, numbers: IdentityProduct, generator: torch.Generator | None) -> list[str]:

@@ -1,0 +1,510 @@
+"""Numbers of closed-form initialisers, recovered from networks that were initialised with them."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES
+from hub_server import REPOSITORY, Hub, serving
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save
+from safetensors.torch import save_file as save_torch
+from torch import nn
+
+import weightscope.init as wi
+from weightscope.anatomy import attention, depthwise
+from weightscope.audit.attention import product_statistics
+from weightscope.cli import main
+from weightscope.closed_form import STRUCTURES, fit_conv_schedule, fit_identity_product, fit_network
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fit_init import fit_init, parsed_options
+from weightscope.init.convolution import PRESETS, conv_covariance
+from weightscope.inspect import look
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.portable import load_portable
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def mixer(width=256, depth=8, kernel=7, seed=0):
+    torch.manual_seed(seed)
+    return ConvMixer(width, depth, kernel, 4, 5)
+
+
+def vit(width=96, depth=4, heads=3, seed=0):
+    torch.manual_seed(seed)
+    return ViT(16, 4, width, depth, heads, 5)
+
+
+# --- conv-schedule ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("kernel", [5, 9])
+def test_a_schedule_is_recovered(preset, kernel):
+    """Within 6 standard deviations as seen over 30 seeds (2 %, of sigma at each depth, and of the scale 0.6 %)."""
+    curve = PRESETS[preset]
+    source = wi.conv_covariance_(mixer(kernel=kernel), preset=preset, scale=0.3, generator=seeded(1))
+    found = fit_conv_schedule(source).numbers
+    for d in np.linspace(0, 1, 5):
+        assert found.sigma0 + found.v * d + found.a * d**2 / 2 == pytest.approx(curve(d), rel=0.12)
+    assert found.scale == pytest.approx(0.3, rel=0.04)
+    assert found.r2 > 0.9
+    for layer in found.layers:
+        assert layer.r2 == pytest.approx(layer.attainable, abs=0.06)
+        assert layer.r2 <= layer.r2_alone + 1e-9
+    # Of the three numbers v and a trade with each other; their sum at the ends does not.
+    assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.12)
+    assert found.v == pytest.approx(curve.v, abs=0.35)
+    assert found.a == pytest.approx(curve.a, abs=0.7)
+
+
+def test_more_filters_come_nearer():
+    """The error falls as the root of the number of filters: an estimator that converges to the truth."""
+    errors = []
+    for width in (64, 4096):
+        source = wi.conv_covariance_(mixer(width, 4, 5), preset="imagenet-thawed", generator=seeded(2))
+        found = fit_conv_schedule(source).numbers
+        curve = PRESETS["imagenet-thawed"]
+        errors.append(max(abs(layer.sigma / curve(layer.depth) - 1) for layer in found.layers))
+    assert errors[1] < 0.02
+    assert errors[1] < errors[0]
+
+
+def test_covariances_themselves_are_fitted_exactly():
+    """Filters whose sample covariance is the closed form to rounding: whitened noise times its root."""
+    from weightscope.init.convolution import covariance_root
+
+    source = mixer(200, 5, 5).double()
+    curve = PRESETS["cifar-patch1"]
+    noise = torch.randn(200, 25, generator=seeded(), dtype=torch.float64)
+    noise -= noise.mean(0)
+    white = noise @ torch.linalg.inv(torch.linalg.cholesky(noise.T @ noise / 199)).T
+    for part in depthwise(source):
+        root = torch.from_numpy(covariance_root(conv_covariance(5, curve(part.layer / 4))))
+        part.write((2 * white @ root.T).reshape(200, 5, 5))
+    found = fit_conv_schedule(source).numbers
+    assert (found.sigma0, found.v, found.a) == pytest.approx((curve.sigma0, curve.v, curve.a), abs=2e-3)
+    assert found.scale == pytest.approx(2, rel=1e-3)
+    assert found.r2 == pytest.approx(1, abs=1e-5)
+
+
+def test_goodness_of_fit_is_the_stated_formula():
+    source = wi.random_filters_(mixer(64, 2, 3), generator=seeded())
+    for layer, part in zip(fit_conv_schedule(source, psd="clip").numbers.layers, depthwise(source), strict=True):
+        sample = np.cov(part.read().double().reshape(64, -1).numpy().T)
+        values, vectors = np.linalg.eigh(conv_covariance(3, layer.sigma))
+        closed = (vectors * np.maximum(values, 0)) @ vectors.T
+        # The least-squares factor, and what is left.
+        factor = np.linalg.lstsq(closed.reshape(-1, 1), sample.reshape(-1), rcond=None)[0][0]
+        assert layer.scale == pytest.approx(math.sqrt(factor), rel=1e-9)
+        rest = np.sum((sample - factor * closed) ** 2) / np.sum(sample**2)
+        assert layer.r2 == pytest.approx(1 - rest, rel=1e-9)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_shallow_networks_fix_as_many_numbers_as_they_have_layers(depth):
+    source = wi.conv_covariance_(mixer(1000, depth, 5), preset="imagenet-frozen", generator=seeded())
+    found = fit_conv_schedule(source).numbers
+    curve = PRESETS["imagenet-frozen"]
+    for layer in found.layers:
+        assert layer.sigma == pytest.approx(curve(layer.depth), rel=0.1)
+    assert (found.v == 0) == (depth < 2)
+    assert (found.a == 0) == (depth < 3)
+
+
+def test_a_sawtooth_is_recovered_stage_by_stage():
+    torch.manual_seed(0)
+    source = ConvNeXt((256, 256), (4, 4))
+    wi.conv_covariance_(source, preset="imagenet-frozen", schedule="sawtooth", generator=seeded())
+    found = fit_conv_schedule(source, schedule="sawtooth").numbers
+    curve = PRESETS["imagenet-frozen"]
+    assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.1)
+    assert found.sigma0 + found.v + found.a / 2 == pytest.approx(curve(1.0), rel=0.1)
+    assert found.r2 > fit_conv_schedule(source).numbers.r2
+
+
+def test_a_schedule_never_falls_to_zero():
+    """Sigma shrinks with depth: a parabola through the layers' own would be negative in between."""
+    source = mixer(256, 5, 5)
+    for part, sigma in zip(depthwise(source), (2.0, 0.4, 0.03, 0.03, 0.9), strict=True):
+        wi.conv_covariance_(holder := mixer(256, 1, 5), sigma0=sigma, v=0.0, a=0.0, generator=seeded(part.layer))
+        part.write(depthwise(holder)[0].read())
+    found = fit_conv_schedule(source).numbers
+    assert min(found.sigma0 + found.v * d + found.a * d**2 / 2 for d in np.linspace(0, 1, 101)) > 0
+    wi.conv_covariance_(mixer(16, 20, 5), sigma0=found.sigma0, v=found.v, a=found.a)
+
+
+def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
+    source = wi.conv_covariance_(mixer(), preset="imagenet-thawed", generator=seeded())
+    fitted = fit_network(source, "conv-schedule", psd="clip")
+    init = wi.load_init(fitted.save(tmp_path / "schedule.safetensors"))
+    numbers = fitted.numbers
+    given = {key: getattr(numbers, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
+    for make in (lambda: mixer(24, 3, 9), lambda: ConvNeXt((8, 16), (2, 1))):
+        one, other = init(make(), generator=seeded(5)), wi.conv_covariance_(make(), **given, generator=seeded(5))
+        for mine, theirs in zip(depthwise(one), depthwise(other), strict=True):
+            assert torch.equal(mine.read(), theirs.read())
+    assert f"sigma0={numbers.sigma0:.4g}" in look(str(tmp_path / "schedule.safetensors")).text()
+
+
+def test_scale_is_a_factor_and_audited():
+    from weightscope.audit import audit
+
+    plain = wi.conv_covariance_(mixer(), preset="imagenet-thawed", generator=seeded())
+    scaled = wi.conv_covariance_(mixer(), preset="imagenet-thawed", scale=0.25, generator=seeded())
+    for one, other in zip(depthwise(plain), depthwise(scaled), strict=True):
+        torch.testing.assert_close(other.read(), 0.25 * one.read(), rtol=1e-5, atol=1e-7)
+    assert audit(scaled, "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
+    assert audit(scaled.bfloat16(), "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
+    assert not audit(scaled, "conv_covariance", preset="imagenet-thawed").passed
+    with pytest.raises(UsageError, match="scale: expected a number > 0"):
+        wi.conv_covariance_(mixer(), preset="imagenet-thawed", scale=0)
+
+
+# --- identity-product -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "numbers"),
+    [
+        (192, 3, (0.7, 0.7, 0.4, 0.4)),
+        (192, 12, (0.7, 0.7, 0.4, 0.4)),  # heads of 16: their products have a twelfth of the rank
+        (96, 3, (0.0, 0.5, 0.2, 0.2)),
+        (96, 2, (0.3, -0.6, 0.5, -0.3)),
+        (64, 1, (0.9, 0.1, 0.1, 0.9)),
+    ],
+)
+def test_alpha_and_beta_are_recovered(width, heads, numbers):
+    """Within 6 / width and 2 % (the limit of large widths is simulated at 192); seeds are fixed."""
+    names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
+    source = wi.mimetic_attention_(vit(width, 3, heads), **dict(zip(names, numbers, strict=True)), generator=seeded())
+    for layer in fit_identity_product(source).numbers.layers:
+        found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, layer.vo.beta)
+        assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
+        assert layer.qk.residual < 0.05
+        assert layer.vo.residual < 0.05
+
+
+def test_shared_keys_are_recovered():
+    source = wi.mimetic_attention_(FAMILIES["hf-llama"].build(), generator=seeded())
+    for layer in fit_identity_product(source).numbers.layers:
+        assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=0.12)  # width 48
+        assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, 0.4), abs=0.12)
+
+
+def test_a_recipe_has_the_diagonal_and_the_norm_of_the_product():
+    """Whatever the product is, not only a mimetic one: same-shape application reproduces both moments."""
+    source = vit(192, 2, 6)
+    g = seeded(3)
+    for part in attention(source):
+        q = torch.randn(6, 192, 32, generator=g) * 0.1
+        part.write("q", q)
+        part.write("k", q + 0.1 * torch.randn(6, 192, 32, generator=g))
+    fitted = fit_network(source, "identity-product")
+    target = vit(192, 2, 6, seed=1)
+    wi.PortableInit(fitted)(target, generator=seeded())
+    for theirs, mine in zip(attention(source), attention(target), strict=True):
+        found = []
+        for part in (theirs, mine):
+            q, k = part.read("q").double(), part.read("k").double()
+            rows = [product_statistics(q[h], k[h]) for h in range(6)]
+            found.append([np.mean([row[key] for row in rows]) for key in ("diagonal mean", "alpha")])
+        assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+def test_the_rows_are_the_ten_line_computation():
+    source = vit(48, 2, 3)
+    for layer, part in zip(fit_identity_product(source).numbers.layers, attention(source), strict=True):
+        q, k, v, o = (part.read(name).double().numpy() for name in "qkvo")
+        products = [q[h] @ k[h].T for h in range(3)]
+        total = sum(v[h] @ o[h] for h in range(3))
+        for fit, several in ((layer.qk, products), (layer.vo, [total])):
+            betas = [np.trace(m) / 48 for m in several]
+            rests = [np.linalg.norm(m - b * np.eye(48)) / math.sqrt(48) for m, b in zip(several, betas, strict=True)]
+            r2 = [48 * b**2 / np.sum(m**2) for m, b in zip(several, betas, strict=True)]
+            assert fit.diagonal == pytest.approx(np.mean(betas), abs=1e-12)
+            assert fit.noise == pytest.approx(np.mean(rests))
+            assert fit.r2 == pytest.approx(np.mean(r2), abs=1e-12)
+        assert layer.vo.beta == pytest.approx(-layer.vo.diagonal, rel=0.03, abs=1e-3)  # full rank: least squares
+        assert layer.vo.alpha == pytest.approx(layer.vo.noise, rel=0.03)
+
+
+def test_a_recipe_fits_any_width_depth_and_head_count(tmp_path):
+    source = vit(192, 3, 3)
+    for i, beta in enumerate((0.2, 0.6, 1.0)):
+        wi.mimetic_attention_(source, beta_qk=beta, alpha_qk=0.1, layers=i, generator=seeded(i))
+    init = wi.load_init(fit_network(source, "identity-product").save(tmp_path / "p.safetensors"))
+    target = init(vit(144, 5, 4, seed=1), generator=seeded())
+    found = fit_identity_product(target).numbers.layers
+    assert [layer.qk.beta for layer in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], abs=0.04)
+    assert [layer.vo.beta for layer in found] == pytest.approx([0.4] * 5, abs=0.04)
+    assert len(init.report.touched) == 10  # a fused projection and an output in each of 5 layers
+    assert "head.weight" in init.report.untouched
+    only = init(vit(48, 1, 2), generator=seeded())
+    assert fit_identity_product(only).numbers.layers[0].qk.beta == pytest.approx(0.2, abs=0.1)
+
+
+def test_parts_are_chosen():
+    source = wi.mimetic_attention_(vit(), generator=seeded())
+    target = vit(seed=1)
+    before = [(part.read("q"), part.read("v"), part.read("o")) for part in attention(target)]
+    init = wi.PortableInit(fit_network(source, "identity-product", parts="vo"))
+    init(target, generator=seeded())
+    for (q, v, o), part in zip(before, attention(target), strict=True):
+        assert torch.equal(part.read("q"), q)
+        assert not torch.equal(part.read("v"), v)
+        assert not torch.equal(part.read("o"), o)
+
+
+def test_a_state_dict_needs_its_config():
+    source = wi.mimetic_attention_(vit(), generator=seeded())
+    with pytest.raises(AnatomyError, match="number of heads"):
+        fit_network(source.state_dict(), "identity-product")
+    found = fit_network(source.state_dict(), "identity-product", config={"num_attention_heads": 3})
+    assert found.numbers.layers == fit_network(source, "identity-product").numbers.layers
+
+
+# --- bad inputs -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_finite():
+    source = vit()
+    with torch.no_grad():
+        source.blocks[1].attn.qkv.weight[3, 4] = math.nan
+    with pytest.raises(DataError, match=r"`blocks\.1\.attn\.qkv\.weight`: 1 of 9216 weights are NaN"):
+        fit_network(source, "identity-product")
+    source = mixer(16, 2, 3)
+    with torch.no_grad():
+        depthwise(source)[0]._source.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
+    with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
+        fit_network(source, "conv-schedule")
+
+
+def test_networks_that_have_nothing_to_fit():
+    with pytest.raises(AnatomyError, match="expected attention"):
+        fit_network(mixer(16, 2, 3), "identity-product")
+    for structure in ("filters", "conv-schedule"):
+        with pytest.raises(AnatomyError, match="expected depthwise"):
+            fit_network(vit(), structure)
+    with pytest.raises(DataError, match="filters are all alike"):
+        fit_network(wi.box_filters_(mixer(16, 2, 3)), "conv-schedule")
+    with pytest.raises(DataError, match="the product is zero"):
+        fit_network(wi.mimetic_attention_(vit(), alpha_qk=0.0, beta_qk=0.0), "identity-product")
+    with pytest.raises(UsageError, match="no layer has 9 x 9 filters, found 3"):
+        fit_network(mixer(16, 2, 3), "conv-schedule", kernel=9)
+
+
+@pytest.mark.parametrize(
+    ("structure", "options", "message"),
+    [
+        ("dense", {}, "one network can be fitted by filters, conv-schedule, identity-product, found 'dense'"),
+        ("filters", {"rank": 3}, "filters has no option 'rank'; its options are kronecker"),
+        ("conv-schedule", {"psd": "no"}, "psd: expected one of"),
+        ("conv-schedule", {"schedule": "stage"}, "'depth', 'sawtooth'"),
+        ("identity-product", {"parts": "qkv"}, "parts: expected one of"),
+    ],
+)
+def test_structures_and_options_that_cannot_be_meant(structure, options, message):
+    with pytest.raises(UsageError, match=message):
+        fit_network(mixer(16, 2, 3), structure, **options)
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    return {
+        "conv-schedule": fit_network(mixer(64, 3, 5), "conv-schedule").save(tmp_path / "conv-schedule.safetensors"),
+        "identity-product": fit_network(vit(), "identity-product").save(tmp_path / "identity-product.safetensors"),
+    }
+
+
+def change(path, header):
+    with safe_open(path, "numpy") as file:
+        values = json.loads(file.metadata()["weightscope"])
+    header(values["numbers"])
+    save_file(load_file(path), path, metadata={"weightscope": json.dumps(values)})
+
+
+@pytest.mark.parametrize(
+    ("structure", "header", "message"),
+    [
+        ("conv-schedule", lambda n: n.update(sigma0=-1.0), "sigma falls to"),
+        ("conv-schedule", lambda n: n.update(sigma0=1.0, v=-4.0, a=7.0), "sigma falls to"),
+        ("conv-schedule", lambda n: n.update(scale=0.0), "scale"),
+        ("conv-schedule", lambda n: n.update(v=math.nan), "v: "),
+        ("conv-schedule", lambda n: n.update(v="0.1"), "v: "),
+        ("identity-product", lambda n: n["layers"][0]["qk"].update(alpha=-1.0), "alpha"),
+        ("identity-product", lambda n: n["layers"][0]["qk"].pop("beta"), "beta"),
+        ("identity-product", lambda n: n["layers"].reverse(), "order of their depth"),
+        ("identity-product", lambda n: n.update(layers=[]), "layers"),
+    ],
+)
+def test_numbers_are_never_trusted(artifacts, structure, header, message):
+    change(artifacts[structure], header)
+    with pytest.raises(DataError, match=message):
+        wi.load_init(artifacts[structure])
+
+
+def test_artifacts_on_networks_without_the_part(artifacts):
+    with pytest.raises(AnatomyError, match="expected depthwise"):
+        wi.load_init(artifacts["conv-schedule"])(vit())
+    with pytest.raises(AnatomyError, match="expected attention"):
+        wi.load_init(artifacts["identity-product"])(mixer(16, 2, 3))
+    whole = artifacts["identity-product"].read_bytes()
+    artifacts["identity-product"].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="no sound safetensors file"):
+        wi.load_init(artifacts["identity-product"])
+
+
+def test_what_was_saved_is_what_is_loaded(artifacts):
+    for structure, path in artifacts.items():
+        again = load_portable(path)
+        assert again.numbers.structure == structure
+        assert again.save(path.with_suffix(".again")).read_bytes() == path.read_bytes()
+        assert json.loads(json.dumps(again.to_dict(), allow_nan=False)) == again.to_dict()
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def run(*arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture
+def models(tmp_path):
+    """A ConvMixer's and a ViT's checkpoints."""
+    save_torch(mixer(32, 3, 5).state_dict(), tmp_path / "mixer.safetensors")
+    folder = tmp_path / "vit"
+    folder.mkdir()
+    save_torch(vit().state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"num_attention_heads": 3}')
+    return {"mixer": tmp_path / "mixer.safetensors", "vit": folder}
+
+
+@pytest.mark.parametrize("structure", list(STRUCTURES))
+def test_fit_init_of_a_checkpoint_inspect_and_bench(structure, models, tmp_path, capsys):
+    source, out = models["vit" if structure == "identity-product" else "mixer"], tmp_path / f"{structure}.safetensors"
+    table = tmp_path / "table.json"
+    arguments = ("fit-init", source, "--structure", structure, "-o", out, "--json", table)
+    code, text, err = run(*arguments, capsys=capsys)
+    assert code == 0, err
+    assert f"{structure}, fitted to {source.name}" in text
+    assert json.loads(table.read_text())["numbers"]["structure"] == structure
+    code, shown, _ = run("inspect", out, capsys=capsys)
+    assert code == 0
+    assert shown.strip() in text
+    assert wi.load_init(out).result.provenance["source"] == source.name
+
+
+def test_options_of_a_structure(models, tmp_path, capsys):
+    arguments = ("fit-init", models["mixer"], "--structure", "filters", "-o", tmp_path / "f.safetensors")
+    code, text, _ = run(*arguments, "--option", "kronecker=true", "--option", "schedule=stage", capsys=capsys)
+    assert code == 0
+    assert "kronecker True, means False, schedule stage" in text
+    assert parsed_options(["rank=8", "a=x=y", "c=true"]) == {"rank": 8, "a": "x=y", "c": True}
+    for bad in (["rank"], ["=3"], ["a=1", "a=2"]):
+        with pytest.raises(UsageError, match="name=value"):
+            parsed_options(bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("MIXER",), "'auto' is fitted to a population, and .* is one network: filters, conv-schedule"),
+        (("MIXER", "--structure", "dense"), "'dense' is fitted to a population"),
+        (("MIXER", "--structure", "magic"), "'magic' does not exist"),
+        (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
+        (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone writes initialisers of popul"),
+        (("MIXER", "--structure", "identity-product"), "expected attention"),
+        (("none.safetensors", "--structure", "filters"), "none.safetensors"),
+        (("POP", "--structure", "filters"), "'filters' is fitted to one network, and .* is a population: auto, iso"),
+    ],
+)
+def test_the_wrong_kind_of_source_is_one_line(models, tmp_path, arguments, message, capsys):
+    import fake_training as fake
+
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    known = {"MIXER": models["mixer"], "POP": tmp_path / "a.pop"}
+    filled = [known.get(a, a) for a in arguments]
+    code, _, err = run("fit-init", *filled, "-o", tmp_path / "out.safetensors", capsys=capsys)
+    assert code in (2, 3)
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out.safetensors").exists()
+    assert re.search(message, err)
+
+
+def test_options_reach_the_structures_of_a_population(tmp_path):
+    import fake_training as fake
+
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    found = fit_init(tmp_path / "a.pop", "low_rank", options={"rank": 2}, select="mlp.fc1.weight")
+    assert found.groups[0].label == "low_rank (rank 2)"
+
+
+def test_fit_init_reads_a_hub(tmp_path, monkeypatch, capsys):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(tmp_path / "cache"))
+    state = wi.mimetic_attention_(vit(), generator=seeded()).state_dict()
+    files = {"config.json": b'{"num_attention_heads": 3}', "model.safetensors": save(state)}
+    with serving(Hub(files)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        out = tmp_path / "p.safetensors"
+        arguments = ("fit-init", f"hf://{REPOSITORY}", "--structure", "identity-product", "-o", out)
+        code, text, err = run(*arguments, capsys=capsys)
+        assert code == 0, err
+        whole = len(files["model.safetensors"])
+        attended = sum(v.nbytes for name, v in state.items() if ".attn." in name and name.endswith("weight"))
+        assert hub.sent < attended * 1.05 + whole / 20 + 20000
+    assert f"fitted to hf://{REPOSITORY}" in text
+    assert load_portable(out).provenance["commit"]
+    layers = load_portable(out).numbers.layers
+    assert [layer.qk.beta for layer in layers] == pytest.approx([0.7] * 4, abs=0.08)
+
+
+def test_bench_takes_the_artifact_of_another_network(tmp_path, capsys):
+    wi.conv_covariance_(source := mixer(32, 3, 5), preset="imagenet-thawed", generator=seeded())
+    for structure in ("filters", "conv-schedule"):
+        fit_network(source, structure).save(tmp_path / f"{structure}.safetensors")
+    (tmp_path / "tiny.toml").write_text(
+        '[network]\ntype = "convnext"\nwidth = 4\ndepth = 1\nkernel_size = 3\npatch_size = 2\nexpansion = 2\n'
+        '[data]\nname = "digits"\ntrain = 64\ntest = 40\n[training]\nepochs = 1\nbatch_size = 16\n'
+        "[population]\nnetworks = 2\ntile = 2\n"
+    )
+    inits = [x for s in ("filters", "conv-schedule") for x in ("--init", tmp_path / f"{s}.safetensors")]
+    arguments = ("--init", "default", *inits, "-o", tmp_path / "bench", "--workers", 1, "--device", "cpu")
+    code, out, err = run("bench", tmp_path / "tiny.toml", *arguments, capsys=capsys)
+    assert code == 0, err
+    assert "filters" in out
+    assert len(json.loads((tmp_path / "bench" / "results.json").read_text())["summary"]) == 3
+
+
+# --- real networks ----------------------------------------------------------------------------------------------------
+
+
+def test_the_vit_small_by_hand():
+    from pathlib import Path
+
+    folder = Path(__file__).resolve().parents[2] / "shared/models/vit-small-patch14"
+    if not folder.exists():
+        pytest.skip("../shared/models/vit-small-patch14 is not there")
+    found = fit_network(folder, "identity-product").numbers.layers
+    # By hand, value-output diagonals are negative in 8 of 12 layers; beta_vo is minus them.
+    assert sum(layer.vo.beta > 0 for layer in found) == 8
+    assert all(layer.qk.beta > 0 for layer in found)
+
+
+def test_modules_without_parameters():
+    with pytest.raises(AnatomyError, match="expected"):
+        fit_network(nn.Sequential(nn.ReLU()), "filters")

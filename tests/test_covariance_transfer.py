@@ -1,0 +1,483 @@
+"""Filters drawn from a trained network's covariances, for networks of other widths, depths, kernels and families."""
+
+import copy
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES
+from references_transfer import resized
+from safetensors.numpy import load_file, save_file
+from scipy import stats
+from torch import nn
+
+import weightscope.init as wi
+from weightscope.anatomy import depthwise
+from weightscope.artifact import load_artifact
+from weightscope.closed_form import fit_filters, fit_network
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init.covariance_transfer import TransferOptions, filter_laws, target_laws
+from weightscope.networks import ConvMixer, ConvNeXt
+from weightscope.portable import load_any, load_portable
+from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+
+ALARM = 1e-6  # probability that a correct draw fails a test of it
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def mixer(width=32, depth=3, kernel=5, patch=4, seed=0):
+    torch.manual_seed(seed)
+    return ConvMixer(width, depth, kernel, patch, 5)
+
+
+def structured(model, seed=0):
+    """Filters with a random covariance and a mean of their own in every layer."""
+    g = seeded(seed)
+    for part in depthwise(model):
+        size = math.prod(part.kernel)
+        root = torch.randn(size, size, generator=g) / size**0.5
+        mean = torch.randn(size, generator=g)
+        filters = torch.randn(part.channels, size, generator=g) @ root.T * (1 + part.layer) + mean
+        part.write(filters.reshape(part.channels, *part.kernel))
+    return model
+
+
+def filters(part):
+    return part.read().double().reshape(part.channels, -1).numpy()
+
+
+def is_drawn_from(x, covariance, mean):
+    """Whitened energy and whitened mean of x (n, P) are chi-squared; nothing lies outside the covariance's range."""
+    values, vectors = np.linalg.eigh(covariance)
+    kept = values > 1e-9 * values.max()
+    y = (x - mean) @ vectors[:, kept] / np.sqrt(values[kept])
+    n, r = y.shape
+    inside = stats.chi2.ppf([ALARM / 4, 1 - ALARM / 4], n * r)
+    assert inside[0] < np.sum(y**2) < inside[1]
+    assert n * np.sum(y.mean(0) ** 2) < stats.chi2.ppf(1 - ALARM / 4, r)
+    if r < len(values):
+        outside = (x - mean) @ vectors[:, ~kept]
+        assert np.abs(outside).max() < 1e-5 * np.abs(x - mean).max()
+    # Every direction by itself, not only their sum.
+    each = stats.chi2.ppf([ALARM / (4 * r), 1 - ALARM / (4 * r)], n)
+    energy = np.sum(y**2, axis=0)
+    assert (each[0] < energy).all()
+    assert (energy < each[1]).all()
+
+
+# --- the rules of resizing --------------------------------------------------------------------------------------------
+
+
+def test_one_pixel_to_nine_and_back_by_hand():
+    # 1 -> 3: the only block is padded with its mean, which is itself; all blocks are alike.
+    assert np.array_equal(resized_covariance(np.array([[2.0]]), 1, 3), np.full((9, 9), 2.0))
+    # 3 -> 1: the centre of the central block.
+    matrix = np.arange(81.0).reshape(9, 9)
+    matrix = matrix + matrix.T
+    assert np.array_equal(resized_covariance(matrix, 3, 1), matrix[4:5, 4:5])
+
+
+def test_three_to_five_by_hand():
+    """The identity: block (i, j) is 1 at pixel (i, j), its mean is 1/9."""
+    out = resized_covariance(np.eye(9), 3, 5).reshape(5, 5, 5, 5)
+    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 lies at (1, 1), the border is 1/9. The other
+    # half of the symmetric part is entry (0, 0) of block (1, 1): a corner, where all padded blocks are 1/9.
+    assert out[0, 0, 1, 1] == pytest.approx((1 + 1 / 9) / 2)
+    assert out[0, 0, 0, 0] == pytest.approx(1 / 9)
+    # Block (2, 2) stays the central one, with its 1 at the centre.
+    assert out[2, 2, 2, 2] == 1
+    # Block (1, 1) is the mean of the blocks (0, 0), (0, 1), (1, 0), (1, 1): pixel (1, 1) is the 1 of the first.
+    assert out[1, 1, 1, 1] == pytest.approx(1 / 4)
+    # Entries ((1, 1), (2, 2)) and ((2, 2), (1, 1)): 1/4 from the block (1, 1), whose share it is, and 0.
+    assert out[1, 1, 2, 2] == pytest.approx((1 / 4 + 0) / 2)
+
+
+@pytest.mark.parametrize(("k", "size"), [(1, 5), (3, 5), (3, 7), (5, 3), (5, 7), (7, 5), (9, 3), (3, 1), (5, 5)])
+def test_resizing_equals_the_naive_version_and_torchs_interpolation(k, size):
+    root = np.random.default_rng(k * 10 + size).normal(size=(k * k, k * k))
+    covariance = root @ root.T
+    found = resized_covariance(covariance, k, size)
+    np.testing.assert_allclose(found, resized(covariance, k, size), rtol=0, atol=1e-12 * np.abs(covariance).max())
+    assert np.array_equal(found, found.T)
+    blocks = torch.from_numpy(covariance).reshape(k, k, k, k)
+    pad = abs(size - k) // 2
+    if size >= k:
+        wide = blocks.mean((2, 3), keepdim=True).expand(k, k, size, size).clone()
+        wide[:, :, pad : pad + k, pad : pad + k] = blocks
+    else:
+        wide = blocks[:, :, pad : pad + size, pad : pad + size]
+    pixels = wide.permute(2, 3, 0, 1).reshape(1, size * size, k, k)
+    bilinear = nn.functional.interpolate(pixels, (size, size), mode="bilinear", align_corners=True)
+    if size > 1:  # torch takes the first corner for a single target, not the centre
+        matrix = bilinear.reshape(size * size, size * size).T.numpy()
+        np.testing.assert_allclose(found, (matrix + matrix.T) / 2, atol=1e-12 * np.abs(covariance).max())
+
+
+def test_a_constant_covariance_stays_constant_whatever_the_size():
+    for k, size in ((3, 7), (7, 3), (5, 9)):
+        np.testing.assert_allclose(resized_covariance(np.full((k * k, k * k), 3.0), k, size), 3.0, rtol=1e-14)
+
+
+def test_flips_and_transposition_commute_with_resizing():
+    """The rules treat rows and columns alike and know no direction."""
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(25, 25))
+    covariance = root @ root.T
+    for order in (
+        np.arange(25).reshape(5, 5)[::-1],
+        np.arange(25).reshape(5, 5)[:, ::-1],
+        np.arange(25).reshape(5, 5).T,
+    ):
+        moved = covariance[np.ix_(order.reshape(-1), order.reshape(-1))]
+        grid = np.arange(49).reshape(7, 7)
+        small = np.arange(25).reshape(5, 5)
+        target = grid[::-1] if np.array_equal(order, small[::-1]) else grid[:, ::-1]
+        target = grid.T if np.array_equal(order, small.T) else target
+        found, wanted = resized_covariance(moved, 5, 7), resized_covariance(covariance, 5, 7)
+        np.testing.assert_allclose(found, wanted[np.ix_(target.reshape(-1), target.reshape(-1))], atol=1e-12)
+
+
+def test_a_mean_filter_is_padded_with_its_mean_or_clipped():
+    mean = np.arange(9.0).reshape(3, 3)
+    wide = resized_mean(mean, 3, 5)
+    assert np.array_equal(wide[1:4, 1:4], mean)
+    assert (wide[0] == 4).all()
+    assert np.array_equal(resized_mean(wide, 5, 3), mean)
+
+
+def test_depth_is_interpolated_linearly_and_held_outside():
+    values = [np.full(2, v) for v in (1.0, 3.0, 7.0)]
+    depths = [0.2, 0.5, 1.0]
+    assert [float(at_depth(depths, values, d)[0]) for d in (0.0, 0.2, 0.35, 0.5, 0.75, 1.0)] == pytest.approx(
+        [1, 1, 2, 3, 5, 7]
+    )
+    assert at_depth([0.0], values[:1], 0.7)[0] == 1
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (5, 4), (0, 3)])
+def test_even_sizes_have_no_centre(sizes):
+    k, size = sizes
+    with pytest.raises(UsageError, match="odd filter sizes"):
+        resized_covariance(np.eye(k * k), k, size)
+    with pytest.raises(UsageError, match="odd filter sizes"):
+        resized_mean(np.zeros((k, k)), k, size)
+
+
+def test_wrong_shapes():
+    with pytest.raises(UsageError, match=r"expected a covariance \(9, 9\)"):
+        resized_covariance(np.eye(8), 3, 5)
+    with pytest.raises(UsageError, match=r"expected a mean filter \(3, 3\)"):
+        resized_mean(np.zeros(9), 3, 5)
+
+
+# --- transfer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("means", [False, True])
+def test_the_same_architecture_gets_the_covariance_within_sampling_error(means):
+    source = structured(mixer(width=64, kernel=3))
+    target = wi.covariance_transfer_(mixer(width=4000, kernel=3, seed=1), source, means=means, generator=seeded())
+    for theirs, mine in zip(depthwise(source), depthwise(target), strict=True):
+        x = filters(theirs)
+        is_drawn_from(filters(mine), np.cov(x.T), x.mean(0) if means else 0.0)
+
+
+def test_narrow_sources_give_filters_in_the_span_of_theirs():
+    """Eight filters of 25 pixels: a covariance of rank seven, and no direction is made up."""
+    source = structured(mixer(width=8))
+    target = wi.covariance_transfer_(mixer(width=500, seed=1), source, generator=seeded())
+    for theirs, mine in zip(depthwise(source), depthwise(target), strict=True):
+        covariance = np.cov(filters(theirs).T)
+        assert np.linalg.matrix_rank(filters(mine), tol=1e-4) == np.linalg.matrix_rank(covariance, tol=1e-8) == 7
+        is_drawn_from(filters(mine), covariance, 0.0)
+
+
+def test_depths_are_interpolated_between_layers():
+    source = structured(mixer(width=64, depth=3, kernel=3))
+    covariances = [np.cov(filters(part).T) for part in depthwise(source)]
+    target = wi.covariance_transfer_(mixer(width=3000, depth=5, kernel=3, seed=1), source, generator=seeded())
+    wanted = [
+        covariances[0],
+        (covariances[0] + covariances[1]) / 2,
+        covariances[1],
+        (covariances[1] + covariances[2]) / 2,
+        covariances[2],
+    ]
+    for part, covariance in zip(depthwise(target), wanted, strict=True):
+        is_drawn_from(filters(part), covariance, 0.0)
+    # One layer in the source serves all; one layer in the target is the source's first.
+    one = structured(mixer(width=64, depth=1, kernel=3))
+    for part in depthwise(wi.covariance_transfer_(mixer(3000, 2, 3, seed=1), one, generator=seeded())):
+        is_drawn_from(filters(part), np.cov(filters(depthwise(one)[0]).T), 0.0)
+    (only,) = depthwise(wi.covariance_transfer_(mixer(3000, 1, 3, seed=1), source, generator=seeded()))
+    is_drawn_from(filters(only), covariances[0], 0.0)
+
+
+@pytest.mark.parametrize(("kernel", "psd"), [(3, "abs"), (7, "abs"), (7, "clip")])
+def test_other_kernel_sizes(kernel, psd):
+    source = structured(mixer(width=64, kernel=5))
+    target = mixer(width=3000, kernel=kernel, patch=2, seed=1)
+    wi.covariance_transfer_(target, source, psd=psd, means=True, generator=seeded())
+    for theirs, mine in zip(depthwise(source), depthwise(target), strict=True):
+        x = filters(theirs)
+        values, vectors = np.linalg.eigh(resized(np.cov(x.T), 5, kernel))
+        values = np.abs(values) if psd == "abs" else np.maximum(values, 0)
+        mean = resized_mean(x.mean(0).reshape(5, 5), 5, kernel).reshape(-1)
+        is_drawn_from(filters(mine), (vectors * values) @ vectors.T, mean)
+
+
+def test_a_kronecker_product_is_drawn_exactly_and_others_by_their_nearest():
+    rng = np.random.default_rng(0)
+    root = rng.normal(size=(3, 3))
+    a = root @ root.T
+    # Filters whose sample covariance is A (x) A exactly: whitened noise.
+    noise = rng.normal(size=(40, 9))
+    noise -= noise.mean(0)
+    white = noise @ np.linalg.inv(np.linalg.cholesky(np.cov(noise.T))).T
+    source = mixer(width=40, depth=1, kernel=3).double()
+    (part,) = depthwise(source)
+    part.write(torch.from_numpy(white @ np.linalg.cholesky(np.kron(a, a)).T).reshape(40, 3, 3))
+    target = mixer(width=4000, depth=1, kernel=3, seed=1)
+    wi.covariance_transfer_(target, source, kronecker=True, generator=seeded())
+    is_drawn_from(filters(depthwise(target)[0]), np.kron(a, a), 0.0)
+
+    (law,) = filter_laws(structured(mixer(width=64, depth=1, kernel=3)))
+    ((_, found),) = target_laws(depthwise(target), [law], TransferOptions(kronecker=True))
+    factor = found.reshape(3, 3, 3, 3)[:, 0, :, 0] / math.sqrt(found[0, 0])  # A, from A[0, 0] A
+    np.testing.assert_allclose(np.kron(factor, factor), found, atol=1e-12)
+    best = np.linalg.norm(law.covariance - found)
+    for step in 10.0 ** rng.uniform(-4, 0, size=200):  # no other A (x) A is nearer
+        other = factor + step * rng.normal(size=(3, 3))
+        assert np.linalg.norm(law.covariance - np.kron(other, other)) >= best
+
+
+def test_mixed_kernel_sizes_are_resized_each_or_chosen():
+    torch.manual_seed(0)
+    source = nn.Sequential(
+        nn.Conv2d(32, 32, 3, groups=32),
+        nn.Conv2d(32, 32, 5, groups=32),
+        nn.Conv2d(32, 32, 3, groups=32),
+    )
+    structured(source)
+    laws = filter_laws(source)
+    assert [law.kernel for law in laws] == [3, 5, 3]
+    target = depthwise(mixer(width=8, depth=3, kernel=7))
+    found = target_laws(target, laws, TransferOptions())
+    for (_, covariance), law in zip(found, laws, strict=True):
+        np.testing.assert_allclose(covariance, resized_covariance(law.covariance, law.kernel, 7), atol=1e-12)
+    five = resized_covariance(laws[1].covariance, 5, 7)
+    for _, covariance in target_laws(target, laws, TransferOptions(kernel=5)):
+        np.testing.assert_allclose(covariance, five)
+    with pytest.raises(UsageError, match="no layer of the source has 9 x 9 filters, found 3, 5"):
+        wi.covariance_transfer_(mixer(), source, kernel=9)
+
+
+def test_stages_correspond():
+    torch.manual_seed(0)
+    source, target = structured(ConvNeXt((8, 16), (2, 1))), ConvNeXt((12, 24), (3, 2))
+    laws = filter_laws(source)
+    found = [c for _, c in target_laws(depthwise(target), laws, TransferOptions(schedule="stage"))]
+    first, second, third = (law.covariance for law in laws)
+    for covariance, wanted in zip(found, (first, (first + second) / 2, second, third, third), strict=True):
+        np.testing.assert_allclose(covariance, wanted)
+    with pytest.raises(UsageError, match="as many stages on both sides, found 1 in the source and 2"):
+        wi.covariance_transfer_(target, mixer(kernel=7), schedule="stage")
+
+
+@functools.cache
+def built(name):
+    return FAMILIES[name].build()
+
+
+@pytest.mark.parametrize("source", ["timm-efficientnet", "timm-convnext", "torchvision-convnext", "timm-convmixer"])
+@pytest.mark.parametrize("target", ["ours-convnext", "timm-convnext", "timm-convmixer", "torchvision-convnext"])
+def test_across_families_only_depthwise_filters_change(source, target):
+    donor, model = built(source), copy.deepcopy(built(target))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert wi.covariance_transfer_(model, donor, generator=seeded()) is model
+    touched = {name for part in depthwise(model) for name in part.parameters}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == (name not in touched)
+        assert value.isfinite().all()
+    wanted = target_laws(depthwise(model), filter_laws(donor), TransferOptions())
+    for part, (_, covariance) in zip(depthwise(model), wanted, strict=True):
+        values = np.abs(np.linalg.eigvalsh(covariance))
+        # The total energy of n filters has the mean n tr S and the variance 2 n |S|^2.
+        energy, n = float(part.read().double().square().sum()), part.channels
+        assert abs(energy - n * values.sum()) < 6 * math.sqrt(2 * n) * np.linalg.norm(values)
+
+
+def test_a_path_a_state_dict_and_a_module_are_alike(tmp_path):
+    from safetensors.torch import save_file as save
+
+    source = structured(mixer())
+    save(source.state_dict(), tmp_path / "source.safetensors")
+    found = [
+        wi.covariance_transfer_(mixer(seed=1), given, generator=seeded()).state_dict()
+        for given in (source, source.state_dict(), str(tmp_path / "source.safetensors"))
+    ]
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])
+        assert torch.equal(found[0][name], found[2][name])
+
+
+def one_dimensional():
+    return nn.Sequential(nn.Conv1d(8, 8, 3, groups=8))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4)), AnatomyError, "expected depthwise convolutions"),
+        (one_dimensional, UsageError, "expected two-dimensional filters, found 1-D"),
+        (lambda: nn.Sequential(nn.Conv2d(8, 8, 4, groups=8)), UsageError, "expected square filters of odd size"),
+        (lambda: nn.Sequential(nn.Conv2d(8, 8, (3, 5), groups=8)), UsageError, "found 3 x 5"),
+    ],
+)
+def test_networks_without_such_filters_are_refused_on_both_sides(make, error, message):
+    good = structured(mixer())
+    with pytest.raises(error, match=message):
+        wi.covariance_transfer_(mixer(), make())
+    with pytest.raises(error, match=message):
+        wi.covariance_transfer_(make(), good)
+    with pytest.raises(error, match=message):
+        fit_filters(make())
+
+
+def test_weights_that_are_not_finite_are_refused_and_nothing_changes():
+    source, target = structured(mixer()), mixer(seed=1)
+    before = copy.deepcopy(target.state_dict())
+    with torch.no_grad():
+        filters_ = depthwise(source)[1].read()
+        filters_[3, 0, 0], filters_[7, 1, 1] = math.nan, math.inf
+        depthwise(source)[1].write(filters_)
+    with pytest.raises(DataError, match=r"blocks\.1.*2 of 32 filters hold NaN or infinity"):
+        wi.covariance_transfer_(target, source)
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"kronecker": 1}, "kronecker: expected true or false"),
+        ({"means": "yes"}, "means: expected true or false"),
+        ({"schedule": "sawtooth"}, "schedule: expected one of 'depth', 'stage'"),
+        ({"psd": "shrink"}, "psd: expected one of"),
+        ({"kernel": 2.5}, "kernel: expected an integer"),
+        ({"generator": 3}, "generator"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(numbers, message):
+    with pytest.raises(UsageError, match=message):
+        wi.covariance_transfer_(mixer(), structured(mixer()), **numbers)
+
+
+# --- the artifact -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path):
+    return fit_network(structured(mixer()), "filters").save(tmp_path / "filters.safetensors")
+
+
+@pytest.mark.parametrize("options", [{}, {"means": True}, {"kronecker": True, "psd": "clip"}, {"kernel": 5}])
+def test_an_artifact_draws_what_the_function_draws(tmp_path, options):
+    source = structured(mixer())
+    init = wi.load_init(fit_network(source, "filters", **options).save(tmp_path / "f.safetensors"))
+    direct = wi.covariance_transfer_(ConvNeXt((8, 16), (2, 1)), source, **options, generator=seeded(4))
+    model = init(ConvNeXt((8, 16), (2, 1)), generator=seeded(4))
+    for one, other in zip(depthwise(direct), depthwise(model), strict=True):
+        assert torch.equal(one.read(), other.read())
+    assert len(init.report.touched) == 3
+    assert "negative eigenvalues" in str(init.report)  # 5 x 5 became 7 x 7
+    assert ("absolute values" in str(init.report)) == (options.get("psd") != "clip")
+    same = wi.load_init(tmp_path / "f.safetensors")
+    same(mixer(seed=1), generator=seeded())
+    assert same.report.notes == () or options.get("kronecker")
+
+
+def test_an_artifact_says_what_it_holds(path):
+    found = load_any(path)
+    assert found.to_dict() == load_portable(path).to_dict()
+    text = found.text()
+    for word in ("filters, fitted to ConvMixer", "covariance_transfer_", "5x5", "blocks.0.0.fn.0", "0.500"):
+        assert word in text
+    assert [layer.depth for layer in found.numbers.layers] == [0.0, 0.5, 1.0]
+    assert "filters of 3 layers" in repr(wi.load_init(path))
+    with pytest.raises(DataError, match="fitted to one network"):
+        load_artifact(path)
+
+
+def rewritten(path, change_header=None, change_arrays=None):
+    import json
+
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        header = json.loads(file.metadata()["weightscope"])
+    arrays = load_file(path)
+    if change_header is not None:
+        change_header(header)
+    if change_arrays is not None:
+        change_arrays(arrays)
+    save_file(arrays, path, metadata={"weightscope": json.dumps(header)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.update(version=2), "use a newer weightscope"),
+        (lambda h: h.update(extra=1), "extra"),
+        (lambda h: h["numbers"].update(structure="magic"), "structure"),
+        (lambda h: h["numbers"].update(psd="shrink"), "psd"),
+        (lambda h: h["numbers"].update(layers=[]), "layers"),
+        (lambda h: h["numbers"]["layers"].pop(), "not those of 2 layers"),
+        (lambda h: h["numbers"]["layers"][0].update(kernel=4), "odd filter size"),
+        (lambda h: h["numbers"]["layers"][0].update(kernel=10**9 + 1), "expected float64"),
+        (lambda h: h["numbers"]["layers"][0].update(depth=0.9), "order of their depth"),
+        (lambda h: h["numbers"]["layers"][0].update(depth=2), "less than or equal"),
+        (lambda h: h["numbers"]["layers"][0].update(count="many"), "count"),
+    ],
+)
+def test_a_header_is_never_trusted(path, change, message):
+    with pytest.raises(DataError, match=message) as error:
+        wi.load_init(rewritten(path, change))
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.pop("1.mean"), r"1\.mean"),
+        (lambda a: a.update({"9.mean": np.zeros(25)}), r"9\.mean"),
+        (lambda a: a.update({"0.mean": np.zeros(24)}), r"expected float64 \(25,\)"),
+        (lambda a: a.update({"0.mean": np.zeros(25, np.float32)}), "found float32"),
+        (lambda a: a.update({"0.mean": np.full(25, np.nan)}), "not finite"),
+        (lambda a: a.update({"0.covariance": -np.eye(25)}), "negative variances"),
+        (lambda a: a.update({"0.covariance": np.triu(np.ones((25, 25)))}), "not symmetric"),
+    ],
+)
+def test_arrays_are_never_trusted(path, change, message):
+    with pytest.raises(DataError, match=message):
+        wi.load_init(rewritten(path, change_arrays=change))
+
+
+@pytest.mark.parametrize("cut", [1, 100, 3000])
+def test_a_truncated_artifact_is_refused(path, cut):
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(DataError, match="no sound safetensors file"):
+        wi.load_init(path)
+
+
+def test_an_artifact_on_a_network_without_filters(path):
+    with pytest.raises(AnatomyError, match="expected depthwise convolutions"):
+        wi.load_init(path)(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(UsageError, match="generator"):
+        wi.load_init(path)(mixer(), generator=3)
