@@ -19,6 +19,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
 	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
 	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
+	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
 
 install: $(INSTALLED)
 
