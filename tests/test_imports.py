@@ -19,7 +19,7 @@ LAYERS = [
     {"recipe", "structures", "covariance", "networks", "within", "products"},
     {"artifact", "portable"},
     {"standalone", "fit", "study", "init", "population"},
-    {"train", "audit", "tracking", "closed_form", "fit_init"},
+    {"train", "audit", "attention_maps", "tracking", "closed_form", "fit_init"},
     {"_spread"},
     {"collect", "inspect"},
     {"bench"},

@@ -6,6 +6,7 @@ are not touched. This is the only part of weightscope that imports matplotlib an
 """
 
 from weightscope.plots._style import subplots
+from weightscope.plots.attention_maps import attention_grid, rank_condition
 from weightscope.plots.benchmark import convergence, paired_differences
 from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
 from weightscope.plots.evidence import heldout_scores, stripe_ratios
@@ -20,6 +21,7 @@ __all__ = [
     "Panel",
     "Statistic",
     "accuracy_distribution",
+    "attention_grid",
     "block_form",
     "convergence",
     "covariance_map",
@@ -33,6 +35,7 @@ __all__ = [
     "paired_differences",
     "product_grid",
     "products_by_depth",
+    "rank_condition",
     "render",
     "save",
     "stripe_ratios",

@@ -194,7 +194,10 @@ def _step(
     weighted = (by_row * weights[:, None, :, None]).reshape(m, p * samples, n)
     half = (weighted @ _inverse(columns, what)).reshape(m, p, samples * n)
     rows = half @ by_row.reshape(m, p, samples * n).mT / (samples * n)
-    rows *= (p / np.trace(rows, axis1=1, axis2=2))[:, None, None]  # the scale is the columns'
+    traces = np.trace(rows, axis1=1, axis2=2)
+    if not (traces > 0).all():
+        raise DataError(f"no A (x) B fits {what}: they are all equal")
+    rows *= (p / traces)[:, None, None]  # the scale is the columns'
     by_column = w.transpose(0, 3, 1, 2)  # (m, n, N, p)
     flat = by_column.reshape(m, n, samples * p)
     half = (flat.reshape(m, n * samples, p) @ _inverse(rows, what)).reshape(m, n, samples, p)

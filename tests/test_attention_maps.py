@@ -1,0 +1,385 @@
+import copy
+import json
+import math
+
+import families
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import weightscope
+from weightscope import attention_maps
+from weightscope.anatomy import positions
+from weightscope.attention_maps import expected_map, watching
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init import impulse_attention_, mimetic_attention_
+from weightscope.networks import ConvMixer, ViT
+
+VISION = ("ours-vit", "ours-vit-token", "timm-vit", "timm-deit", "timm-eva", "torchvision-vit", "hf-vit", "hf-deit")
+VISION += ("hf-dinov2",)
+
+
+def images(count=3, seed=0, size=families.IMAGE):
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def small(**options):
+    torch.manual_seed(0)
+    return families.scramble(ViT(32, 8, 48, 2, 3, 5, **options))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def plain_maps(vit, batch):
+    """Mean maps (L, H, n, n) and stable ranks (L, B) of our ViT with plain NumPy; the forward pass by modules."""
+    maps, ranks = [], []
+    with torch.no_grad():
+        x = vit.patch_embed(batch)
+        if vit.cls_token is not None:
+            x = torch.cat([vit.cls_token.expand(len(x), -1, -1), x], 1)
+        x = x + vit.pos_embed
+        for block in vit.blocks:
+            read = block.norm1(x).double().numpy()
+            w, b = (p.detach().double().numpy() for p in (block.attn.qkv.weight, block.attn.qkv.bias))
+            d, heads = w.shape[1], block.attn.heads
+            k = d // heads
+            each = []
+            for h in range(heads):
+                rows = slice(h * k, (h + 1) * k)
+                q = read @ w[rows].T + b[rows]
+                key = read @ w[d:][rows].T + b[d:][rows]
+                each.append(softmax(q @ key.transpose(0, 2, 1) / math.sqrt(k)).mean(axis=0))
+            maps.append(each)
+            patches = read[:, 0 if vit.cls_token is None else 1 :]
+            values = [np.linalg.svd(image, compute_uv=False) for image in patches]
+            ranks.append([np.sum(s**2) / s[0] ** 2 for s in values])
+            x = block(x)
+    return np.array(maps), np.array(ranks)
+
+
+# --- the numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["average", "token"])
+def test_maps_and_ranks_equal_plain_numpy(pool):
+    vit, batch = small(pool=pool), images(5)
+    found = attention_maps(vit, batch, batch_size=2)
+    maps, ranks = plain_maps(vit, batch)
+    np.testing.assert_allclose(np.stack([layer.maps for layer in found.layers]), maps, atol=1e-6)
+    np.testing.assert_allclose(np.stack([layer.stable_ranks for layer in found.layers]), ranks, rtol=1e-5)
+    entropy = -(maps * np.log(maps)).sum(-1).mean(-1) / np.log(maps.shape[-1])
+    assert all((layer.entropy <= e + 1e-6).all() for layer, e in zip(found.layers, entropy, strict=True))  # concave
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_families(name):
+    """The module's own output confirms the maps of every family; rows are probabilities."""
+    model = families.FAMILIES[name].build()
+    found = attention_maps(model, images())
+    assert [layer.maps.shape[0] for layer in found.layers] == [families.HEADS] * families.DEPTH
+    assert (found.tokens.rows, found.tokens.columns) == (4, 4)
+    assert found.tokens.prefix == {"ours-vit": 0, "timm-deit": 2, "hf-deit": 2}.get(name, 1)
+    for layer in found.layers:
+        np.testing.assert_allclose(layer.maps.sum(-1), 1, atol=1e-5)
+        assert layer.expected is not None
+        np.testing.assert_allclose(layer.expected.sum(-1), 1)
+    if name.startswith("hf"):  # transformers returns its maps when it computes them itself
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            theirs = model(images(), output_attentions=True).attentions
+        for layer, other in zip(found.layers, theirs, strict=True):
+            np.testing.assert_allclose(layer.maps, other.mean(0).numpy(), atol=1e-5)
+
+
+def test_batch_size_and_order_of_images_change_nothing():
+    vit, batch = small(), images(6)
+    one, other = attention_maps(vit, batch), attention_maps(vit, batch.flip(0), batch_size=4)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
+        np.testing.assert_allclose(a.stable_ranks, b.stable_ranks[::-1], rtol=1e-5)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    vit, batch = small(), images(5)
+    one = attention_maps(vit, batch)
+    monkeypatch.setattr(watching, "_BYTES", 1)
+    other = attention_maps(vit, batch)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
+        np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-6)
+
+
+def test_a_module_that_is_called_twice_has_two_layers():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = small()
+
+        def forward(self, x):
+            x = self.vit.patch_embed(x) + self.vit.pos_embed
+            return self.vit.blocks[0](self.vit.blocks[0](x))
+
+    found = attention_maps(Shared(), images())
+    assert [layer.name for layer in found.layers] == ["vit.blocks.0.attn"] * 2
+    assert not np.allclose(found.layers[0].maps, found.layers[1].maps, atol=1e-3)
+
+
+def test_sequence_first_modules():
+    class Model(nn.Module):
+        def __init__(self, batch_first):
+            super().__init__()
+            torch.manual_seed(1)
+            self.embed = nn.Conv2d(3, 48, 8, 8)
+            self.layer = nn.TransformerEncoderLayer(48, 3, 96, dropout=0.0, batch_first=batch_first)
+            self.first = batch_first
+
+        def forward(self, x):
+            x = self.embed(x).flatten(2).transpose(1, 2)
+            return self.layer(x if self.first else x.transpose(0, 1))
+
+    one, other = (attention_maps(Model(first), images()) for first in (True, False))
+    np.testing.assert_allclose(one.layers[0].maps, other.layers[0].maps, atol=1e-6)
+    assert (one.positions, one.layers[0].expected) == ("none", None)
+    assert one.statistics()[0]["expected_r"] is None
+    assert "  -  " in one.text()
+
+
+# --- Eq. 3.19 and the statistics -----------------------------------------------------------------------------------
+
+
+def test_the_expected_map_is_eq_3_19():
+    """Term by term, and by simulation: the mean logits of inputs X + P with X ~ N(0, I) are beta (d I + P P^T)."""
+    vit = mimetic_attention_(ViT(16, 4, 48, 1, 3, 5), generator=torch.Generator().manual_seed(0))
+    found = attention_maps(vit, torch.zeros(1, 3, 16, 16))
+    p = vit.pos_embed[0].detach().double().numpy()
+    qkv = vit.blocks[0].attn.qkv.weight.detach().double().numpy()
+    for h in range(3):
+        product = qkv[16 * h : 16 * h + 16].T @ qkv[48 + 16 * h : 48 + 16 * h + 16]
+        beta = np.trace(product) / 48
+        assert found.layers[0].beta[h] == pytest.approx(beta, abs=1e-6)
+        logits = (beta * 48 * np.eye(16) + beta * p @ p.T) / math.sqrt(16)
+        np.testing.assert_allclose(found.layers[0].expected[h], softmax(logits), atol=1e-6)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4000, 16, 48)) + p
+    z = rng.standard_normal((4000, 48, 48)) / math.sqrt(48)
+    mean = np.mean([a @ (0.7 * w + 0.7 * np.eye(48)) @ a.T for a, w in zip(x, z, strict=True)], axis=0)
+    # A logit deviates by about 15, its mean over 4,000 by 0.24; five times that for the largest of 256 entries.
+    np.testing.assert_allclose(mean, 0.7 * (48 * np.eye(16) + p @ p.T), atol=1.3)
+
+
+def test_mimetic_attention_looks_at_itself_and_default_attention_at_everything():
+    torch.manual_seed(0)
+    vit = ViT(32, 4, 96, 2, 3, 10)
+    before = attention_maps(vit, images())
+    after = attention_maps(mimetic_attention_(copy.deepcopy(vit)), images())
+    own = [[row["self"] for row in found.statistics() if row["layer"] == 0] for found in (before, after)]
+    assert max(own[0]) < 0.05
+    assert min(own[1]) > 0.3
+    assert min(row["entropy"] for row in before.statistics()) > 0.95
+    assert min(row["expected_r"] for row in after.statistics() if row["layer"] == 0) > 0.9
+
+
+def test_impulse_heads_peak_at_their_offset():
+    """Attention on the codes alone: the mean by relative place has its maximum where the head was told to look."""
+    torch.manual_seed(0)
+    vit = ViT(32, 4, 64, 1, 2, 10)
+    impulse_attention_(vit, offsets=[(0, 1), (-1, 0)], generator=torch.Generator().manual_seed(0))
+    nn.init.zeros_(vit.patch_embed.proj.weight)
+    nn.init.zeros_(vit.patch_embed.proj.bias)
+    places = attention_maps(vit, images(2)).offsets()
+    assert places.shape == (1, 2, 15, 15)
+    assert [np.unravel_index(p.argmax(), p.shape) for p in places[0]] == [(7, 8), (6, 7)]
+
+
+def test_offsets_and_neighbours_equal_loops():
+    found = attention_maps(small(pool="token"), images(), filter_size=3)
+    block = found.layers[1].maps[2, 1:, 1:].reshape(4, 4, 4, 4)
+    near, places = 0.0, [[[] for _ in range(7)] for _ in range(7)]
+    for y, x, v, u in np.ndindex(4, 4, 4, 4):
+        near += block[y, x, v, u] * (abs(y - v) <= 1 and abs(x - u) <= 1) / 16
+        places[v - y + 3][u - x + 3].append(block[y, x, v, u])
+    row = found.statistics()[5]
+    assert (row["layer"], row["head"]) == (1, 2)
+    assert row["near"] == pytest.approx(near)
+    assert row["self"] == pytest.approx(np.mean(places[3][3]))
+    assert row["special"] == pytest.approx(found.layers[1].maps[2, 1:, 0].mean())
+    np.testing.assert_allclose(found.offsets()[1, 2], [[np.mean(p) for p in line] for line in places])
+
+
+def test_positions_of_another_grid_are_resampled():
+    model = families.FAMILIES["hf-dinov2"].build()
+    found = attention_maps(model, images(2, size=48))
+    assert (found.tokens.rows, found.tokens.columns, found.tokens.prefix) == (6, 6, 1)
+    assert found.positions.endswith("resampled from 4 x 4")
+    assert found.layers[0].expected.shape == (3, 37, 37)
+
+
+def test_expected_map_of_beta_zero_is_uniform():
+    codes = np.random.default_rng(0).standard_normal((9, 8))
+    np.testing.assert_allclose(expected_map(codes, np.zeros(2), 0.5), 1 / 9)
+
+
+# --- the rank condition --------------------------------------------------------------------------------------------
+
+
+def test_stable_ranks_of_known_matrices():
+    """Between 1 and the rank: k for k equal singular values, 1 for a rank-one matrix."""
+    rng = torch.Generator().manual_seed(0)
+    frame = torch.linalg.qr(torch.randn(12, 5, generator=rng))[0]
+    equal = torch.stack([frame @ torch.randn(5, 7, generator=rng) for _ in range(1)])
+    assert watching.stable_ranks(frame[None]).item() == pytest.approx(5)
+    assert watching.stable_ranks(frame.T[None]).item() == pytest.approx(5)
+    assert watching.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
+    assert 1 <= watching.stable_ranks(equal).item() <= 5
+    assert watching.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
+
+
+def test_the_condition_is_d_at_least_k_f_squared():
+    found = attention_maps(small(), images(8), filter_size=3)
+    for layer, row in zip(found.layers, found.condition(), strict=True):
+        k = float(np.mean(layer.stable_ranks))
+        assert row["needed"] == pytest.approx(9 * k)
+        assert row["holds"] == (k * 9 <= 48)
+        assert row["share"] == np.mean(layer.stable_ranks * 9 <= 48)
+        assert row["largest_f"] % 2 == 1
+        assert row["largest_f"] ** 2 * k <= 48 < (row["largest_f"] + 2) ** 2 * k
+        assert (row["enough_heads"], row["enough_copies"]) == (False, k <= 16)
+    assert {row["holds"] for row in found.condition()} == {True, False}
+    assert "D < k f^2" in found.text()
+
+
+# --- nothing is left behind ----------------------------------------------------------------------------------------
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_the_model_is_left_as_it_was():
+    vit = small()
+    vit.train()
+    vit.blocks[1].eval()
+    modes = [m.training for m in vit.modules()]
+    before = copy.deepcopy(vit.state_dict())
+    attention_maps(vit, images())
+    assert [m.training for m in vit.modules()] == modes
+    assert hooks(vit) == 0
+    assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in vit.parameters())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_hooks_are_removed_when_the_forward_pass_fails(error):
+    vit = small().train()
+
+    def forward(model, x):
+        model(x)
+        raise error
+
+    expected = DataError if isinstance(error, RuntimeError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        attention_maps(vit, images(), forward=forward)
+    assert hooks(vit) == 0
+    assert all(m.training for m in vit.modules())
+
+
+def test_training_mode_does_not_matter():
+    model = families.FAMILIES["timm-vit"].make()
+    model.pos_drop = nn.Dropout(0.5)
+    one, other = attention_maps(model.eval(), images()), attention_maps(model.train(), images())
+    np.testing.assert_array_equal(one.layers[1].maps, other.layers[1].maps)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_images():
+    vit = small()
+    with pytest.raises(DataError, match=r"expected images \(B, c, height, width\), found \(3, 32, 32\)"):
+        attention_maps(vit, images()[0])
+    with pytest.raises(DataError, match=r"scaled floats; found torch\.uint8"):
+        attention_maps(vit, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(DataError, match="takes images with 3 channels, found 1"):
+        attention_maps(vit, images()[:, :1])
+    with pytest.raises(DataError, match="8 x 8 patches, which do not fill images of 30 x 30"):
+        attention_maps(vit, images()[:, :, :30, :30])
+    with pytest.raises(DataError, match=r"does not take images \(3, 3, 24, 24\)"):
+        attention_maps(vit, images()[:, :, :24, :24])
+    bad = images()
+    bad[1, 0, 0, 0] = torch.nan
+    with pytest.raises(DataError, match="1 of 3 images hold numbers that are not finite"):
+        attention_maps(vit, bad)
+
+
+def test_bad_models():
+    with pytest.raises(AnatomyError, match="expected attention modules, found"):
+        attention_maps(ConvMixer(8, 2, 3, 4, 5), images())
+    with pytest.raises(UsageError, match="need a module that can run, found OrderedDict"):
+        attention_maps(small().state_dict(), images())
+    broken = small()
+    with torch.no_grad():
+        broken.blocks[1].attn.qkv.weight[0, 0] = torch.nan
+    with pytest.raises(DataError, match=r"`blocks.1.attn`: attention is not finite"):
+        attention_maps(broken, images())
+    with pytest.raises(AnatomyError, match="called none of its attention modules"):
+        attention_maps(small(), images(), forward=lambda model, x: model.patch_embed(x))
+    for option, match in (({"filter_size": 4}, "an odd number"), ({"batch_size": 0}, "at least 1")):
+        with pytest.raises(UsageError, match=match):
+            attention_maps(small(), images(), **option)
+
+
+def test_attention_that_does_more_than_its_weights_tell_is_refused():
+    vit = small()
+    attend = vit.blocks[1].attn
+
+    class Biased(type(attend)):
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            bias = torch.arange(x.shape[1], dtype=x.dtype)[None]
+            return self.proj(nn.functional.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+    attend.__class__ = Biased
+    with pytest.raises(DataError, match=r"`blocks.1.attn`: its output differs by .*relative positions"):
+        attention_maps(vit, images())
+    assert hooks(vit) == 0
+
+
+def test_rotated_and_normalised_attention_is_left_out_by_name():
+    families.shims.timm()
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, qk_norm=True)
+    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`: queries and keys are normalised"):
+        attention_maps(model, images())
+
+
+def test_attention_in_windows_is_refused():
+    families.shims.timm()
+    from timm.models.swin_transformer import SwinTransformer
+
+    model = SwinTransformer(img_size=32, patch_size=4, embed_dim=24, depths=(1,), num_heads=(3,), window_size=4)
+    with pytest.raises(DataError, match="attention within windows"):
+        attention_maps(model, images())
+
+
+# --- the result ----------------------------------------------------------------------------------------------------
+
+
+def test_the_result_prints_serialises_and_draws(tmp_path):
+    found = attention_maps(small(pool="token"), images())
+    assert weightscope.attention_maps is attention_maps
+    assert "means over heads and 3 images, 1 special tokens and 4 x 4 patches" in found.text()
+    assert found.finding() in found.text()
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert len(plain["heads"]) == 6
+    assert plain["layers"][1]["name"] == "blocks.1.attn"
+    assert plain["positions"] == positions(small())[0].name
+    for kind in ("maps", "expected", "offsets", "ranks"):
+        found.plot(tmp_path / f"{kind}.png", kind)
+        assert (tmp_path / f"{kind}.png").stat().st_size > 5_000
+    with pytest.raises(UsageError, match="kind must be one of"):
+        found.plot(tmp_path / "x.png", "all")
