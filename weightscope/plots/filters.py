@@ -92,7 +92,7 @@ def covariance_page(
         text = "block (i, j): covariance of pixel (i, j) with every pixel; " + text
     coarse = sorted({f for p in drawn if (f := _factor(p)) > 1})
     cells = f"cells are means over {' or '.join(f'{f} × {f}' for f in coarse)}" if coarse else ""
-    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, cells, note])))
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, cells, note])), side=_side(rows))
 
 
 @_style.themed
@@ -133,7 +133,7 @@ def filter_page(
         colour = array.shape[1] == 3
         array = array if colour else array.sum(axis=1)
         array = np.where(finite.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
-        across = columns or math.ceil(math.sqrt(len(array) * (1.4 if single else 1.0)))
+        across = columns or math.ceil(math.sqrt(len(array)))
         if colour:
             peak = np.abs(array).reshape(len(array), -1).max(axis=1)
             array = np.moveaxis(array / np.where(peak > 0, peak, 1)[:, None, None, None], 1, -1)
@@ -174,6 +174,11 @@ def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     light = 0.6 if max(h, w) <= 9 and c == 1 else 0.25
     borders = [(n * h, 1.4 if n % h == 0 else light, False) for n in range(1, c * h)]
     return blocks, borders + [(n * w, 1.4 if n % w == 0 else light, True) for n in range(1, c * w)]
+
+
+def _side(rows: Sequence[Sequence[Panel | None]]) -> float:
+    """Few panels are larger: a channel of a patch embedding has hundreds of pixels."""
+    return {1: 3.6, 2: 2.4}.get(max((len(row) for row in rows), default=0), _SIDE)
 
 
 def _factor(panel: Panel) -> int:
@@ -324,19 +329,24 @@ def depth_curves(
         drawn = [_curve(ax, curve, statistic, i, len(curves), kinds) for i, curve in enumerate(curves)]
         _scale(ax, statistic, drawn)
         ax.set_xlabel(axis)
+        if axis == "layer":  # whole numbers only, also when there is one
+            ends = [float(end) for curve in curves for end in (min(curve.depth), max(curve.depth))]
+            ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
         ax.set_title(_text.wrap(statistic.label, 72 * 3.7, _text.LABEL), fontsize=_text.LABEL, fontweight="normal")
         if statistic.even is not None:
             ax.axhline(statistic.even, color=_style.MUTED, lw=1.0, ls=(0, (4, 2)), zorder=1, gid="even")
-        ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer"))
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer", min_n_ticks=1))
         ax.grid(axis="y")
     handles = [_handle(curve.label, i, None) for i, curve in enumerate(curves)] if len(curves) > 1 else []
     handles += [_handle(kind, None, j) for j, kind in enumerate(kinds)] if len(kinds) > 1 else []
     if any(s.even is not None for s in statistics):
         handles.append(Line2D([], [], color=_style.MUTED, lw=1.0, ls=(0, (4, 2)), label="independent entries"))
+    text = _text.wrap(note, 72 * (figure.get_size_inches()[0] - 0.3))
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), handlelength=2.6)
-    if note:
-        text = _text.wrap(note, 72 * (figure.get_size_inches()[0] - 0.3))
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=min(len(handles), 6), handlelength=2.6, title=text
+        )
+    elif note:
         figure.supxlabel(text, fontsize=_text.SMALL, color=_style.MUTED, x=0.012, ha="left")
     if title is not None:
         width, height = figure.get_size_inches()

@@ -176,10 +176,12 @@ class Within:
         if not self.focused:
             key, what = "mean_ratio", f"Squared mean of the {'rows' if self.part == 'mlp-rows' else 'columns'}"
         elif len(groups) == 1:
-            values = [row.statistics.get(key, math.nan) for row in self.layers]
-            known = [v for v in values if math.isfinite(v)]
-            near = sum(v < 1 for v in known)
-            return f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers"
+            known = [x.focus for x in self.layers if x.focus is not None and math.isfinite(x.focus.relative_spread)]
+            near = sum(f.relative_spread + 1.96 * f.relative_spread_se < 1 for f in known)
+            return (
+                f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers "
+                "(95 % intervals)"
+            )
         medians = []
         for label, group in groups:
             name = " ".join(filter(None, (label if len(self.labels) > 1 else "", group)))
