@@ -45,31 +45,42 @@ def vit(width=96, depth=4, heads=3, seed=0):
 # --- conv-schedule ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+def stack(width, depth, kernel):
+    """Depthwise convolutions alone."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Conv2d(width, width, kernel, groups=width) for _ in range(depth)))
+
+
 @pytest.mark.parametrize("kernel", [5, 9])
-def test_a_schedule_is_recovered(preset, kernel):
-    """Within 6 standard deviations as seen over 30 seeds (2 %, of sigma at each depth, and of the scale 0.6 %)."""
+@pytest.mark.parametrize(
+    ("preset", "first"),
+    [("cifar-patch1", 0.16), ("cifar-patch2", 0.5), ("imagenet-frozen", 0.16), ("imagenet-thawed", 0.12)],
+)
+def test_a_schedule_is_recovered(preset, first, kernel):
+    """Within six standard deviations of 1,024 filters in 8 layers (half of those over 30 seeds with 256 filters).
+
+    Sigma 0.08 is hardly seen in the first layer (8 %): its bumps are narrower than a pixel. Elsewhere it is 1.3 %, the
+    scale 0.6 %. v and a trade with each other: 0.05 and 0.14.
+    """
     curve = PRESETS[preset]
-    source = wi.conv_covariance_(mixer(kernel=kernel), preset=preset, scale=0.3, generator=seeded(1))
+    source = wi.conv_covariance_(stack(1024, 8, kernel), preset=preset, scale=0.3, generator=seeded(1))
     found = fit_conv_schedule(source).numbers
-    for d in np.linspace(0, 1, 5):
-        assert found.sigma0 + found.v * d + found.a * d**2 / 2 == pytest.approx(curve(d), rel=0.12)
+    assert found.sigma0 == pytest.approx(curve.sigma0, rel=first)
+    assert found.v == pytest.approx(curve.v, abs=0.3)
+    assert found.a == pytest.approx(curve.a, abs=0.85)
+    for d in (0.25, 0.5, 0.75, 1.0):
+        assert found.sigma0 + found.v * d + found.a * d**2 / 2 == pytest.approx(curve(d), rel=0.08)
     assert found.scale == pytest.approx(0.3, rel=0.04)
-    assert found.r2 > 0.9
     for layer in found.layers:
-        assert layer.r2 == pytest.approx(layer.attainable, abs=0.06)
+        assert layer.r2 == pytest.approx(layer.attainable, abs=0.03)
         assert layer.r2 <= layer.r2_alone + 1e-9
-    # Of the three numbers v and a trade with each other; their sum at the ends does not.
-    assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.12)
-    assert found.v == pytest.approx(curve.v, abs=0.35)
-    assert found.a == pytest.approx(curve.a, abs=0.7)
 
 
 def test_more_filters_come_nearer():
     """The error falls as the root of the number of filters: an estimator that converges to the truth."""
     errors = []
     for width in (64, 4096):
-        source = wi.conv_covariance_(mixer(width, 4, 5), preset="imagenet-thawed", generator=seeded(2))
+        source = wi.conv_covariance_(stack(width, 4, 5), preset="imagenet-thawed", generator=seeded(2))
         found = fit_conv_schedule(source).numbers
         curve = PRESETS["imagenet-thawed"]
         errors.append(max(abs(layer.sigma / curve(layer.depth) - 1) for layer in found.layers))
@@ -110,7 +121,7 @@ def test_goodness_of_fit_is_the_stated_formula():
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_shallow_networks_fix_as_many_numbers_as_they_have_layers(depth):
-    source = wi.conv_covariance_(mixer(1000, depth, 5), preset="imagenet-frozen", generator=seeded())
+    source = wi.conv_covariance_(stack(1000, depth, 5), preset="imagenet-frozen", generator=seeded())
     found = fit_conv_schedule(source).numbers
     curve = PRESETS["imagenet-frozen"]
     for layer in found.layers:
@@ -128,6 +139,12 @@ def test_a_sawtooth_is_recovered_stage_by_stage():
     assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.1)
     assert found.sigma0 + found.v + found.a / 2 == pytest.approx(curve(1.0), rel=0.1)
     assert found.r2 > fit_conv_schedule(source).numbers.r2
+
+
+def test_large_kernels():
+    source = wi.conv_covariance_(stack(64, 3, 17), preset="cifar-patch1", generator=seeded())
+    found = fit_conv_schedule(source).numbers
+    assert [layer.sigma for layer in found.layers] == pytest.approx([0.16, 0.68, 1.92], rel=0.25)
 
 
 def test_a_schedule_never_falls_to_zero():
@@ -182,7 +199,7 @@ def test_scale_is_a_factor_and_audited():
     ],
 )
 def test_alpha_and_beta_are_recovered(width, heads, numbers):
-    """Within 6 / width and 2 % (the limit of large widths is simulated at 192); seeds are fixed."""
+    """Within 4 / width and 2 %: products fluctuate by 1 / width, and the limit of large widths is simulated at 192."""
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
     source = wi.mimetic_attention_(vit(width, 3, heads), **dict(zip(names, numbers, strict=True)), generator=seeded())
     for layer in fit_identity_product(source).numbers.layers:

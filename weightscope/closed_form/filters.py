@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from weightscope.portable import ConvSchedule, FilterCovariances, FilterLayer, P
 
 _GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma
 _NARROWEST = 0.02  # square pixels: a bump without neighbours (exp(-25)); narrower ones are the same filter
-_GRID_NUMBERS = 40_000_000  # table entries that are worth their memory and time; beyond it fewer sigmas
+_WIDEST = 4.0  # times k^2: the bumps are flat to 6 %, and wider ones are nearly the same
+_LARGE, _COARSE = 15, 33  # above this kernel size fewer values: an eigendecomposition of k^2 x k^2 takes a second
 
 
 def fit_filters(
@@ -96,7 +96,7 @@ def fit_conv_schedule(source: Any, *, schedule: str = "depth", psd: str = "abs",
         if not law.covariance.any():
             raise DataError(f"`{law.name}`: its filters are all alike and have no covariance to fit")
     places = [depths[law.name] for law in laws]
-    fits = [_LayerFit.of(law, psd) for law in laws]
+    fits = _layer_fits(laws, psd)
     weights = np.array([law.count for law in laws], dtype=np.float64)
     curve = _schedule(fits, places, weights / weights.sum())
     layers = [_described(law, fit, curve(d), psd) for law, fit, d in zip(laws, fits, places, strict=True)]
@@ -134,21 +134,13 @@ def drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
     return root @ root.T
 
 
-@lru_cache(maxsize=8)
-def _table(k: int, psd: str) -> tuple[np.ndarray, np.ndarray]:
-    """Log sigmas (G,) and the closed form of each, of Frobenius norm 1, (G, k^4)."""
-    steps = max(25, min(_GRID, _GRID_NUMBERS // k**4))
-    logs = np.linspace(math.log(_NARROWEST), math.log(4.0 * k * k), steps)
-    rows = [drawn_covariance(k, float(s), psd).reshape(-1) for s in np.exp(logs)]
-    return logs, np.stack([row / np.linalg.norm(row) for row in rows])
-
-
 @dataclass(frozen=True)
 class _LayerFit:
     """How well each sigma fits one layer: the cosine between C and S(sigma) as a function of log sigma.
 
     Attributes:
-        low, high: the log sigmas between which the closed form was computed.
+        low: smallest log sigma for which the closed form was computed.
+        high: the largest.
         cosine: smooth, from log sigma.
         best: the log sigma with the largest cosine.
     """
@@ -159,12 +151,10 @@ class _LayerFit:
     best: float
 
     @staticmethod
-    def of(law: FilterLaw, psd: str) -> "_LayerFit":
-        """The fit of one layer."""
-        logs, table = _table(law.kernel, psd)
-        values = table @ law.covariance.reshape(-1) / np.linalg.norm(law.covariance)
-        smooth = CubicSpline(logs, values)
-        i = int(values.argmax())
+    def of(logs: np.ndarray, cosines: np.ndarray) -> "_LayerFit":
+        """From the cosines (G,) at G log sigmas."""
+        smooth = CubicSpline(logs, cosines)
+        i = int(cosines.argmax())
         around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
         found = minimize_scalar(lambda x: -float(smooth(x)), bounds=around, method="bounded")
         return _LayerFit(float(logs[0]), float(logs[-1]), smooth, float(found.x))
@@ -172,6 +162,21 @@ class _LayerFit:
     def at(self, sigma: float) -> float:
         """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
         return max(0.0, float(self.cosine(min(max(math.log(sigma), self.low), self.high))))
+
+
+def _layer_fits(laws: list[FilterLaw], psd: str) -> list[_LayerFit]:
+    """The fit of each layer. The closed form is computed once for each kernel size and sigma, and not kept."""
+    out: dict[int, _LayerFit] = {}
+    for k in {law.kernel for law in laws}:
+        alike = [(i, law.covariance / np.linalg.norm(law.covariance)) for i, law in enumerate(laws) if law.kernel == k]
+        logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
+        cosines = np.empty((len(alike), len(logs)))
+        for g, log in enumerate(logs):
+            closed = drawn_covariance(k, math.exp(log), psd)
+            closed /= np.linalg.norm(closed)
+            cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
+        out |= {i: _LayerFit.of(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
+    return [out[i] for i in range(len(laws))]
 
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:
