@@ -219,7 +219,7 @@ class WeightSpec:
         except (ValueError, TypeError, RecursionError) as error:
             raise SpecError(f"expected a JSON list of [name, shape, role], found something else: {error}") from error
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of `to_json()`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Manifest:
         """The number of tiles, ceil(N / T)."""
         return -(-self.networks // self.tile)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of everything that a network's bits depend on: recipe without N, spec, inputs."""
         values = self.recipe.to_dict()
