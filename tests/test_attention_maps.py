@@ -1,6 +1,8 @@
 import copy
+import importlib.util
 import json
 import math
+from pathlib import Path
 
 import families
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 import weightscope
-from weightscope import attention_maps
+from weightscope import attention_maps, plots
 from weightscope.anatomy import positions
 from weightscope.attention_maps import expected_map, watching
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -383,3 +385,77 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
         assert (tmp_path / f"{kind}.png").stat().st_size > 5_000
     with pytest.raises(UsageError, match="kind must be one of"):
         found.plot(tmp_path / "x.png", "all")
+
+
+def script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent.parent / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_study_and_its_figures_at_their_smallest_size(tmp_path):
+    transformers = families.shims.transformers()
+    settings = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 48, "patch_size": 8}
+    torch.manual_seed(0)
+    transformers.Dinov2Model(transformers.Dinov2Config(**settings)).save_pretrained(tmp_path / "model")
+    study = script("analyses/attention_maps/run.py")
+    result, arrays = study.study(tmp_path / "model", images(2), 32, 1, lambda text: None)
+    study.write(tmp_path, {}, result, arrays)
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert [run["arm"] for run in stored["runs"]] == [
+        "pretrained",
+        "default",
+        "default, sinusoidal positions",
+        "mimetic",
+    ]
+    assert arrays["mimetic/expected"].shape == (2, 8, 8)
+    assert stored["class_token_sensitivity"]["self"] < 0.1
+    script("figures/attention_maps.py").main(tmp_path, tmp_path / "maps.png")
+    for name in ("maps", "maps_places", "maps_ranks"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+# --- pictures ------------------------------------------------------------------------------------------------------
+
+
+def test_attention_grid_colours_are_units_of_uniform_attention():
+    maps = np.full((2, 3, 8, 8), 1 / 8)
+    maps[0, 1] = np.eye(8)
+    figure = plots.attention_grid(maps, uniform=1 / 8, row_labels=["a", "b"], column_labels=["x", "y", "z"], title="t")
+    drawn = [ax.images[0] for ax in figure.axes if ax.images]
+    assert len(drawn) == 7  # six maps and the colour bar
+    np.testing.assert_allclose(drawn[0].get_array(), 1)
+    np.testing.assert_allclose(drawn[1].get_array(), np.clip(8 * np.eye(8), 0.25, None))
+    assert len({(image.norm.vmin, image.norm.vmax) for image in drawn}) == 1
+    assert drawn[0].norm.vmin == 0.25
+    texts = {text.get_text() for text in figure.texts}
+    assert {"a", "b", "x", "y", "z"} <= texts
+
+
+def test_large_maps_are_averaged_and_the_picture_says_so():
+    maps = np.random.default_rng(0).dirichlet(np.ones(300), size=(1, 1, 300))
+    figure = plots.attention_grid(maps, uniform=1 / 300)
+    assert figure.axes[0].images[0].get_array().shape == (150, 150)
+    assert any("means over 2 × 2 of 300 × 300" in text.get_text().replace("\n", " ") for text in figure.texts)
+
+
+def test_rank_condition_draws_means_and_bounds():
+    ax = plots.rank_condition([[1.0, 3.0], [4.0, 4.0]], 36, filter_sizes=(3, 5))
+    lines = [line.get_ydata() for line in ax.lines]
+    np.testing.assert_allclose(lines[0], [2, 4])
+    assert sorted(float(y[0]) for y in lines[1:]) == pytest.approx([36 / 25, 4])
+
+
+def test_bad_pictures():
+    good = np.full((1, 1, 4, 4), 0.25)
+    with pytest.raises(DataError, match="negative or not finite"):
+        plots.attention_grid(-good, uniform=0.25)
+    with pytest.raises(DataError, match="negative or not finite"):
+        plots.attention_grid(good * np.nan, uniform=0.25)
+    with pytest.raises(UsageError, match="a probability > 0"):
+        plots.attention_grid(good, uniform=0)
+    with pytest.raises(UsageError, match="row_labels: expected 1 or none, found 2"):
+        plots.attention_grid(good, uniform=0.25, row_labels=["a", "b"])
+    with pytest.raises(DataError, match="stable ranks > 0"):
+        plots.rank_condition([[0.0]], 4)

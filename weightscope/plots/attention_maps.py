@@ -15,7 +15,7 @@ from weightscope.plots import _style, _text
 from weightscope.plots.grids import _GAP, _averaged, _Grid, _panels
 
 _SEQUENTIAL = "magma"
-_PAGE, _LEAST, _MOST = 1560, 60, 220  # pixels for all panels across, for one panel at least and at most
+_PAGE, _LEAST, _MOST = 1660, 60, 260  # pixels for all panels across, for one panel at least and at most
 _FLOOR = 0.25  # of the uniform weight: what is darker is next to nothing
 _QUANTILE = 0.998
 
