@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from weightscope.cli import cli, main
@@ -88,6 +89,12 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert json.loads(table.read_text())["n"] == 12
     assert matrix.stat().st_size > 0
+
+    on_disk = folder / "c.npy"
+    arguments = ("-o", figure, "--matrix", on_disk, "--precision", "float32")
+    code, out, _ = run("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
+    assert code == 0
+    np.testing.assert_allclose(np.load(on_disk), np.load(matrix)["matrix"], atol=1e-6)
 
     artifact, alone = folder / "init.safetensors", folder / "alone.py"
     arguments = ("-o", artifact, "--standalone", alone, "--holdout", "0.25")

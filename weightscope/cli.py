@@ -219,7 +219,12 @@ def export(source: str, out: Path, select: str) -> None:
     show_default=True,
     help="The figure, .png, .pdf or .svg.",
 )
-@click.option("--matrix", type=click.Path(path_type=Path), help="Also write the matrix or matrices here (.npz).")
+@click.option(
+    "--matrix",
+    type=click.Path(path_type=Path),
+    help="Also write the matrix or matrices here (.npz). Of a population, .npy is made on the disk, whatever its size.",
+)
+@click.option("--precision", type=click.Choice(["float64", "float32"]), help="Of a population.  [default: float64]")
 @_json_option
 def covariance(
     sources: tuple[str, ...], out: Path, matrix: Path | None, json_file: Path | None, **options: Any
@@ -238,11 +243,12 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    of_population = ("select", "compute", "correlation", "fold_norms", "means")
+    of_population = ("select", "compute", "correlation", "fold_norms", "means", "precision")
     within = {key: options[key] for key in options if key not in of_population}
     across = {key: options[key] for key in of_population}
     if len(sources) == 1 and _is_population(sources[0]) and not any(within.values()) and within["network"] is None:
-        found, draw = _across(sources[0], **across)
+        file = matrix if matrix is not None and matrix.suffix == ".npy" else None
+        found, draw = _across(sources[0], **across, file=file)
     else:
         if given := [key for key in of_population if across[key]]:
             names = ", ".join("--" + key.replace("_", "-") for key in given)
@@ -262,14 +268,23 @@ def _is_population(source: str) -> bool:
 
 
 def _across(
-    source: str, *, select: str | None, correlation: bool, compute: tuple[str, ...], means: bool, fold_norms: bool
+    source: str,
+    *,
+    select: str | None,
+    correlation: bool,
+    compute: tuple[str, ...],
+    means: bool,
+    fold_norms: bool,
+    precision: str | None,
+    file: Path | None,
 ) -> tuple[Any, Callable[[Path], None]]:
     """A population's covariance, and what draws it."""
     from weightscope.study import study
 
     kind = "correlation" if correlation else "covariance"
     chosen = select or "*.mlp.fc?.weight"
-    found = study(_population(source), chosen, kind=kind, computed=compute, fold_norms=fold_norms)
+    options = {"fold_norms": fold_norms, "precision": precision or "float64", "file": file}
+    found = study(_population(source), chosen, kind=kind, computed=compute, **options)
     return found, lambda out: found.plot(out, means=means)
 
 

@@ -89,9 +89,13 @@ class Study:
     def save_matrix(self, path: str | Path) -> None:
         """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
 
+        A matrix that was made on the disk (`covariance(file=...)`) lies there already, and nothing is written.
+
         Raises:
             UsageError: if the file's name does not end in .npz.
         """
+        if isinstance(self.covariance.matrix, np.memmap):
+            return
         if Path(path).suffix != ".npz":
             raise UsageError(f"the matrix is written as .npz, found {path}")
         found = self.covariance
