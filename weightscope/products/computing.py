@@ -1,21 +1,27 @@
 """The products of every layer and head of one or several models."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from weightscope.anatomy import AttentionPart
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.products.factored import FactoredProduct
+from weightscope.products.factored import STATISTICS, FactoredProduct
 from weightscope.products.reading import Reader, distinct, gain_before, mean_rotation, name_of
 from weightscope.products.result import Key, ProductsResult, SourceInfo
 
 Spectra = Literal["heads", "all", "none"]
 AVERAGE = range(256)  # relative positions of rotary="average"
+_BATCH = 1 << 18  # entries of one factor of the heads that are worked on at once: 2 MB as float64
+_BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
+_COLUMNS = (*STATISTICS, *_BIASES["qk"], *_BIASES["vo"])
+_Found = tuple[FactoredProduct, dict[str, Tensor]]
+_Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 
 @dataclass(frozen=True)
@@ -121,25 +127,76 @@ def products(
     return out
 
 
+@dataclass
+class _Table:
+    """One model's numbers, in arrays that are made before anything is read.
+
+    Small results that are allocated between large tensors would keep the memory of those from being used again.
+    """
+
+    keys: list[tuple[AttentionPart, str, int | None, int]]
+    numbers: np.ndarray  # (rows, columns)
+    spectra: np.ndarray  # (rows, largest rank)
+    corners: np.ndarray  # (rows, n, n)
+
+    @classmethod
+    def for_parts(cls, parts: Sequence[AttentionPart], options: Options) -> "_Table":
+        rows = sum(2 * part.heads + 1 for part in parts)
+        rank = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[options.spectra]
+        side = min(options.clip or 0, max(part.width for part in parts))
+        return cls(
+            [],
+            np.full((rows, len(_COLUMNS)), np.nan),
+            np.full((rows, max(map(rank, parts))), np.nan),
+            np.full((rows, side, side), np.nan, dtype=np.float32),
+        )
+
+    def add(self, part: AttentionPart, name: str, heads: Sequence[int | None], found: "_Found", spectra: str) -> None:
+        """Rows for products of one part."""
+        product, more = found
+        start = len(self.keys)
+        rows = slice(start, start + len(heads))
+        self.keys += [(part, name, head, product.rank) for head in heads]
+        for column, values in {**product.statistics(), **more}.items():
+            self.numbers[rows, _COLUMNS.index(column)] = values.numpy()
+        if spectra == "all" or (spectra == "heads" and heads[0] is not None and product.small):
+            values = product.singular_values().numpy()
+            self.spectra[rows, : values.shape[1]] = values
+        if self.corners.size:
+            corner = product.corner(self.corners.shape[1])
+            self.corners[rows, : corner.shape[1], : corner.shape[2]] = corner.numpy()
+
+
+def _head_rank(part: AttentionPart) -> int:
+    return max(part.head_width, part.value_width)
+
+
 def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> None:
     """Append one model's rows."""
     nonfinite: dict[str, int] = {}
+    table = _Table.for_parts(reader.parts, options)
     for part in reader.parts:
-        about = {"source": label, "name": part.name, "kind": part.kind, "layer": part.layer}
-        for name, head, product, more in _of_layer(reader, part, options, nonfinite):
-            row = {**about, "head": head, "part": name, "width": part.width, "rank": product.rank}
-            row |= {key: _plain(value) for key, value in product.statistics().items()}
-            row["sign"] = None if row["beta"] is None else (row["beta"] > 0) - (row["beta"] < 0)
-            wanted = options.spectra == "all" or (options.spectra == "heads" and product.small)
-            spectrum = product.singular_values() if wanted else None
-            row["spectral_norm"] = None if spectrum is None else _plain(float(spectrum[0]))
-            row |= {"finite": product.finite, "rotary": part.rotary, "normalised": part.normalised}
-            out.rows.append(row | {key: _plain(value) for key, value in more.items()})
-            out.spectra.append(None if spectrum is None else spectrum.numpy())
-            if options.clip is not None:
-                crop = product.corner(options.clip).float().numpy()
-                out.corners[Key(label, part.layer, name, head, part.kind)] = crop
+        gain, shift = gain_before(reader.source, part) if options.fold_norms else (None, None)
+        _queries_keys(table, reader, part, options, (gain, shift), nonfinite)
+        _values_outputs(table, part, options, (gain, shift), nonfinite)
         reader.forget()
+    for i, (part, name, head, rank) in enumerate(table.keys):
+        row = {"source": label, "name": part.name, "kind": part.kind, "layer": part.layer, "head": head, "part": name}
+        row |= {"width": part.width, "rank": rank}
+        numbers = {column: _plain(value) for column, value in zip(_COLUMNS, table.numbers[i].tolist(), strict=True)}
+        beta, spectrum = numbers["beta"], table.spectra[i, :rank]
+        known = bool(len(spectrum)) and not np.isnan(spectrum).any()
+        row |= {column: numbers[column] for column in STATISTICS}
+        row["sign"] = None if beta is None else (beta > 0) - (beta < 0)
+        row["spectral_norm"] = float(spectrum[0]) if known else None
+        row |= {"finite": beta is not None, "rotary": part.rotary, "normalised": part.normalised}
+        if options.biases:
+            row |= {column: numbers[column] for column in _BIASES[name]}
+        out.rows.append(row)
+        out.spectra.append(spectrum if known else None)
+        if options.clip is not None:
+            side = min(options.clip, part.width)
+            out.corners[Key(label, part.layer, name, head, part.kind)] = table.corners[i, :side, :side]
     heads = tuple(part.heads for part in reader.parts)
     commit = None if reader.checkpoint is None else reader.checkpoint.commit
     widths = tuple(dict.fromkeys(part.width for part in reader.parts))
@@ -147,64 +204,62 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
     out.sources.append(info)
 
 
-_Item = tuple[str, int | None, FactoredProduct, dict[str, float]]
-
-
-def _of_layer(reader: Reader, part: AttentionPart, options: Options, nonfinite: dict[str, int]) -> Iterator[_Item]:
-    """(part, head or None, product, further columns): first the heads' queries and keys, then values and outputs."""
-    gain, shift = gain_before(reader.source, part) if options.fold_norms else (None, None)
-    yield from _queries_keys(reader, part, options, (gain, shift), nonfinite)
-    yield from _values_outputs(part, options, (gain, shift), nonfinite)
-
-
-_Norm = tuple[Tensor | None, Tensor | None]
+def _batches(part: AttentionPart, width: int) -> list[list[int]]:
+    """Heads that are worked on at once: few enough for little memory, enough to be quick."""
+    size = max(1, _BATCH // (part.width * width))
+    return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
 
 
 def _queries_keys(
-    reader: Reader, part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]
-) -> Iterator[_Item]:
+    table: _Table, reader: Reader, part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]
+) -> None:
     q, k = _read(part, "q", nonfinite), _read(part, "k", nonfinite)  # (H, d, k), (kv, d, k)
-    bias_q, bias_k = (_bias(part, name, x, norm[1]) if options.biases else None for name, x in (("q", q), ("k", k)))
+    bias_q = _bias(part, "q", q, norm[1]) if options.biases else None
+    bias_k = _bias(part, "k", k, norm[1]) if options.biases else None
     turn = None
     if options.positions is not None and part.rotary:
         turn = mean_rotation(reader.source, part, options.positions)
-    for head in range(part.heads):
-        group = part.kv_head(head)
-        left, right = _scaled(q[head], norm[0]), _scaled(k[group], norm[0])
+    for heads in _batches(part, part.head_width):
+        groups = [part.kv_head(head) for head in heads]
+        left, right = _scaled(q[heads], norm[0]), _scaled(k[groups], norm[0])
         left = left if turn is None else left.double() @ turn
         more = {}
         if bias_q is not None and bias_k is not None:
-            b = bias_q[head] if turn is None else bias_q[head] @ turn
+            b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
             more = {
-                "bias_on_keys": _per_channel(right.double() @ b),
-                "bias_on_queries": _per_channel(left.double() @ bias_k[group]),
-                "bias_constant": float(b @ bias_k[group]),
+                "bias_on_keys": _per_channel(torch.einsum("hdk,hk->hd", right.double(), b)),
+                "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
+                "bias_constant": (b * c).sum(-1),
             }
-        yield "qk", head, FactoredProduct(left, right), more
+        table.add(part, "qk", heads, (FactoredProduct(left, right), more), options.spectra)
 
 
-def _values_outputs(part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]) -> Iterator[_Item]:
+def _values_outputs(
+    table: _Table, part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]
+) -> None:
     v, o = _read(part, "v", nonfinite), _read(part, "o", nonfinite)  # (kv, d, k), (H, k, d)
     bias = _bias(part, "v", v, norm[1]) if options.biases else None
     total = torch.zeros(part.width, dtype=torch.float64)
-    for head in range(part.heads):
-        group = part.kv_head(head)
+    for heads in _batches(part, part.value_width):
+        groups = [part.kv_head(head) for head in heads]
         more = {}
         if bias is not None:
-            added = bias[group] @ o[head].double()
-            total += added
+            added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
+            total += added.sum(0)
             more = {"bias_on_output": _per_channel(added)}
-        yield "vo", head, FactoredProduct(_scaled(v[group], norm[0]), o[head].T), more
+        product = FactoredProduct(_scaled(v[groups], norm[0]), o[heads].mT)
+        table.add(part, "vo", heads, (product, more), options.spectra)
+        del product
     more = {}
     if bias is not None:
         own = part.read_bias("o")
-        more = {"bias_on_output": _per_channel(total if own is None else total + own.double())}
+        more = {"bias_on_output": _per_channel(total if own is None else total + own.double().cpu())[None]}
     values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
     outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
     # Query heads of one group add up behind the value head that they share.
     outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
-    del v, o
-    yield "vo", None, FactoredProduct(_scaled(values, norm[0]), outputs.reshape(-1, part.width).T), more
+    product = FactoredProduct(_scaled(values, norm[0])[None], outputs.reshape(-1, part.width).T[None])
+    table.add(part, "vo", [None], (product, more), options.spectra)
 
 
 def _read(part: AttentionPart, name: Any, nonfinite: dict[str, int]) -> Tensor:
@@ -226,8 +281,9 @@ def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) 
     return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
 
 
-def _per_channel(vector: Tensor) -> float:
-    return float(vector.norm()) / math.sqrt(len(vector))
+def _per_channel(vectors: Tensor) -> Tensor:
+    """||x|| / sqrt(d) along the last axis."""
+    return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])
 
 
 def _plain(value: float) -> float | None:

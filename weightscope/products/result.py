@@ -74,7 +74,7 @@ class Count:
     alpha: float | None
 
     def text(self, what: str, places: str) -> str:
-        """ "QK diagonal positive in 65 of 72 heads (62 with z > 4)", whichever sign is the more frequent."""
+        """One phrase on the more frequent sign, such as "QK diagonal positive in 65 of 72 heads (64 with z > 4)"."""
         if not self.n:
             return f"{what}: no finite product"
         if self.positive >= self.negative:

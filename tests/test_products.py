@@ -1,0 +1,541 @@
+"""`products`: statistics from factors equal those of the formed matrices, for every family; errors; memory; the CLI."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from references_products import statistics
+from safetensors.torch import save_file
+from scipy import stats
+
+from weightscope import cli, plots
+from weightscope.anatomy import attention
+from weightscope.checkpoint import Checkpoint
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init import mimetic_attention_
+from weightscope.networks import ConvMixer, ViT
+from weightscope.products import FactoredProduct, products
+
+ROOT = Path(__file__).parent.parent
+VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
+needs_vit = pytest.mark.skipif(not VIT_S.is_dir(), reason="../shared/models/vit-small-patch14 is not here")
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def vit(depth: int = 2, seed: int = 0) -> ViT:
+    torch.manual_seed(seed)
+    return ViT(32, 8, 48, depth, 3, 5)
+
+
+def close(row: dict, expected: dict[str, float], tolerance: float = 1e-5) -> None:
+    for name, value in expected.items():
+        assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+# --- one product ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "r"), [(40, 7), (40, 20), (40, 21), (40, 40), (30, 64), (600, 600), (5, 1), (1, 1)])
+def test_statistics_equal_those_of_the_formed_matrix(d: int, r: int) -> None:
+    a, b = randn(d, r), randn(d, r, seed=1) + 0.3 * randn(d, r)
+    product = FactoredProduct(a, b)
+    found = product.statistics()
+    for name, value in statistics(a.numpy(), b.numpy()).items():
+        assert float(found[name]) == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    m = a @ b.T
+    torch.testing.assert_close(product.diagonal(), m.diagonal())
+    torch.testing.assert_close(product.corner(6), m[:6, :6])
+    values = torch.linalg.svdvals(m)[: min(d, r)]
+    torch.testing.assert_close(product.singular_values(), values, atol=1e-7 * float(values[0]), rtol=1e-7)
+
+
+def test_many_products_at_once_are_those_one_by_one() -> None:
+    for d, r in ((24, 5), (24, 20)):
+        a, b = randn(2, 3, d, r), randn(2, 3, d, r, seed=1)
+        both, alone = FactoredProduct(a, b), FactoredProduct(a[1, 2], b[1, 2])
+        for name, value in alone.statistics().items():
+            torch.testing.assert_close(both.statistics()[name][1, 2], value)
+        torch.testing.assert_close(both.singular_values()[1, 2], alone.singular_values())
+
+
+def test_a_balanced_change_of_basis_within_a_head_changes_nothing_of_the_product() -> None:
+    a, b, t = randn(30, 6), randn(30, 6, seed=1), randn(6, 6, seed=2)
+    plain, changed = FactoredProduct(a, b), FactoredProduct(a @ t, b @ torch.linalg.inv(t).T)
+    for name in ("beta", "alpha", "effective_rank", "asymmetry", "z_rotated"):
+        torch.testing.assert_close(plain.statistics()[name], changed.statistics()[name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("r", [4, 30])
+def test_exact_structures_are_recognised(r: int) -> None:
+    d = 30
+    q = torch.linalg.qr(randn(d, d)).Q[:, :r]
+    symmetric = FactoredProduct(q, q)
+    found = symmetric.statistics()
+    assert float(found["effective_rank"]) == pytest.approx(r)
+    assert float(found["asymmetry"]) == pytest.approx(0, abs=1e-7)
+    assert float(found["beta"]) == pytest.approx(r / d)
+    torch.testing.assert_close(symmetric.singular_values(), torch.ones(r, dtype=torch.float64))
+    if r == d:
+        assert float(found["alpha"]) == pytest.approx(0, abs=1e-6)
+        assert float(found["offdiagonal_norm"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_factors_with_dependent_columns_have_zero_singular_values() -> None:
+    a, b = randn(30, 6), randn(30, 6, seed=1)
+    a[:, 5] = 0
+    a[:, 4] = a[:, 3]
+    values = FactoredProduct(a, b).singular_values()
+    torch.testing.assert_close(values, torch.linalg.svdvals(a @ b.T)[:6], atol=1e-6, rtol=1e-6)
+    nothing = FactoredProduct(torch.zeros(30, 6), b)
+    assert not nothing.singular_values().any()
+    assert math.isnan(nothing.statistics()["z"])
+    assert float(nothing.statistics()["beta"]) == 0
+
+
+@pytest.mark.parametrize("r", [4, 30])
+def test_one_product_that_is_not_finite_leaves_the_others_alone(r: int) -> None:
+    a, b = randn(3, 30, r), randn(3, 30, r, seed=1)
+    expected = FactoredProduct(a, b).statistics()
+    a[1, 0, 0] = math.nan
+    b[2, 3, 1] = math.inf
+    product = FactoredProduct(a, b)
+    assert product.finite.tolist() == [True, False, False]
+    for name, value in product.statistics().items():
+        assert value.isnan().tolist() == [False, True, True], name
+        torch.testing.assert_close(value[0], expected[name][0])
+    assert product.singular_values().isnan().any(-1).tolist() == [False, True, True]
+
+
+# --- the z-score ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("d", "r"), [(32, 8), (32, 32)])
+def test_z_is_standard_normal_for_independent_gaussian_factors(d: int, r: int) -> None:
+    """Kolmogorov-Smirnov over 4,000 products; a correct score fails each of these with probability 1e-4."""
+    n = 4000
+    a, b = 3 * randn(n, d, r), 0.01 * randn(n, d, r, seed=1)
+    found = FactoredProduct(a, b).statistics()
+    for name in ("z", "z_rotated"):
+        assert stats.kstest(found[name].numpy(), "norm").pvalue > 1e-4, name
+
+
+def test_only_the_rotated_z_allows_unequal_columns() -> None:
+    """With all energy in one of 16 columns, z is sqrt(16) times too wide, and z_rotated is still standard normal."""
+    n, d, r = 4000, 32, 16
+    scale = torch.tensor([100.0] + [0.01] * (r - 1), dtype=torch.float64)
+    found = FactoredProduct(randn(n, d, r) * scale, randn(n, d, r, seed=1) * scale).statistics()
+    assert float(found["z"].std()) == pytest.approx(4, rel=0.1)
+    assert stats.kstest(found["z_rotated"].numpy(), "norm").pvalue > 1e-4
+
+
+def test_z_finds_a_diagonal() -> None:
+    a = randn(200, 40, 8)
+    assert float(FactoredProduct(a, 0.5 * a + randn(200, 40, 8, seed=1)).statistics()["z"].min()) > 3
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", families.rows("attention"), ids=lambda family: family.name)
+def test_every_family_equals_the_reference(family: families.Family) -> None:
+    model = family.build()
+    parts = [part for part in attention(model) if part.kind == "self"]
+    if not parts:
+        with pytest.raises(AnatomyError, match=r"keys 20.*not square"):
+            products(model)
+        return
+    found = products(model)
+    rows = {(row["layer"], row["part"], row["head"]): row for row in found.rows}
+    assert len(rows) == len(found.rows) == sum(2 * part.heads + 1 for part in parts)
+    for part in parts:
+        q, k, v, o = (part.read(name).double().numpy() for name in "qkvo")
+        total = np.zeros((part.width, part.width))
+        for head in range(part.heads):
+            group = head // (part.heads // part.kv_heads)
+            close(rows[part.layer, "qk", head], statistics(q[head], k[group]))
+            close(rows[part.layer, "vo", head], statistics(v[group], o[head].T))
+            total += v[group] @ o[head]
+        whole = rows[part.layer, "vo", None]
+        expected = statistics(total, np.eye(part.width))
+        for name in set(expected) - {"z"}:  # whose null is about the factors
+            assert whole[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
+        assert (whole["width"], whole["rank"]) == (part.width, part.kv_heads * part.value_width)
+
+
+def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
+    model = vit()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "vit.pt")
+    config = {"num_attention_heads": 3}
+    sources = [model, model.state_dict(), tmp_path / "model.safetensors", Checkpoint(tmp_path / "vit.pt")]
+    found = products(*sources, config=config, labels="abcd")
+    strip = [[{**row, "source": ""} for row in found.rows if row["source"] == label] for label in "abcd"]
+    assert strip[0] == strip[1] == strip[2] == strip[3]
+
+
+def test_a_fused_tensor_is_read_once(tmp_path: Path) -> None:
+    model = vit(depth=3)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path / "model.safetensors")
+    before = checkpoint.bytes_read
+    products(checkpoint, config={"num_attention_heads": 3}, layers=[1])
+    block = model.blocks[1].attn
+    assert checkpoint.bytes_read - before == 4 * (block.qkv.weight.numel() + block.proj.weight.numel())
+
+
+def test_mimetic_initialisation_shows_what_it_promises() -> None:
+    torch.manual_seed(0)
+    model = ViT(32, 8, 192, 2, 3, 5)
+    found = products(mimetic_attention_(model, generator=torch.Generator().manual_seed(0)))
+    for row in found.select("vo", layers=True):
+        assert row["beta"] == pytest.approx(-0.40, abs=0.01)
+        assert row["offdiagonal_norm"] == pytest.approx(0.40, abs=0.01)
+        assert row["sign"] == -1
+    assert found.count("qk").sure == 6
+    assert found.count("vo", layers=True).surely_negative == 2
+
+
+def test_default_initialisation_is_the_null() -> None:
+    """|z| > 5 in one of 26 products has probability 1.5e-5."""
+    torch.manual_seed(0)
+    found = products(ViT(32, 8, 96, 2, 6, 5))
+    assert len(found.rows) == 26
+    assert max(abs(row["z"]) for row in found.rows) < 5
+
+
+@needs_vit
+def test_the_vit_of_the_study_as_counted_by_hand() -> None:
+    found = products(VIT_S)
+    qk, vo = found.count("qk"), found.count("vo", layers=True)
+    assert (qk.positive, qk.n) == (65, 72)
+    assert (vo.negative, vo.n) == (8, 12)
+    assert "65 of 72" in found.text()
+    checkpoint = Checkpoint(VIT_S)
+    names = "encoder.layer.7.attention.attention.{}.weight"
+    q, k = (checkpoint[names.format(name)].numpy().T[:, 128:192] for name in ("query", "key"))
+    row = next(r for r in found.select("qk") if (r["layer"], r["head"]) == (7, 2))
+    close(row, statistics(q, k))
+    v = checkpoint[names.format("value")].numpy().T
+    o = checkpoint["encoder.layer.7.attention.output.dense.weight"].numpy().T
+    close(next(r for r in found.select("vo", layers=True) if r["layer"] == 7), statistics(v, o.T))
+
+
+def test_spectra() -> None:
+    model = vit()
+    part = attention(model)[1]
+    v, o = part.read("v").double(), part.read("o").double()
+    whole = torch.linalg.svdvals(sum(v[h] @ o[h] for h in range(3))).numpy()
+    for spectra, heads, layers in (("heads", True, False), ("all", True, True), ("none", False, False)):
+        found = products(model, spectra=spectra)
+        assert len(found.spectra) == len(found.rows)
+        for row, spectrum in zip(found.rows, found.spectra, strict=True):
+            wanted = layers if row["head"] is None else heads
+            assert (spectrum is not None) == (row["spectral_norm"] is not None) == wanted
+        if layers:
+            last = found.spectra[-1]
+            np.testing.assert_allclose(last, whole, rtol=1e-6)
+            assert found.rows[-1]["effective_rank"] == pytest.approx((last**2).sum() ** 2 / (last**4).sum())
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+
+
+def capture_norms(family: families.Family, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Attention module -> the normalisation whose output it is given, as seen in a forward pass."""
+    made, found = {}, {}
+    handles = []
+    paths = {part.name: part for part in attention(model)}
+    for name, module in model.named_modules():
+        if "norm" in type(module).__name__.lower():
+            handles.append(module.register_forward_hook(lambda m, _, out: made.__setitem__(out.data_ptr(), (m, out))))
+        if name in paths:
+
+            def enter(_: object, args: tuple, kwargs: dict, name: str = name) -> None:
+                x = args[0] if args else kwargs["hidden_states"]
+                if x.data_ptr() in made:
+                    found[name] = made[x.data_ptr()][0]
+
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+    with torch.no_grad():
+        family.call(model)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+PRE_NORM = [
+    *("ours-vit", "timm-vit", "timm-deit", "timm-eva", "torchvision-vit", "hf-vit", "hf-dinov2", "hf-gpt2"),
+    *("hf-neox", "hf-llama", "hf-phi3", "hf-clip", "hf-whisper", "hf-t5"),
+]
+
+
+@pytest.mark.parametrize("name", PRE_NORM)
+def test_folding_takes_the_gain_of_the_normalisation_that_attention_reads(name: str) -> None:
+    family = families.FAMILIES[name]
+    model = family.build()
+    norms = capture_norms(family, model)
+    found = {(r["name"], r["part"], r["head"]): r for r in products(model, fold_norms=True, biases=True).rows}
+    parts = [part for part in attention(model) if part.kind == "self"]
+    assert {part.name for part in parts} <= set(norms)
+    for part in parts:
+        gain = norms[part.name].weight.detach().double().numpy()[:, None]
+        shift = getattr(norms[part.name], "bias", None)
+        shift = np.zeros(part.width) if shift is None else shift.detach().double().numpy()
+        q, k, v, o = (part.read(p).double().numpy() for p in "qkvo")
+        bq, bk, bv = (0 if part.read_bias(p) is None else part.read_bias(p).double().numpy() for p in "qkv")
+        bq, bk, bv = (b + shift @ w for b, w in ((bq, q), (bk, k), (bv, v)))  # (heads, k)
+        group, d = part.heads // part.kv_heads, part.width
+        added = 0 if part.read_bias("o") is None else part.read_bias("o").double().numpy()
+        for h in range(part.heads):
+            qk, vo = found[part.name, "qk", h], found[part.name, "vo", h]
+            close(qk, statistics(gain * q[h], gain * k[h // group]))
+            close(vo, statistics(gain * v[h // group], o[h].T))
+            assert qk["bias_on_keys"] == pytest.approx(np.linalg.norm(gain * k[h // group] @ bq[h]) / d**0.5, rel=1e-5)
+            on_queries = np.linalg.norm(gain * q[h] @ bk[h // group]) / d**0.5
+            assert qk["bias_on_queries"] == pytest.approx(on_queries, rel=1e-5, abs=1e-9)
+            assert qk["bias_constant"] == pytest.approx(bq[h] @ bk[h // group], rel=1e-5, abs=1e-9)
+            out = bv[h // group] @ o[h]
+            assert vo["bias_on_output"] == pytest.approx(np.linalg.norm(out) / d**0.5, rel=1e-5, abs=1e-9)
+            added = added + out
+        whole = found[part.name, "vo", None]["bias_on_output"]
+        assert whole == pytest.approx(np.linalg.norm(added) / d**0.5, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["hf-bert", "hf-distilbert", "torch-encoder"])
+def test_models_that_normalise_after_attention_are_not_folded(name: str) -> None:
+    with pytest.raises(AnatomyError, match="no normalisation whose gain could be folded"):
+        products(families.FAMILIES[name].build(), fold_norms=True)
+
+
+@pytest.mark.parametrize("family", ["hf-llama", "hf-phi3", "hf-neox"])
+def test_rotary_products_give_the_logits_of_the_model(family: str) -> None:
+    """`x W_Q R(m - n) W_K^T y^T`, of a query at m and a key at n, is what transformers' own rotation computes."""
+    model = families.FAMILIES[family].build()
+    part = attention(model)[0]
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partly
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as wholly
+
+    rotate = partly if family == "hf-neox" else wholly
+    embedding = next(m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    cosine, sine = embedding(torch.zeros(1, 9, 1), torch.arange(9)[None])
+    q, k = part.read("q"), part.read("k")  # columns are queries of unit tokens
+    m, n, group = 7, 2, part.heads // part.kv_heads
+
+    def at(position: int, weight: torch.Tensor) -> np.ndarray:
+        c, s = (x[:, position : position + 1].expand(-1, part.width, -1) for x in (cosine, sine))
+        turned, _ = rotate(weight[None], weight[None], c, s)
+        return turned[0].double().numpy()
+
+    late, early = at(m, q), at(n, k)
+    found = products(model, rotary=m - n, layers=0)
+    for head in range(part.heads):
+        close(found.select("qk")[head], statistics(late[head], early[head // group]), 1e-4)
+        corner = found.corners[found.sources[0].label, 0, "qk", head, "self"]
+        np.testing.assert_allclose(corner, late[head] @ early[head // group].T, atol=1e-5)
+
+
+def test_average_over_positions_is_the_mean_of_the_products() -> None:
+    model = families.FAMILIES["hf-llama"].build()
+    label = "m"
+    key = (label, 1, "qk", 2, "self")
+    one = [products(model, labels=[label], rotary=t).corners[key] for t in range(5)]
+    found = products(model, labels=[label], rotary=range(5))
+    np.testing.assert_allclose(found.corners[key], np.mean(one, 0), atol=1e-6)
+    zero = products(model, labels=[label])
+    np.testing.assert_array_equal(zero.corners[key], one[0])
+    assert products(model, rotary="average").rows != zero.rows
+
+
+def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero() -> None:
+    state = families.FAMILIES["hf-llama"].build().state_dict()
+    config = {"num_attention_heads": 4, "rope_theta": 1e4, "model_type": "mystery"}
+    assert products(state, config=config).rows[0]["rotary"]
+    with pytest.raises(AnatomyError, match=r"'mystery'.*not known"):
+        products(state, config=config, rotary="average")
+    scaled = config | {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    with pytest.raises(AnatomyError, match=r"scaling 'yarn'.*not known"):
+        products(state, config=scaled, rotary=3)
+
+
+def test_rotary_changes_nothing_without_rotation() -> None:
+    assert products(vit(), rotary="average").rows == products(vit()).rows
+
+
+def test_cross_attention_is_left_out_unless_asked_for() -> None:
+    model = families.FAMILIES["torch-decoder"].build()
+    found = products(model)
+    assert {row["kind"] for row in found.rows} == {"self"}
+    assert "cross-attention" in found.text()
+    both = products(model, cross=True)
+    assert len(both.rows) == 2 * len(found.rows)
+    assert "1 cross" in both.text()
+    both.figure("grid")
+
+
+BAD_OPTIONS = {
+    "no source": (lambda: products(), "at least one model"),
+    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected 1"),
+    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 different"),
+    "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
+    "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
+    "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),
+    "clip": (lambda: products(vit(), clip=0), "clip: expected"),
+    "layer": (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of 0 to 1, found \[7\]"),
+    "view": (lambda: products(vit()).figure("pie"), "view: expected"),
+    "source": (lambda: products(vit()).figure(source="x"), "source: expected"),
+    "nothing kept": (lambda: products(vit(), clip=None).figure(), "clip=64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPTIONS)
+def test_options_that_cannot_be_meant(case: str) -> None:
+    call, message = BAD_OPTIONS[case]
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+# --- bad models ----------------------------------------------------------------------------------------------------
+
+
+def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_path: Path) -> None:
+    model = vit()
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[0, :5] = math.nan  # queries of head 0
+        model.blocks[1].attn.proj.weight[3, 20] = math.inf  # outputs of head 1
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = products(tmp_path / "model.safetensors", config={"num_attention_heads": 3})
+    assert found.sources[0].nonfinite == {"blocks.0.attn.qkv.weight": 5, "blocks.1.attn.proj.weight": 1}
+    bad = {(r["layer"], r["part"], r["head"]) for r in found.rows if not r["finite"]}
+    assert bad == {(0, "qk", 0), (1, "vo", 1), (1, "vo", None)}
+    for row in found.rows:
+        assert (row["beta"] is None) == (not row["finite"])
+    assert found.count("qk").n == 5
+    assert "warning:" in found.text()
+    assert "`blocks.0.attn.qkv.weight` holds 5 numbers" in found.text()
+    json.dumps(found.to_dict(), allow_nan=False)
+    for view in ("grid", "depth"):
+        found.plot(tmp_path / f"{view}.png", view)
+        assert (tmp_path / f"{view}.png").stat().st_size > 10_000
+
+
+def test_everything_nan() -> None:
+    model = vit()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    found = products(model)
+    assert "no finite product" in found.text()
+    found.figure("grid")
+    found.figure("depth")
+
+
+def test_a_model_without_attention() -> None:
+    with pytest.raises(AnatomyError, match=r"^ConvMixer: expected attention modules, found .*depthwise") as error:
+        products(ConvMixer(8, 2, 3, 4, 5))
+    assert "\n" not in str(error.value)
+
+
+def test_queries_and_keys_of_different_widths() -> None:
+    state = {f"layers.0.self_attn.{p}_proj.weight": randn(32, 32) for p in "qvo"}
+    config = {"num_attention_heads": 4}
+    for shape, message in (((32, 24), "queries read 32 channels and keys 24"), ((20, 32), "do not divide")):
+        with pytest.raises(AnatomyError, match=message) as error:
+            products(state | {"layers.0.self_attn.k_proj.weight": randn(*shape)}, config=config)
+        assert "\n" not in str(error.value)
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_flat_json_with_the_stated_names() -> None:
+    found = products(vit(), biases=True)
+    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    wanted = {"layer", "head", "part", "diagonal_mean", "diagonal_std", "offdiagonal_norm", "alpha", "beta", "z"}
+    for row in written["rows"]:
+        assert wanted <= set(row)
+        assert all(value is None or isinstance(value, int | float | str) for value in row.values())
+    assert written["counts"]["ViT"]["qk_heads"]["n"] == 6
+    assert [len(s) if s else None for s in written["spectra"]] == ([16] * 6 + [None]) * 2
+
+
+def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
+    found = products(vit(depth=3), vit(seed=1), mimetic_attention_(vit(seed=2)))
+    assert [info.label for info in found.sources] == ["ViT", "ViT (2)", "ViT (3)"]
+    assert "mean over" in found.text()
+    assert found.count("qk", "ViT (3)").positive == 6
+    figure = found.figure()
+    lines = [[line for line in ax.lines if line.get_gid() == "mean"] for ax in figure.axes[:4]]
+    assert [len(drawn) for drawn in lines] == [3] * 4
+    np.testing.assert_allclose(
+        lines[0][1].get_ydata(),
+        [np.mean([r["beta"] for r in found.select("qk", "ViT (2)") if r["layer"] == layer]) for layer in (0, 1)],
+    )
+    found.plot(tmp_path / "grid.png", "grid", heads=2)
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+def test_the_grid_holds_the_products() -> None:
+    model = vit()
+    found = products(model, labels=["m"])
+    q, k = (attention(model)[1].read(p).double() for p in "qk")
+    figure = found.figure("grid")
+    images = [ax.images[0].get_array() for ax in figure.axes if ax.images]
+    np.testing.assert_allclose(images[2 * 1 + 1], q[1] @ k[1].T, atol=1e-6)  # head 1 of layer 1
+    assert len(images) == 2 * 4 + 1  # three heads and the layer's VO, two layers; the bar of colours
+    with pytest.raises(Exception, match="at least one product"):
+        plots.product_grid({})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_file(vit().state_dict(), tmp_path / "small.safetensors")
+    out, table = tmp_path / "figure.png", tmp_path / "rows.json"
+    arguments = ["products", str(tmp_path / "small.safetensors"), "--num-heads", "3", "-o", str(out)]
+    run = CliRunner().invoke(cli.cli, [*arguments, "--json", str(table)], catch_exceptions=False)
+    assert run.exit_code == 0
+    assert "of 6 heads" in run.output
+    assert out.stat().st_size > 10_000
+    assert len(json.loads(table.read_text())["rows"]) == 14
+    both = [*arguments, str(tmp_path / "small.safetensors"), "--rotary", "3", "--layer", "1", "--biases"]
+    run = CliRunner().invoke(cli.cli, both, catch_exceptions=False)
+    assert "small (2)" in run.output
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+import weightscope.checkpoint, weightscope.products
+torch.set_num_threads(1)
+torch.linalg.eigvalsh(torch.randn(50, 50, dtype=torch.float64))
+def memory(key):
+    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
+before = memory("VmRSS")
+weightscope.products(sys.argv[1], clip=64)
+print((memory("VmHWM") - before) / 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
+    """16 layers of 32 MB: 200 MB would hold 6 of them, all of them 512. benchmarks/products.py measures 1 GB."""
+    d, g = 1024, torch.Generator().manual_seed(0)
+    state = {
+        f"model.layers.{i}.self_attn.{p}_proj.weight": torch.randn(d, d, generator=g).half()
+        for i in range(16)
+        for p in "qkvo"
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 16}))
+    del state
+    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
+    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert peak < 120, peak
