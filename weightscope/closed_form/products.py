@@ -140,29 +140,27 @@ class _Limits:
         angles: (G,).
         trace: (G, n + 1), `tr M_r / d` at rank r of n.
         square: (G, n + 1), `|M_r|_F^2 / d`.
-        values: (G, n), singular values, largest first, of the stack.
+        size: n.
     """
 
     def __init__(self, group: int) -> None:
         n = _SIZE if group == 1 else _SIZE // 2
-        self.group = group
+        self.group, self.size = group, n
         self.angles = np.linspace(0, math.pi / 2, _ANGLES)
-        traces, squares, values = [], [], []
+        traces, squares = [], []
         g = torch.Generator().manual_seed(_SEED)
         eye = torch.eye(n, dtype=torch.float64).repeat(group, 1)
         noises = [torch.randn(group * n, n, generator=g, dtype=torch.float64) / math.sqrt(n) for _ in range(_DRAWS)]
         for angle in self.angles[:-1]:
             rows = [_ranked(math.cos(angle) * z + math.sin(angle) * eye, eye) for z in noises]
-            trace, square, value = (np.mean([row[i] for row in rows], axis=0) for i in range(3))
+            trace, square = (np.mean([row[i] for row in rows], axis=0) for i in range(2))
             # Without an identity the trace is chance.
             traces.append(trace * (angle > 0))
             squares.append(square)
-            values.append(value)
         # Without noise any r directions are as good as any other.
         share = np.linspace(0, 1, n + 1)
         self.trace = np.stack([*traces, share])
         self.square = np.stack([*squares, share])
-        self.values = np.stack([*values, np.full(n, math.sqrt(group))])
 
     def _at(self, table: np.ndarray, share: float) -> np.ndarray:
         """Columns of a table (G, n + 1) at rank share * n: (G,)."""
@@ -182,13 +180,25 @@ class _Limits:
 
     def spectrum(self, alpha: float, beta: float, rank: int, share: float) -> np.ndarray:
         """Singular values (rank,) of one product of the recipe, over |M|_F."""
-        angle = math.atan2(abs(beta), alpha)
-        place = float(np.interp(angle, self.angles, np.arange(len(self.angles))))
+        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(len(self.angles))))
         low = min(int(place), len(self.angles) - 2)
-        row = (low + 1 - place) * self.values[low] + (place - low) * self.values[low + 1]
-        n = len(row)
-        out = np.interp((np.arange(rank) + 0.5) / rank * share * n - 0.5, np.arange(n), row)
+        small = max(1, round(share * self.size))
+        rows = [_block_values(self.group, self.size, float(self.angles[i]), small) for i in (low, low + 1)]
+        row = (low + 1 - place) * rows[0] + (place - low) * rows[1]
+        out = np.interp((np.arange(rank) + 0.5) / rank * small - 0.5, np.arange(small), row)
         return out / np.linalg.norm(out)
+
+
+@lru_cache(maxsize=1024)
+def _block_values(group: int, size: int, angle: float, rank: int) -> np.ndarray:
+    """Singular values (rank,) of one of `group` products of that rank which share a factor, largest first."""
+    if angle > math.pi / 2 - 1e-9:
+        return np.ones(rank)
+    z = torch.randn(group * size, size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    eye = torch.eye(size, dtype=torch.float64).repeat(group, 1)
+    u, s, _ = torch.linalg.svd(math.cos(angle) / math.sqrt(size) * z + math.sin(angle) * eye, full_matrices=False)
+    # For one product these are s itself; a block of several has others, since a block of u is not orthonormal.
+    return s[:rank].numpy() if group == 1 else torch.linalg.svdvals(u[:size, :rank] * s[:rank]).numpy()
 
 
 @lru_cache(maxsize=8)
@@ -196,11 +206,11 @@ def _limits(group: int) -> _Limits:
     return _Limits(group)
 
 
-def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Traces and squared norms of the best parts of each rank, per block and over n, and all singular values."""
+def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Traces and squared norms (n + 1,) of the best parts of each rank, per block and over n."""
     u, s, vh = torch.linalg.svd(stack, full_matrices=False)
     n = len(s)
     group = len(stack) // n
     overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
     pairs = (torch.cat([torch.zeros(1, dtype=x.dtype), x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
-    return (*(x.numpy() for x in pairs), s.numpy())
+    return tuple(x.numpy() for x in pairs)
