@@ -27,6 +27,7 @@ def main(study: Path = STUDY, out: Path = ROOT / "attention_maps.png") -> None:
         uniform=1 / count,
         row_labels=[*ARMS, "Eq. 3.19"],
         column_labels=labels,
+        note="patch tokens, means over heads and over cells of 2 × 2",
         title=f"Share of attention on the 3 × 3 tokens around a query: {share['pretrained']} pretrained, "
         f"{share['default']} from the default start, {share['mimetic']} from mimetic initialisation, which is less "
         "sharp than Eq. 3.19 says",
@@ -39,6 +40,7 @@ def main(study: Path = STUDY, out: Path = ROOT / "attention_maps.png") -> None:
         uniform=1 / count,
         row_labels=[f"head {h}" for h in range(heads.shape[1])],
         column_labels=labels,
+        note=f"means over queries, up to {tokens['rows'] - 1} tokens away",
         title="Pretrained attention by relative place, the query in the middle: sharpest in layer "
         f"{entropy.argmin()} (entropy {entropy.min():.2f} of uniform attention's), broadest in layer "
         f"{entropy.argmax()} ({entropy.max():.2f})",

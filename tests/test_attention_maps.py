@@ -410,7 +410,7 @@ def test_the_study_and_its_figures_at_their_smallest_size(tmp_path):
         "mimetic",
     ]
     assert arrays["mimetic/expected"].shape == (2, 8, 8)
-    assert stored["class_token_sensitivity"]["self"] < 0.1
+    assert stored["class_token_sensitivity"]["self"]["largest"] < 0.1
     script("figures/attention_maps.py").main(tmp_path, tmp_path / "maps.png")
     for name in ("maps", "maps_places", "maps_ranks"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000

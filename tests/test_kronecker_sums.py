@@ -336,6 +336,8 @@ def test_bad_samples():
         separability_test(dependent)
     with pytest.raises(DataError, match="they are all equal"):
         separability_test(np.zeros((20, 3, 3)))
+    with pytest.raises(DataError, match="5 matrices are too few, or nearly dependent; scale_free=False needs fewer"):
+        separability_test(rng.standard_normal((5, 3, 3)))
     w = rng.standard_normal((20, 3, 3))
     with pytest.raises(UsageError, match="statistic must be one of"):
         separability_test(w, statistic="f")

@@ -23,6 +23,7 @@ from weightscope.environment import environment
 from weightscope.init import mimetic_attention_, sinusoidal_positions_
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as the pretrained model wants
+DRAWN = ("pretrained", "default", "mimetic")  # whose maps are stored
 POOL = 2  # tokens per stored cell, along each side of a map
 
 
@@ -52,17 +53,21 @@ def arms(folder: Path, size: int, seeds: int) -> Iterator[tuple[str, int, nn.Mod
         yield "mimetic", seed, mimetic_attention_(network, generator=torch.Generator().manual_seed(seed))
 
 
-def sensitivity(network: nn.Module, batch: Tensor, before: AttentionMaps) -> dict[str, float]:
+def sensitivity(network: nn.Module, batch: Tensor, before: AttentionMaps) -> dict[str, dict[str, float]]:
     """How much the pretrained network's numbers move if the class token is random instead of zero."""
     token = network.embeddings.cls_token
     torch.manual_seed(0)
     nn.init.normal_(token, std=0.02)
     after = attention_maps(network, batch)
     nn.init.zeros_(token)
-    rows = list(zip(before.statistics(), after.statistics(), strict=True))
-    moved = {key: float(max(abs(a[key] - b[key]) for a, b in rows)) for key in ("self", "near", "special", "entropy")}
-    ranks = zip(before.condition(), after.condition(), strict=True)
-    return moved | {"stable_rank": float(max(abs(a["stable_rank"] - b["stable_rank"]) for a, b in ranks))}
+    moved = {}
+    for key in ("self", "near", "special", "entropy"):
+        pairs = zip(before.statistics(), after.statistics(), strict=True)
+        change = np.array([b[key] - a[key] for a, b in pairs])
+        moved[key] = {"mean": float(change.mean()), "largest": float(np.abs(change).max())}
+    pairs = zip(before.condition(), after.condition(), strict=True)
+    change = np.array([b["stable_rank"] - a["stable_rank"] for a, b in pairs])
+    return moved | {"stable_rank": {"mean": float(change.mean()), "largest": float(np.abs(change).max())}}
 
 
 def pooled(maps: np.ndarray, prefix: int) -> np.ndarray:
@@ -91,7 +96,7 @@ def study(
         found = attention_maps(network, batch)
         say(f"{name}, seed {seed}\n{found.text()}\n")
         runs.append({"arm": name, "seed": seed} | found.to_dict())
-        if seed == 0:
+        if seed == 0 and name in DRAWN:
             arrays |= {f"{name}/{key}": value for key, value in stored(found, name == "mimetic").items()}
         if name == "pretrained":
             moved = sensitivity(network, batch, found)

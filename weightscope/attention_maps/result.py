@@ -162,6 +162,22 @@ class AttentionMaps:
             f"{heads} of {len(rows)} have the f^2 = {f * f} heads that as many filters need"
         )
 
+    def _title(self, kind: str) -> str:
+        """A picture's finding in numbers."""
+        if kind == "ranks":
+            return self.finding().replace(">=", "≥").replace("^2", "²")
+        f, rows = self.filter_size, self.statistics()
+        if kind == "expected":
+            r = [row["expected_r"] for row in rows if row["expected_r"] is not None]
+            known = f"; correlation with the real maps {np.mean(r):.2f}" if r else ""
+            return f"Attention that positions alone predict (thesis Eq. 3.19){known}"
+        near, flat = np.mean([row["near"] for row in rows]), _near(self.tokens, f).sum() / self.tokens.total
+        where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
+        return (
+            f"Mean attention over {self.images} images{where}; {near:.0%} of the weight lies on the {f} × {f} tokens "
+            f"around a query (uniform attention: {flat / (self.tokens.rows * self.tokens.columns):.0%})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, without the maps."""
         grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
@@ -182,7 +198,7 @@ class AttentionMaps:
             path: a .png, .pdf or .svg file.
             kind: `"maps"`, or `"expected"` for Eq. 3.19: layers across, heads down; `"offsets"` the same by relative
                 place; `"ranks"`: stable ranks against the layer.
-            title: the finding; a plain one unless given.
+            title: instead of the finding in numbers.
 
         Raises:
             UsageError: if the kind is another one, or there is no Eq. 3.19 to draw.
@@ -194,7 +210,7 @@ class AttentionMaps:
             raise UsageError(f"kind must be one of {get_args(Kind)}, found {kind!r}")
         if kind == "ranks":
             ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
-            plots.save(plots.rank_condition(ranks, max(widths), title=title or self.finding()).figure, path)
+            plots.save(plots.rank_condition(ranks, max(widths), title=title or self._title(kind)).figure, path)
             return
         if kind == "expected" and any(layer.expected is None for layer in self.layers):
             raise UsageError("there is no table of positions, so there is no map to expect from Eq. 3.19")
@@ -202,18 +218,13 @@ class AttentionMaps:
             panels = self.offsets()
         else:
             panels = _stack([layer.maps if kind == "maps" else layer.expected for layer in self.layers])
-        texts = {
-            "maps": f"Mean attention over {self.images} images: which key (across) a query (down) looks at",
-            "expected": "Attention that the positions predict, softmax(beta (d I + P P^T) / sqrt(k))",
-            "offsets": f"Mean attention over {self.images} images by relative place: the token itself is in the middle",
-        }
         labels = [f"layer {layer.layer}" for layer in self.layers], [f"head {h}" for h in range(panels.shape[1])]
         grid = plots.attention_grid(
             panels.transpose(1, 0, 2, 3),
             column_labels=labels[0],
             row_labels=labels[1],
             uniform=1 / self.tokens.total,
-            title=title or texts[kind],
+            title=title or self._title(kind),
         )
         plots.save(grid, path)
 

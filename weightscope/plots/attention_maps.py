@@ -27,6 +27,7 @@ def attention_grid(
     uniform: float,
     row_labels: Sequence[str] = (),
     column_labels: Sequence[str] = (),
+    note: str = "",
     title: str | None = None,
 ) -> Figure:
     """Attention maps in rows (heads) and columns (layers), as thesis Fig. 3.18 (layers across).
@@ -40,6 +41,7 @@ def attention_grid(
         uniform: the weight of uniform attention, 1 / number of tokens.
         row_labels: R texts, or none.
         column_labels: C texts, or none.
+        note: said below the picture, after the unit.
         title: the finding.
 
     Raises:
@@ -74,7 +76,7 @@ def attention_grid(
             inside = np.clip(panel / uniform, _FLOOR, None)
             ax.imshow(inside, cmap=matplotlib.colormaps[_SEQUENTIAL], norm=norm, interpolation="nearest", aspect="auto")
     _margins(figure, grid, row_labels, column_labels)
-    note = "weight in units of uniform attention"
+    note = "weight in units of uniform attention" + (f"; {note}" if note else "")
     if factor > 1:
         note += f"; cells are means over {factor} × {factor} of {full[0]} × {full[1]}"
     _footer(figure, grid, norm, note)

@@ -182,7 +182,9 @@ def _factors(w: np.ndarray, scale_free: bool, what: str) -> tuple[np.ndarray, np
         active = active[np.maximum(*moved) > _TOLERANCE]
         if not len(active):
             return mean, rows, columns, weights
-    raise DataError(f"no A (x) B could be fitted to {what} in {_STEPS} steps: too few, or nearly dependent")
+    why = f"{samples} matrices are too few, or nearly dependent"
+    hint = "; scale_free=False needs fewer" if scale_free else ""
+    raise DataError(f"no A (x) B could be fitted to {what} in {_STEPS} steps: {why}{hint}")
 
 
 def _step(
