@@ -436,7 +436,8 @@ def test_options_of_a_structure(models, tmp_path, capsys):
     arguments = ("fit-init", models["mixer"], "--structure", "filters", "-o", tmp_path / "f.safetensors")
     code, text, _ = run(*arguments, "--option", "kronecker=true", "--option", "schedule=stage", capsys=capsys)
     assert code == 0
-    assert "kronecker True, means False, schedule stage" in text
+    assert "kronecker True, means False, schedule stage, psd abs, all kernels" in text
+    assert "kernel 5 only" in fit_network(mixer(16, 2, 5), "filters", kernel=5).text()
     assert parsed_options(["rank=8", "a=x=y", "c=true"]) == {"rank": 8, "a": "x=y", "c": True}
     for bad in (["rank"], ["=3"], ["a=1", "a=2"]):
         with pytest.raises(UsageError, match="name=value"):

@@ -60,7 +60,8 @@ class FilterCovariances(_Model):
 
     def text(self) -> str:
         """The layers as a table."""
-        given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}"
+        taken = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
+        given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {taken}"
         rows = [(x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count) for x in self.layers]
         return f"covariance_transfer_: {given}\n\n" + _table(("layer", "stage", "depth", "kernel", "filters"), rows)
 
