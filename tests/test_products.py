@@ -539,3 +539,42 @@ def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120, peak
+
+
+SCALED = {"hf-dinov2": "layer_scale1.lambda1", "ours-vit": "ls1.gamma"}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_folding_layer_scale_gives_what_is_added_to_the_residual_stream(family: str) -> None:
+    torch.manual_seed(0)
+    ours = families.scramble(ViT(32, 8, 48, 2, 3, 5, layer_scale=1.0))
+    model = ours if family == "ours-vit" else families.FAMILIES[family].build()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(SCALED[family]):
+                p.copy_(torch.randn(48, generator=torch.Generator().manual_seed(1)))
+    plain, folded = products(model, biases=True), products(model, fold_scales=True, biases=True)
+    assert "LayerScale" in plain.text()
+    assert "LayerScale" not in folded.text()
+    assert plain.select("qk") == folded.select("qk")
+    parameters = dict(model.named_parameters())
+    for part in attention(model):
+        names = [n for n in parameters if n.endswith(SCALED[family]) and f".{part.layer}." in n]
+        scale = parameters[names[0]].detach().double().numpy()
+        v, o = (part.read(p).double().numpy() for p in "vo")
+        m = sum(v[h] @ o[h] for h in range(3)) * scale
+        row = folded.select("vo", layers=True)[part.layer]
+        expected = statistics(m, np.eye(48))
+        for key in set(expected) - {"z"}:
+            assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-5)
+        bias = (
+            part.read_bias("v").double().numpy().reshape(-1) @ o.reshape(48, 48) + part.read_bias("o").double().numpy()
+        )
+        assert row["bias_on_output"] == pytest.approx(np.linalg.norm(bias * scale) / 48**0.5, rel=1e-5)
+
+
+@needs_vit
+def test_layer_scale_hides_the_negative_diagonal_of_the_vit_of_the_study() -> None:
+    found = products(VIT_S, fold_scales=True, clip=None)
+    assert found.count("vo", layers=True).surely_negative == 11
+    assert found.count("qk").positive == 65

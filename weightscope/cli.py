@@ -335,6 +335,7 @@ def _within(
 @click.option("--draw-heads", type=int, default=8, show_default=True, help="Draw at most so many heads.")
 @click.option("--cross", is_flag=True, help="Cross-attention too.")
 @click.option("--fold-norms", is_flag=True, help="Fold the gain of the normalisation before the attention.")
+@click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @click.option("--biases", is_flag=True, help="Add columns on what biases contribute.")
 @click.option("--rotary", default="zero", show_default=True, help="zero, average, or a relative position.")
 @click.option("--spectra", default="heads", show_default=True, help="Singular values of heads, all or none.")

@@ -1,5 +1,6 @@
 """Products of attention weights: corners of the matrices, and how they change with depth."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,13 +8,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from weightscope.errors import DataError
-from weightscope.plots import _style
+from weightscope.plots import _style, _text
 from weightscope.plots.grids import matrix_grid
 
 _PANELS = (("qk", "beta"), ("qk", "alpha"), ("vo", "beta"), ("vo", "alpha"))
+_APART = 8.0  # times that sources' sizes differ before an axis becomes logarithmic
 _NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers"}
 
 
@@ -69,7 +71,8 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
 
     Lines join the layers' means over heads; small points are single heads. Several sources are compared, each over its
     own depth from first layer to last, so that models of different depths go together. A layer without finite numbers
-    leaves a gap.
+    leaves a gap. Where sources differ in size by more than a factor of 8, the axis is logarithmic (for beta: linear
+    between the first two ticks beside zero).
 
     Args:
         rows: with `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
@@ -93,8 +96,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
             _curve(ax, found, quantity, i, relative=not same)
         if quantity == "beta":
             ax.axhline(0, color=_style.MUTED, lw=0.8, zorder=1)
-        else:
-            ax.set_ylim(bottom=0)
+        _scale(ax, quantity)
         ax.grid(axis="y")
         ax.set_title(f"{quantity} of {_NAMES[part]}")
         ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
@@ -120,6 +122,25 @@ def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: in
         points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
         ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
     ax.plot([places[layer] for layer in layers], means, ls=_line(index), zorder=3, gid="mean", **style)
+
+
+def _scale(ax: Axes, quantity: str) -> None:
+    """A logarithmic axis where sources differ too much for one linear axis to show each of them."""
+    sizes = [np.abs(np.asarray(line.get_ydata(), dtype=float)) for line in ax.lines if line.get_gid() == "mean"]
+    sizes = [float(np.nanmedian(size)) for size in sizes if np.isfinite(size).any()]
+    if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
+        if quantity == "alpha":
+            ax.set_yscale("log")
+        else:
+            exponent = math.floor(math.log10(min(sizes)))
+            ax.set_yscale("symlog", linthresh=10.0**exponent)
+            largest = max(np.nanmax(np.abs(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
+            powers = [10.0**e for e in range(exponent, math.ceil(math.log10(largest)) + 1)]
+            ax.set_yticks([*(-p for p in reversed(powers)), 0, *powers])
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text.number(value)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    elif quantity == "alpha":
+        ax.set_ylim(bottom=0)
 
 
 def _colour(index: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weightscope.anatomy import AttentionPart
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.products.factored import STATISTICS, FactoredProduct
-from weightscope.products.reading import Reader, distinct, gain_before, mean_rotation, name_of
+from weightscope.products.reading import Reader, distinct, gain_before, mean_rotation, name_of, scale_after
 from weightscope.products.result import Key, ProductsResult, SourceInfo
 
 Spectra = Literal["heads", "all", "none"]
@@ -29,6 +29,7 @@ class Options:
     """How products are made; see `products`."""
 
     fold_norms: bool
+    fold_scales: bool
     biases: bool
     rotary: Any
     spectra: Spectra
@@ -68,6 +69,7 @@ def products(
     layers: int | Sequence[int] | None = None,
     cross: bool = False,
     fold_norms: bool = False,
+    fold_scales: bool = False,
     biases: bool = False,
     rotary: Any = "zero",
     spectra: Spectra = "heads",
@@ -89,6 +91,9 @@ def products(
         cross: cross-attention too, where both streams have the same width; a diagonal then relates two streams.
         fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
             `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
+        fold_scales: multiply LayerScale's numbers s of the d channels, where a model has them, into what the attention
+            adds to the residual stream: `W_V W_O diag(s)`. Without it such models get a warning: half of s may be
+            negative.
         biases: add three columns on what biases contribute besides the product, which itself has none. Queries' and
             keys' biases: `bias_on_keys`, ||W_K b_Q|| / sqrt(d), a preference for some keys whatever the query;
             `bias_on_queries`, ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores.
@@ -112,13 +117,14 @@ def products(
         >>> print(found.text())
         >>> found.plot("products.png")
     """
-    options = Options(fold_norms, biases, rotary, spectra, clip).checked()
+    options = Options(fold_norms, fold_scales, biases, rotary, spectra, clip).checked()
     if not sources:
         raise UsageError("products: expected at least one model, found none")
     if labels is not None and (len(labels) != len(sources) or len(set(labels)) < len(labels)):
         raise UsageError(f"labels: expected {len(sources)} different ones, found {list(labels)}")
     names = list(labels) if labels is not None else distinct([name_of(source) for source in sources])
-    out = ProductsResult([], [], {}, [], {"rotary": str(rotary), "fold_norms": fold_norms, "cross": cross})
+    stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
+    out = ProductsResult([], [], {}, [], stated)
     for source, label in zip(sources, names, strict=True):
         try:
             _add(out, Reader(source, config, layers, cross), label, options)
@@ -174,11 +180,15 @@ def _head_rank(part: AttentionPart) -> int:
 def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> None:
     """Append one model's rows."""
     nonfinite: dict[str, int] = {}
+    scaled: dict[str, bool] = {}
     table = _Table.for_parts(reader.parts, options)
     for part in reader.parts:
         gain, shift = gain_before(reader.source, part) if options.fold_norms else (None, None)
         _queries_keys(table, reader, part, options, (gain, shift), nonfinite)
-        _values_outputs(table, part, options, (gain, shift), nonfinite)
+        name = scale_after(reader.source, part)
+        scale = reader.source.get(name).double().flatten().cpu() if name and options.fold_scales else None
+        scaled[part.name] = name is not None
+        _values_outputs(table, part, options, (gain, shift), scale, nonfinite)
         reader.forget()
     for i, (part, name, head, rank) in enumerate(table.keys):
         row = {"source": label, "name": part.name, "kind": part.kind, "layer": part.layer, "head": head, "part": name}
@@ -190,6 +200,7 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
         row["sign"] = None if beta is None else (beta > 0) - (beta < 0)
         row["spectral_norm"] = float(spectrum[0]) if known else None
         row |= {"finite": beta is not None, "rotary": part.rotary, "normalised": part.normalised}
+        row["layer_scale"] = scaled[part.name]
         if options.biases:
             row |= {column: numbers[column] for column in _BIASES[name]}
         out.rows.append(row)
@@ -235,7 +246,12 @@ def _queries_keys(
 
 
 def _values_outputs(
-    table: _Table, part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]
+    table: _Table,
+    part: AttentionPart,
+    options: Options,
+    norm: _Norm,
+    scale: Tensor | None,
+    nonfinite: dict[str, int],
 ) -> None:
     v, o = _read(part, "v", nonfinite), _read(part, "o", nonfinite)  # (kv, d, k), (H, k, d)
     bias = _bias(part, "v", v, norm[1]) if options.biases else None
@@ -245,20 +261,23 @@ def _values_outputs(
         more = {}
         if bias is not None:
             added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
+            added = added if scale is None else added * scale
             total += added.sum(0)
             more = {"bias_on_output": _per_channel(added)}
-        product = FactoredProduct(_scaled(v[groups], norm[0]), o[heads].mT)
+        product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
         table.add(part, "vo", heads, (product, more), options.spectra)
         del product
     more = {}
     if bias is not None:
         own = part.read_bias("o")
-        more = {"bias_on_output": _per_channel(total if own is None else total + own.double().cpu())[None]}
+        if own is not None:
+            total += own.double().cpu() if scale is None else own.double().cpu() * scale
+        more = {"bias_on_output": _per_channel(total)[None]}
     values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
     outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
     # Query heads of one group add up behind the value head that they share.
     outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
-    product = FactoredProduct(_scaled(values, norm[0])[None], outputs.reshape(-1, part.width).T[None])
+    product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
     table.add(part, "vo", [None], (product, more), options.spectra)
 
 

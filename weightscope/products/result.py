@@ -91,7 +91,8 @@ class ProductsResult:
         rows: flat dictionaries, None where there is no number: `source`, `name` and `kind` of the attention module,
             `layer`, `head` (None for a whole layer), `part` ("qk" or "vo"), `width` d, `rank` r, the columns of
             `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`,
-            `normalised` (queries and keys are normalised before their product, so its scale means nothing).
+            `normalised` (queries and keys are normalised before their product, so its scale means nothing),
+            `layer_scale` (the model has one, folded in or not).
         spectra: singular values of each row's product, (r,); None where they were not asked for.
         corners: upper left entries of each product, float32.
         sources: the models.
@@ -147,6 +148,11 @@ class ProductsResult:
                 name, why = next(iter(info.skipped.items()))
                 others = f" (and {len(info.skipped) - 1} more)" * (len(info.skipped) > 1)
                 out.append(f"{info.label}: left out `{name}`{others}: {why}")
+            if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
+                out.append(
+                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, its sign too; "
+                    "fold_scales=True (--fold-scales) includes it"
+                )
             if any(row["normalised"] for row in self.select("qk", info.label)):
                 out.append(f"{info.label}: queries and keys are normalised before QK, whose scale means nothing")
         return out
