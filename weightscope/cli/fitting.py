@@ -1,0 +1,67 @@
+"""The command that makes initialisers: `fit-init`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from weightscope.cli.shared import json_option, out_option, write_json
+from weightscope.errors import UsageError
+
+
+@click.command("fit-init")
+@click.argument("source")
+@out_option("The artifact (.safetensors).")
+@click.option(
+    "--structure",
+    default="auto",
+    show_default=True,
+    help="Of a population: auto or a structure. Of one network: filters, conv-schedule, identity-product.",
+)
+@click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="An option of the structure; repeat it.")
+@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
+@click.option("--joint", default="block", show_default=True, help="What is fitted together: tensor, block or all.")
+@click.option("--holdout", type=float, default=0.2, show_default=True, help="Share of networks to choose by.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Which networks are held out.")
+@click.option("--standalone", type=click.Path(path_type=Path), help="Also write a Python file that applies it.")
+@json_option
+@click.pass_context
+def fit_init(
+    context: click.Context,
+    source: str,
+    out: Path,
+    structure: str,
+    texts: tuple[str, ...],
+    standalone: Path | None,
+    json_file: Path | None,
+    **settings: Any,
+) -> None:
+    """Fit structures to a population or to one network, write an initialiser.
+
+    Of a population, structures are chosen by held-out likelihood; tensors that --select does not name keep the
+    network's own initialisation. Of one network (a checkpoint, hf://org/name), the structure is named, and the
+    initialiser fits networks of any width and depth; --select to --seed are for populations.
+
+    \b
+    Examples:
+      weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
+      weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
+      weightscope fit-init hf://facebook/dinov2-small --structure identity-product -o products.safetensors
+    """
+    from click.core import ParameterSource
+
+    from weightscope.fit import FitResult, write_standalone
+    from weightscope.fit_init import fit_init as run
+    from weightscope.fit_init import parsed_options
+
+    given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    result = run(source, structure, options=parsed_options(texts) or None, **given)
+    if standalone is not None and not isinstance(result, FitResult):
+        raise UsageError("--standalone writes initialisers of populations; load_init applies those of one network")
+    click.echo(result.text())
+    result.save(out)
+    click.echo(f"wrote {out}")
+    if standalone is not None:
+        write_standalone(out, standalone)
+        click.echo(f"wrote {standalone}")
+    write_json(json_file, result.to_dict())
