@@ -1,10 +1,12 @@
 """`products`: statistics from factors equal those of the formed matrices, for every family; errors; memory; the CLI."""
 
+import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import families
 import numpy as np
@@ -539,6 +541,42 @@ def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120, peak
+
+
+def script(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_study_and_its_figures_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    save_file(ViT(32, 8, 48, 2, 6, 5).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    study = script("analyses/attention_products/run.py")
+    monkeypatch.setattr(study, "untrained", lambda *_: vit())
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "out")])
+    study.main()
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(result["rows"]) == 2 * (4 * 13 + 4 * 7)
+    script("figures/attention_products.py").main(tmp_path / "out", tmp_path / "figure.png")
+    assert len(list(tmp_path.glob("figure*.png"))) == 4
+
+
+def test_the_committed_figures_draw_from_the_committed_results(tmp_path: Path) -> None:
+    counts = json.loads((ROOT / "analyses/attention_products/results.json").read_text())["counts"]
+    assert counts["ViT-S"]["qk_heads"]["positive"] == 65
+    assert counts["ViT-S"]["vo_layers"]["negative"] == 8
+    script("figures/attention_products.py").main(out=tmp_path / "figure.png")
+    assert len(list(tmp_path.glob("figure*.png"))) == 4
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    out = tmp_path / "products.json"
+    options = ["--rounds", "1", "--size", "3e7", "--shape", "multi-head, d = 1024", "--json", str(out)]
+    subprocess.run([sys.executable, str(ROOT / "benchmarks/products.py"), *options], check=True, capture_output=True)
+    assert all(row["ratio"] > 0 for row in json.loads(out.read_text())["rows"])
 
 
 SCALED = {"hf-dinov2": "layer_scale1.lambda1", "ours-vit": "ls1.gamma"}

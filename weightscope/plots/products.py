@@ -112,6 +112,8 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
 
 def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: int, *, relative: bool) -> None:
     """One source: a point for each row, a line through the layers' means."""
+    if not rows:
+        return
     layers = sorted({row["layer"] for row in rows})
     last = max(1, len(layers) - 1)
     places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
@@ -134,7 +136,7 @@ def _scale(ax: Axes, quantity: str) -> None:
         else:
             exponent = math.floor(math.log10(min(sizes)))
             ax.set_yscale("symlog", linthresh=10.0**exponent)
-            largest = max(np.nanmax(np.abs(np.asarray(line.get_ydata(), dtype=float))) for line in ax.lines)
+            largest = np.nanmax([np.nanmax(np.abs(line.get_ydata())) for line in ax.lines if line.get_gid() == "mean"])
             powers = [10.0**e for e in range(exponent, math.ceil(math.log10(largest)) + 1)]
             ax.set_yticks([*(-p for p in reversed(powers)), 0, *powers])
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text.number(value)))
