@@ -20,6 +20,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
 	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
+	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
+	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
 
 install: $(INSTALLED)
 
