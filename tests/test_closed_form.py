@@ -245,6 +245,34 @@ def test_a_recipe_has_the_diagonal_and_the_norm_of_the_product():
         assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
+def test_layer_scale_is_folded_or_warned_of():
+    """Folding s is fitting a network whose output projections carry it; left out, the text says so."""
+    torch.manual_seed(0)
+    scaled = ViT(16, 4, 48, 2, 3, 5, layer_scale=1.0)
+    wi.mimetic_attention_(scaled, generator=seeded())
+    g = seeded(1)
+    for block in scaled.blocks:
+        nn.init.normal_(block.ls1.gamma, generator=g)
+    merged = {name: value.clone() for name, value in scaled.state_dict().items() if ".ls1." not in name}
+    for i, block in enumerate(scaled.blocks):
+        merged[f"blocks.{i}.attn.proj.weight"] *= block.ls1.gamma.detach()[:, None]
+    config = {"num_attention_heads": 3}
+    folded = fit_network(scaled, "identity-product", fold_scales=True)
+    for mine, theirs in zip(
+        folded.numbers.layers, fit_identity_product(merged, config=config).numbers.layers, strict=True
+    ):
+        assert mine.vo.beta == pytest.approx(theirs.vo.beta, rel=1e-6)
+        assert mine.vo.alpha == pytest.approx(theirs.vo.alpha, rel=1e-6)
+    plain = fit_network(scaled, "identity-product")
+    assert plain.numbers.layers[0].vo.beta == pytest.approx(0.4, abs=0.1)
+    assert "warning: LayerScale" in plain.text()
+    assert "folded" in folded.text()
+    assert "LayerScale" not in fit_network(merged, "identity-product", config=config).text()
+    scaled.blocks[1].ls1.gamma.data[3] = math.nan
+    with pytest.raises(DataError, match=r"ls1\.gamma.*1 of 48"):
+        fit_network(scaled, "identity-product", fold_scales=True)
+
+
 def test_the_rows_are_the_ten_line_computation():
     source = vit(48, 2, 3)
     for layer, part in zip(fit_identity_product(source).numbers.layers, attention(source), strict=True):

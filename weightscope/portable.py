@@ -163,10 +163,14 @@ class ProductLayer(_Model):
 
 
 class IdentityProduct(_Model):
-    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z - beta I`, layer by layer."""
+    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z - beta I`, layer by layer.
+
+    `layer_scale` says whether the network had one after its attention, and whether it was folded into W_V W_O.
+    """
 
     structure: Literal["identity-product"] = "identity-product"
     parts: Literal["both", "qk", "vo"] = "both"
+    layer_scale: Literal["none", "folded", "left out"] = "none"
     layers: tuple[ProductLayer, ...] = Field(min_length=1)
 
     def text(self) -> str:
@@ -178,6 +182,13 @@ class IdentityProduct(_Model):
             "R2 is the identity's share of the product, 'of' what its rank allows, 'spectrum' the relative "
             "residual of its singular values"
         )
+        if self.layer_scale == "folded":
+            note += "\nLayerScale is folded into W_V W_O"
+        elif self.layer_scale == "left out":
+            note += (
+                "\nwarning: LayerScale multiplies what W_V W_O adds to each channel, its sign too; "
+                "the option fold_scales=true includes it"
+            )
         return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + _table(head, rows)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart
+from weightscope.anatomy import AttentionPart, Source
+from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.audit.attention import product_statistics
 from weightscope.errors import DataError
 from weightscope.init import _source
@@ -23,7 +24,9 @@ _ANGLES = 33
 _SEED = 0x5EED
 
 
-def fit_identity_product(source: Any, *, parts: str = "both", config: Mapping[str, Any] | None = None) -> Portable:
+def fit_identity_product(
+    source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
+) -> Portable:
     """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
 
         queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
@@ -44,6 +47,8 @@ def fit_identity_product(source: Any, *, parts: str = "both", config: Mapping[st
     Args:
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
         parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
+        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. It decides what the layer adds to
+            the residual stream, its sign too, and belongs to the numbers for a network that has none.
         config: the model's config, for tensors that come without: `{"num_attention_heads": 6}` is enough.
 
     Raises:
@@ -58,13 +63,17 @@ def fit_identity_product(source: Any, *, parts: str = "both", config: Mapping[st
         0.9
     """
     choice("parts", parts, PARTS)
-    found = self_attention(_source.network(source, config))
+    network = _source.network(source, config)
+    found = self_attention(network)
+    scales = [layer_scale(network, part) for part in found]
     layers = []
     for i, part in enumerate(found):
         depth = i / (len(found) - 1) if len(found) > 1 else 0.0
-        fits = {"qk": _query_key(part), "vo": _value_output(part)}
+        scale = _scale(network, scales[i]) if fold_scales else None
+        fits = {"qk": _query_key(part), "vo": _value_output(part, scale)}
         layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, **fits))
-    return Portable(IdentityProduct(parts=parts, layers=tuple(layers)))
+    state = "none" if not any(scales) else "folded" if fold_scales else "left out"
+    return Portable(IdentityProduct(parts=parts, layer_scale=state, layers=tuple(layers)))
 
 
 def _query_key(part: AttentionPart) -> ProductFit:
@@ -74,20 +83,30 @@ def _query_key(part: AttentionPart) -> ProductFit:
     return _joined(fits, 1.0)
 
 
-def _value_output(part: AttentionPart) -> ProductFit:
+def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductFit:
     v, o = (_finite(part, name) for name in "vo")  # (kv, d, r), (H, r, d)
     group = part.heads // part.kv_heads
     values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
     outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
+    outputs = outputs if scale is None else outputs * scale[:, None]
     # The sign of `mimetic_attention_`: its beta_vo is minus the diagonal.
     return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")], -1.0)
 
 
 def _finite(part: AttentionPart, name: str) -> Tensor:
-    value = part.read(name).cpu().double()
+    return _checked(part.parameters[name][0], part.read(name))
+
+
+def _scale(network: Source, name: str | None) -> Tensor | None:
+    """LayerScale's numbers (d,)."""
+    return None if name is None else _checked(name, network.get(name)).flatten()
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    value = value.cpu().double()
     if bad := int((~value.isfinite()).sum()):
         raise DataError(
-            f"`{part.parameters[name][0]}`: {bad} of {value.numel()} weights are NaN or infinite; "
+            f"`{name}`: {bad} of {value.numel()} weights are NaN or infinite; "
             "products need a network that did not diverge"
         )
     return value

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy import AttentionPart
+from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.products.factored import STATISTICS, FactoredProduct
-from weightscope.products.reading import Reader, distinct, gain_before, mean_rotation, name_of, scale_after
+from weightscope.products.reading import Reader, distinct, gain_before, mean_rotation, name_of
 from weightscope.products.result import Key, ProductsResult, SourceInfo
 
 Spectra = Literal["heads", "all", "none"]
@@ -185,7 +186,7 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
     for part in reader.parts:
         gain, shift = gain_before(reader.source, part) if options.fold_norms else (None, None)
         _queries_keys(table, reader, part, options, (gain, shift), nonfinite)
-        name = scale_after(reader.source, part)
+        name = layer_scale(reader.source, part)
         scale = reader.source.get(name).double().flatten().cpu() if name and options.fold_scales else None
         scaled[part.name] = name is not None
         _values_outputs(table, part, options, (gain, shift), scale, nonfinite)

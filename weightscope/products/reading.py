@@ -1,6 +1,5 @@
 """What `products` reads of a model: the parts of one layer at a time, each tensor once."""
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -199,31 +198,6 @@ def _after(source: Source, part: AttentionPart, parent: str) -> bool:
     if f"{part.name}.in_proj_weight" not in source or f"{parent}.linear1.weight" not in source:
         return False
     return source.own(parent, "norm_first") is not True
-
-
-_SCALES = (
-    *("ls1.gamma", "layer_scale1.lambda1", "layer_scale_1.lambda1", "layer_scale1.gamma", "layer_scale_1.gamma"),
-    *("gamma_1", "gamma1", "lambda_1", "layer_scale_1"),
-)
-
-
-def scale_after(source: Source, part: AttentionPart) -> str | None:
-    """The tensor of the LayerScale that multiplies what an attention module adds to the residual stream; None if none.
-
-    One number for each of the d channels, often negative for half of them: then it, and not W_V W_O alone, decides
-    the sign of what a channel passes on to itself.
-    """
-    block = part.name.rpartition(".")[0]
-    for parent in (block, block.rpartition(".")[0]):
-        for candidate in _SCALES:
-            name = f"{parent}.{candidate}" if parent else candidate
-            if (
-                name in source
-                and source.shape(name)[-1:] == (part.width,)
-                and math.prod(source.shape(name)) == part.width
-            ):
-                return name
-    return None
 
 
 # --- rotations of queries and keys by position ---------------------------------------------------------------------
