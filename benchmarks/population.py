@@ -5,8 +5,8 @@
 The work of one network-step is a batch of 64 images: gathering it, forward, backward, clipping, AdamW. Each
 contender uses all cores in its best way: the loop is measured in one process with all threads and in one process
 for each core with one thread, in the default and in the channels-last layout, eager and (with --compile) compiled;
-its best setting of the run counts. Contenders take turns for several rounds, because machines are noisy; the
-medians over rounds and their range are reported.
+its best setting of the run counts. Ours is measured with torch's and with compiled kernels. Contenders take turns for
+several rounds, because machines are noisy; the medians over rounds and their range are reported.
 """
 
 import argparse
@@ -39,13 +39,13 @@ CASES = {
 }
 
 
-def recipe_of(case: str) -> Recipe:
+def recipe_of(case: str, kernels: str = "torch") -> Recipe:
     plan = CASES[case]
     return Recipe.parse(
         {
             "network": {"type": "convnext", "width": 16, "depth": 4, "patch_size": 2, "expansion": 2},
             "data": {"name": plan["data"]},
-            "training": {"epochs": 1000, "batch_size": BATCH},
+            "training": {"epochs": 1000, "batch_size": BATCH, "kernels": kernels},
             "population": {"tile": plan["tile"]},
         }
     )
@@ -62,8 +62,8 @@ def data_of(case: str, images: int) -> Dataset:
     return Dataset(info, pixels, labels, pixels[:100], labels[:100], torch.full((3,), 0.5), torch.full((3,), 0.25))
 
 
-def stacked(case: str) -> Callable[[], int]:
-    run = TileRun(recipe_of(case), 0, data_of(case, 4 * BATCH), torch.device("cpu"))
+def stacked(case: str, *, kernels: str) -> Callable[[], int]:
+    run = TileRun(recipe_of(case, kernels), 0, data_of(case, 4 * BATCH), torch.device("cpu"))
 
     def work() -> int:
         run.epoch(0)
@@ -111,8 +111,10 @@ def vmapped(case: str) -> Callable[[], int]:
     return work
 
 
+OURS = ("torch kernels", "compiled kernels")
 CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] = {
-    "weightscope": (stacked, {}),
+    "torch kernels": (stacked, {"kernels": "torch"}),
+    "compiled kernels": (stacked, {"kernels": "compiled"}),
     "loop": (loop, {}),
     "loop, channels last": (loop, {"channels_last": True}),
     "compiled loop": (loop, {"compiled": True}),
@@ -149,11 +151,11 @@ def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> 
 
 
 def settings(cores: int, compiled: bool) -> list[tuple[str, int, int]]:
-    """(contender, processes, threads) to measure."""
-    names = [n for n in CONTENDERS if n != "weightscope" and (compiled or n != "compiled loop")]
-    spread = [(name, cores, 1) for name in names]
+    """(contender, processes, threads) to measure; ours come first."""
+    names = [n for n in CONTENDERS if n not in OURS and (compiled or n != "compiled loop")]
+    spread = [(name, cores, 1) for name in (*OURS, *names)]
     together = [(name, 1, cores) for name in names] if cores > 1 else []
-    return [("weightscope", cores, 1), *spread, *together]
+    return spread + together
 
 
 def measure(case: str, rounds: int, seconds: float, compiled: bool) -> list[dict[str, Any]]:
@@ -161,23 +163,27 @@ def measure(case: str, rounds: int, seconds: float, compiled: bool) -> list[dict
     for _ in range(rounds):
         for setting in settings(usable_cores(), compiled):
             found.setdefault(setting, []).append(rate(case, *setting, seconds))
-    ours = found.pop(("weightscope", usable_cores(), 1))
+    ours = {name: found.pop((name, usable_cores(), 1)) for name in OURS}
+    loops = [setting for setting in found if setting[0] != "vmap"]
+    best = max(loops, key=lambda setting: statistics.median(found[setting]))
     rows = []
-    for (name, processes, threads), rates in found.items():
-        ratios = [a / b for a, b in zip(ours, rates, strict=True)]
-        rows.append(
-            {
-                "row": f"{case}: {name}, {processes} x {threads} threads",
-                "ours": statistics.median(ours),
-                "peer": statistics.median(rates),
-                "ratio": statistics.median(ratios),
-                "ratio_range": [min(ratios), max(ratios)],
-                "unit": "network-steps per second",
-                "tile": CASES[case]["tile"],
-            }
-        )
-    best = max((row for row in rows if "vmap" not in row["row"]), key=lambda row: row["peer"])
-    return [*rows, best | {"row": f"{case}: the best loop ({best['row'].split(': ')[1]})"}]
+    for name, mine in ours.items():
+        for setting in [*found, best]:
+            peer = f"{setting[0]}, {setting[1]} x {setting[2]} threads"
+            peer = f"the best loop ({peer})" if len(rows) % (len(found) + 1) == len(found) else peer
+            ratios = [a / b for a, b in zip(mine, found[setting], strict=True)]
+            rows.append(
+                {
+                    "row": f"{case}: {name} against {peer}",
+                    "ours": statistics.median(mine),
+                    "peer": statistics.median(found[setting]),
+                    "ratio": statistics.median(ratios),
+                    "ratio_range": [min(ratios), max(ratios)],
+                    "unit": "network-steps per second",
+                    "tile": CASES[case]["tile"],
+                }
+            )
+    return rows
 
 
 def main() -> None:
@@ -192,7 +198,7 @@ def main() -> None:
     for case in options.case or CASES:
         for row in measure(case, options.rounds, options.seconds, options.compile):
             low, high = row["ratio_range"]
-            print(f"{row['row']:<62} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})")
+            print(f"{row['row']:<84} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})")
             rows.append(row)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -20,21 +20,21 @@ NETWORKS = {
 }
 
 
-def make(name: str, count: int = 3) -> tuple[StackedNetworks, list[nn.Module]]:
+def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[StackedNetworks, list[nn.Module]]:
     torch.manual_seed(0)
     plain = [NETWORKS[name]().double() for _ in range(count)]
     for network in plain:  # running statistics and scales away from their defaults
         for value in network.state_dict().values():
             if value.is_floating_point():
                 value.add_(0.1 * torch.rand_like(value))
-    return stack_in_float64(plain), plain
+    return stack_in_float64(plain, kernels), plain
 
 
-def stack_in_float64(plain: list[nn.Module]) -> StackedNetworks:
+def stack_in_float64(plain: list[nn.Module], kernels: str) -> StackedNetworks:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        stacked = StackedNetworks(plain[0], len(plain))
+        stacked = StackedNetworks(plain[0], len(plain), kernels=kernels)
     finally:
         torch.set_default_dtype(before)
     for row, network in zip(stacked.weights, plain, strict=True):
@@ -45,8 +45,8 @@ def stack_in_float64(plain: list[nn.Module]) -> StackedNetworks:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str) -> None:
-    stacked, plain = make(name)
+def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernels: str) -> None:
+    stacked, plain = make(name, kernels=kernels)
     images = torch.randn(3, 6, 1, 16, 16, dtype=torch.float64)
     direction = torch.randn(3, 6, 5, dtype=torch.float64)
     getattr(stacked, mode)()
@@ -63,10 +63,10 @@ def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
-def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str) -> None:
+def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernels: str) -> None:
     results = []
     for poison in (False, True):
-        stacked, _ = make(name)
+        stacked, _ = make(name, kernels=kernels)
         if poison:
             stacked.weights[1] = float("nan")
         logits = stacked(torch.linspace(-1, 1, 4 * 256, dtype=torch.float64).view(4, 1, 16, 16))
@@ -96,8 +96,8 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> No
                 torch.testing.assert_close(found[name], buffer)
 
 
-def test_frozen_tensors_get_no_gradient() -> None:
-    stacked, _ = make("convnext")
+def test_frozen_tensors_get_no_gradient(kernels: str) -> None:
+    stacked, _ = make("convnext", kernels=kernels)
     stacked.freeze(("stages.0.blocks.0.conv_dw.weight",))
     stacked.backward(stacked(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
     gradient = stacked.spec.unpack(stacked.gradient)

@@ -56,8 +56,8 @@ def train_alone(plan: Recipe, k: int) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_tile_equals_networks_trained_one_by_one(name: str) -> None:
-    plan = recipe(network=NETWORKS[name], training__label_smoothing=0.1)
+def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> None:
+    plan = recipe(network=NETWORKS[name], training__label_smoothing=0.1, training__kernels=kernels)
     tile = train_tile(plan, 1, device="cpu")
     spec = spec_of(plan)
     for row, k in zip(tile.weights, (2, 3), strict=True):
@@ -74,8 +74,9 @@ def test_a_tile_equals_networks_trained_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str) -> None:
-    plan = recipe(network=NETWORKS[name], data__augment={"crop": 1, "flip": True}, training__mixup=0.5)
+def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str, kernels: str) -> None:
+    changes = {"data__augment": {"crop": 1, "flip": True}, "training__mixup": 0.5, "training__kernels": kernels}
+    plan = recipe(network=NETWORKS[name], **changes)
     first = train_tile(plan, 1, device="cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -91,10 +92,12 @@ def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: st
         np.testing.assert_array_equal(values, again.metrics[key])
 
 
-def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour() -> None:
-    calm = train_tile(recipe(training__learning_rate=[0.02, 0.02]), 0, device="cpu")
-    wild = train_tile(recipe(training__learning_rate=[0.02, 1e30], training__clip_norm=0.0), 0, device="cpu")
-    unclipped = train_tile(recipe(training__learning_rate=[0.02, 0.02], training__clip_norm=0.0), 0, device="cpu")
+def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kernels: str) -> None:
+    base = {"training__kernels": kernels}
+    calm = train_tile(recipe(**base, training__learning_rate=[0.02, 0.02]), 0, device="cpu")
+    base["training__clip_norm"] = 0.0
+    wild = train_tile(recipe(**base, training__learning_rate=[0.02, 1e30]), 0, device="cpu")
+    unclipped = train_tile(recipe(**base, training__learning_rate=[0.02, 0.02]), 0, device="cpu")
     assert wild.metrics["diverged"].tolist() == [False, True]
     assert wild.weights[0].tobytes() == unclipped.weights[0].tobytes()
     assert not calm.metrics["diverged"].any()

@@ -159,12 +159,14 @@ def _wanted(recipe: Recipe, networks: int | None, data: str | Path | None, devic
     """What is to be trained, and on which device; raises for everything that can be known beforehand."""
     from weightscope import train
     from weightscope.data import load
-    from weightscope.train.engine import resolve_device
+    from weightscope.train.engine import check_kernels, resolve_device
     from weightscope.train.initial import resolve as resolve_init
 
     if networks is not None:
         recipe = recipe.replace({"population.networks": networks})
-    device = str(resolve_device(device))
+    resolved = resolve_device(device)
+    check_kernels(recipe, resolved)
+    device = str(resolved)
     spec = train.spec_of(recipe)
     inputs = manifests.artifact_hashes(recipe)
     for init in recipe.init:

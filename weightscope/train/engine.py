@@ -25,6 +25,7 @@ from weightscope.errors import UsageError
 from weightscope.recipe import Range, Recipe
 from weightscope.seeding import Purpose, numpy_generator
 from weightscope.spec import WeightSpec
+from weightscope.train import compiled
 from weightscope.train.initial import initial_weights
 from weightscope.train.memory import keep_freed_memory
 from weightscope.train.optimiser import StackedAdamW, schedule_factor
@@ -80,6 +81,14 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+def check_kernels(recipe: Recipe, device: torch.device) -> None:
+    """Raise `UsageError` where the recipe's kernels cannot run: on a GPU, or without a C compiler."""
+    if recipe.training.kernels == "compiled":
+        if device.type != "cpu":
+            raise UsageError(f"kernels = 'compiled' are for the CPU, and the device is {device}; use kernels = 'torch'")
+        compiled.library()
+
+
 def train_tile(
     recipe: Recipe,
     tile: int,
@@ -102,6 +111,7 @@ def train_tile(
         UsageError: if the device, the initialiser or a frozen pattern does not exist.
     """
     where = resolve_device(device)
+    check_kernels(recipe, where)
     with _one_thread():
         return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
 
@@ -153,7 +163,7 @@ class TileRun:
         self.steps_per_epoch = len(self.images) // self.batch
         with torch.device("meta"):
             template = build_network(recipe)
-        self.nets = StackedNetworks(template, len(self.ids), device)
+        self.nets = StackedNetworks(template, len(self.ids), device, kernels=training.kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: build_network(recipe))
         self.nets.weights.copy_(torch.from_numpy(start))
         frozen = self.nets.spec.select(training.frozen).names if training.frozen else ()

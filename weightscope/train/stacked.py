@@ -20,8 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerNorm2d, SpatialMean, TokenPool
+from weightscope.networks.convnext import ConvNeXtBlock
+from weightscope.networks.layers import Attention, LayerNorm2d, Mlp, SpatialMean, TokenPool
+from weightscope.networks.vit import Block
 from weightscope.spec import WeightSpec
+from weightscope.train import compiled
 from weightscope.train.depthwise import depthwise_conv2d
 
 
@@ -51,6 +54,9 @@ class _Normalise(torch.autograd.Function):
 
 class _Stacked(nn.Module):
     """A leaf layer of T networks. `weight` and `bias` are bound to views (T, ...) of the weight matrix."""
+
+    compiled = False
+    """Whether the functions of `compiled.py` take the place of torch's."""
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         super().__init__()
@@ -158,13 +164,9 @@ class _Conv2d(_Stacked):
 
     def _depthwise(self, x: Tensor) -> Tensor:
         weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
-        y = depthwise_conv2d(
-            x.permute(1, 2, 3, 0),
-            weight.reshape(-1, *weight.shape[-2:]),
-            None if bias is None else bias.reshape(-1),
-            dilation=self.layer[0].dilation[0],
-        )
-        return y.permute(3, 0, 1, 2)
+        weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
+        convolve = compiled.depthwise_conv2d if self.compiled and bias is not None else depthwise_conv2d
+        return convolve(x.permute(1, 2, 3, 0), weight, bias, dilation=self.layer[0].dilation[0]).permute(3, 0, 1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
         weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
@@ -196,6 +198,39 @@ class _Attention(_Stacked):
         return self.proj(y.view(-1, tokens, batch).permute(2, 1, 0))
 
 
+class _NormMlp(nn.Module):
+    """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
+
+    def __init__(self, norm: _Normalisation, mlp: Mlp) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = (_weight_and_bias(layer) for layer in (norm, mlp.fc1, mlp.fc2))
+        self.count, self.eps = norm.count, norm.layer[0].eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _unrows(compiled.norm_mlp(_rows(x, self.count), self.norm, self.first, self.second, self.eps), x)
+
+
+class _ConvNeXtBlock(_NormMlp):
+    """A whole block as one compiled function."""
+
+    def __init__(self, block: ConvNeXtBlock, gamma: Tensor | None) -> None:
+        super().__init__(block.norm, block.mlp)
+        self.filters, self.gamma = _weight_and_bias(block.conv_dw), gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.filters
+        filters = weight.reshape(-1, *weight.shape[-2:]), bias.reshape(-1)
+        second = self.second
+        if self.gamma is not None:  # gamma (W2 a + b2) = (gamma W2) a + gamma b2
+            second = second[0] * self.gamma[:, :, None], second[1] * self.gamma
+        y = compiled.convnext_block(x.permute(1, 2, 3, 0), filters, self.norm, self.first, second, self.eps)
+        return y.permute(3, 0, 1, 2)
+
+
+def _weight_and_bias(layer: _Stacked) -> tuple[Tensor, Tensor]:
+    return layer.leaves["weight"], layer.leaves["bias"]
+
+
 _TWINS: dict[type[nn.Module], Callable[[Any, int], _Stacked]] = {
     nn.Linear: _Linear,
     nn.Conv2d: _Conv2d,
@@ -225,13 +260,17 @@ class StackedNetworks(nn.Module):
         template: the plain module; its weights are not used.
         count: T.
         device: where the networks live.
+        kernels: "torch", or "compiled" for the functions of `compiled.py` (float32 or float64 on a CPU).
 
     Raises:
         UsageError: if the module holds a layer that has no stacked twin; names it.
     """
 
-    def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: str = "torch"
+    ) -> None:
         super().__init__()
+        self.compiled = kernels == "compiled"
         self.spec, self.count = WeightSpec.of(template), count
         self.weights = torch.zeros(count, self.spec.size, device=device)
         self.gradient = torch.zeros_like(self.weights)
@@ -247,6 +286,7 @@ class StackedNetworks(nn.Module):
         twin = _TWINS.get(type(module))
         if twin is not None:
             stacked = twin(module, self.count)
+            stacked.compiled = self.compiled
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             stacked.leaves = {name: self.leaves[path + name] for name, value in own if value.is_floating_point()}
         elif type(module).__module__.startswith("torch.nn") and not isinstance(module, _UNCHANGED):
@@ -256,6 +296,10 @@ class StackedNetworks(nn.Module):
             self._fold_own_parameters(module, path)
         for name, child in module.named_children():
             setattr(stacked, name, self._stack(child, f"{path}{name}."))
+        if self.compiled and isinstance(module, ConvNeXtBlock):
+            return _ConvNeXtBlock(stacked, self.leaves.get(f"{path}gamma"))
+        if self.compiled and isinstance(module, Block):
+            stacked.mlp, stacked.norm2 = _NormMlp(stacked.norm2, stacked.mlp), nn.Identity()
         return stacked
 
     def _fold_own_parameters(self, module: nn.Module, path: str) -> None:

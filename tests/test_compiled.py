@@ -1,0 +1,215 @@
+"""The compiled kernels against torch's operations, values and gradients, and how they are compiled."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weightscope.cli import main
+from weightscope.errors import RecipeError, UsageError
+from weightscope.networks import ConvNeXt, ViT
+from weightscope.recipe import Recipe
+from weightscope.train import compiled
+from weightscope.train.engine import check_kernels
+from weightscope.train.stacked import StackedNetworks
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+TYPES = {torch.float64: 1e-12, torch.float32: 2e-6}
+FILTERS = [  # channels, height, width, batch, kernel, dilation
+    (5, 4, 4, 3, 7, 1),
+    (3, 7, 7, 2, 9, 2),
+    (3, 16, 16, 64, 7, 1),
+    (2, 9, 9, 40, 11, 1),
+    (2, 16, 10, 50, 7, 1),
+    (1, 1, 1, 1, 3, 1),
+    (2, 5, 13, 17, 5, 1),
+    (2, 3, 21, 33, 1, 1),
+    (2, 8, 8, 16, 9, 1),
+    (2, 6, 6, 5, 13, 3),
+]
+SIZES = [  # networks, channels, hidden, positions
+    (2, 16, 32, 300),
+    (1, 5, 7, 64),
+    (3, 8, 16, 128),
+    (2, 1, 1, 1),
+    (1, 3, 13, 257),
+]
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def agree(found, expected, inputs, tolerance):
+    """Values and all gradients, relative to the largest entry of each."""
+    direction = draw(*found.shape, dtype=found.dtype)
+    ours, theirs = (torch.autograd.grad(y, inputs, direction) for y in (found, expected))
+    for a, b in zip((found, *ours), (expected, *theirs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, float(b.detach().abs().max())))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", FILTERS, ids=str)
+def test_depthwise_equals_the_library(case, dtype):
+    channels, height, width, batch, k, dilation = case
+    shapes = (channels, height, width, batch), (channels, k, k), (channels,)
+    inputs = [draw(*shape, dtype=dtype).requires_grad_() for shape in shapes]
+    x, weight, bias = inputs
+    options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
+    expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
+    agree(compiled.depthwise_conv2d(x, weight, bias, dilation=dilation), expected, inputs, 5 * TYPES[dtype])
+
+
+def mlp_inputs(sizes, dtype):
+    t, c, m, p = sizes
+    shapes = (t, c, p), (t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)
+    return [draw(*shape, dtype=dtype, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def plain_mlp(x, gain, shift, w1, b1, w2, b2):
+    normal = F.layer_norm(x.transpose(1, 2), x.shape[1:2], eps=1e-6).transpose(1, 2)
+    hidden = w1 @ (gain[:, :, None] * normal + shift[:, :, None]) + b1[:, :, None]
+    return w2 @ F.gelu(hidden) + b2[:, :, None]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_norm_and_mlp_equal_torch(sizes, dtype):
+    inputs = mlp_inputs(sizes, dtype)
+    x, *weights = inputs
+    found = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
+
+
+@needs_compiler
+def test_gradcheck():
+    inputs = mlp_inputs((2, 3, 4, 6), torch.float64)
+    assert torch.autograd.gradcheck(lambda x, g, s, *w: compiled.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6), inputs)
+    shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
+    block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
+    assert torch.autograd.gradcheck(
+        lambda x, f, b, g, s, *w: compiled.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6), block
+    )
+
+
+@needs_compiler
+def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
+    """Abramowitz and Stegun's formula has an error of 1.5e-7; 4e-7 |x| leaves as much again for rounding."""
+    values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)
+    nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
+    hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
+    found = compiled.norm_mlp(nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6)
+    (slope,) = torch.autograd.grad(found.sum(), hidden)
+    exact = values.double().requires_grad_()
+    expected = F.gelu(exact)
+    (steepness,) = torch.autograd.grad(expected.sum(), exact)
+    assert ((found[:, :, 0] - expected).abs() <= 4e-7 * exact.abs()).all()
+    torch.testing.assert_close(slope.double(), steepness, rtol=0, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["convnext", "vit"])
+def test_a_network_has_the_same_bits_alone(name):
+    torch.manual_seed(0)
+    template = ConvNeXt(16, 2, 7, 2, 5, in_channels=1) if name == "convnext" else ViT(16, 4, 16, 2, 2, 5, in_channels=1)
+    stacked = StackedNetworks(template, 5, kernels="compiled")
+    stacked.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    images = draw(5, 7, 1, 16, 16, dtype=torch.float32)
+    logits = stacked(images)
+    stacked.backward(logits.square().sum())
+    for k in range(5):
+        alone = StackedNetworks(template, 1, kernels="compiled")
+        alone.weights.copy_(stacked.weights[k])
+        own = alone(images[k : k + 1])
+        alone.backward(own.square().sum())
+        assert own[0].equal(logits[k])
+        assert alone.gradient[0].equal(stacked.gradient[k])
+
+
+TOML = """
+[network]
+type = "convnext"
+width = 4
+depth = 1
+kernel_size = 3
+patch_size = 2
+[data]
+name = "digits"
+train = 64
+test = 20
+[training]
+epochs = 1
+kernels = "compiled"
+[population]
+networks = 2
+tile = 2
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing compiled yet, in an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    compiled.library.cache_clear()
+    yield tmp_path
+    compiled.library.cache_clear()
+
+
+def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(fresh))
+    recipe = fresh / "recipe.toml"
+    recipe.write_text(TOML)
+    with pytest.raises(SystemExit, match="2"):
+        main(["collect", str(recipe), "-o", str(fresh / "p.pop")])
+    error = capsys.readouterr().err
+    assert "found no C compiler" in error
+    assert "kernels = 'torch'" in error
+    assert not (fresh / "p.pop").exists()
+
+
+@pytest.mark.parametrize(("compiler", "text"), [("false", "failed"), ("no-such-compiler", "cannot run")])
+def test_a_compiler_that_fails_is_named(fresh, monkeypatch, compiler, text):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(UsageError, match=f"{text}|{compiler}"):
+        compiled.library()
+    assert not list(fresh.rglob("*.so"))
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_nothing_half_written_stays(fresh):
+    compiled.library()
+    (file,) = (fresh / "cache" / "weightscope").iterdir()
+    written = file.stat().st_mtime_ns
+    compiled.library.cache_clear()
+    compiled.library()
+    assert [f.stat().st_mtime_ns for f in (fresh / "cache" / "weightscope").iterdir()] == [written]
+
+
+@needs_compiler
+def test_two_processes_may_compile_at_once(fresh):
+    code = "from weightscope.train import compiled; compiled.library()"
+    both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
+    (fresh / "cache").write_text("a file where the folder should be")
+    assert compiled.library() is not None
+
+
+def test_recipes_say_what_cannot_be():
+    recipe = Recipe.parse(tomllib.loads(TOML))
+    with pytest.raises(RecipeError, match="compute in float32"):
+        recipe.replace({"training.precision": "bfloat16"})
+    with pytest.raises(UsageError, match="are for the CPU"):
+        check_kernels(recipe, torch.device("cuda"))
