@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test lint install bench clean
+.PHONY: demo test lint install bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/weightscope demo
@@ -17,11 +17,15 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
+	$(BIN)/python benchmarks/agreement.py --json benchmarks/results/agreement.json
 	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
 	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/population_gpu.py --json benchmarks/results/population_gpu.json
 
 install: $(INSTALLED)
 

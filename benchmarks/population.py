@@ -4,7 +4,7 @@
 
 The work of one network-step is a batch of 64 images: gathering it, forward, backward, clipping, AdamW. Each
 contender uses all cores in its best way: the loop is measured in one process with all threads and in one process
-for each core with one thread, in the default and in the channels-last layout, eager and (with --compile) compiled;
+for each core with one thread, in the default and in the channels-last layout, eager and compiled;
 its best setting of the run counts. Ours is measured with torch's and with compiled kernels. Contenders take turns for
 several rounds, because machines are noisy; the medians over rounds and their range are reported.
 """
@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -27,43 +28,48 @@ from weightscope.data.augment import normalise
 from weightscope.data.catalog import CATALOG
 from weightscope.data.dataset import Dataset
 from weightscope.environment import environment, usable_cores
+from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.train import build_network
+from weightscope.train import build_network, compiled
 from weightscope.train.engine import TileRun
 from weightscope.train.memory import keep_freed_memory
 
 BATCH = 64
+IMAGES = 4 * BATCH  # as many as an epoch of the contenders has
 CASES = {
-    "8x8": {"data": "digits", "tile": 32, "channels": 1},
-    "32x32": {"data": "cifar10", "tile": 8, "channels": 3},
+    "8x8": {"data": "digits", "tile": 32},
+    "32x32": {"data": "cifar10", "tile": 8},
 }
 
 
-def recipe_of(case: str, kernels: str = "torch") -> Recipe:
+def recipe_of(case: str) -> Recipe:
     plan = CASES[case]
     return Recipe.parse(
         {
             "network": {"type": "convnext", "width": 16, "depth": 4, "patch_size": 2, "expansion": 2},
             "data": {"name": plan["data"]},
-            "training": {"epochs": 1000, "batch_size": BATCH, "kernels": kernels},
+            "training": {"epochs": 1000, "batch_size": BATCH},
             "population": {"tile": plan["tile"]},
         }
     )
 
 
-def data_of(case: str, images: int) -> Dataset:
+def data_of(case: str) -> Dataset:
     """The digits, or random images of CIFAR's shape (what is in a picture does not change the time)."""
-    info = CATALOG[CASES[case]["data"]]
-    if info.name == "digits":
-        return load("digits", train=images)
+    return load("digits", train=IMAGES) if CASES[case]["data"] == "digits" else random_images(IMAGES)
+
+
+def random_images(count: int) -> Dataset:
+    """Images of CIFAR-10's shape."""
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (images, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    labels = torch.randint(0, 10, (images,), generator=generator)
-    return Dataset(info, pixels, labels, pixels[:100], labels[:100], torch.full((3,), 0.5), torch.full((3,), 0.25))
+    pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    labels = torch.randint(0, 10, (count,), generator=generator)
+    half, quarter = torch.full((3,), 0.5), torch.full((3,), 0.25)
+    return Dataset(CATALOG["cifar10"], pixels, labels, pixels[:100], labels[:100], half, quarter)
 
 
-def stacked(case: str, *, kernels: str) -> Callable[[], int]:
-    run = TileRun(recipe_of(case, kernels), 0, data_of(case, 4 * BATCH), torch.device("cpu"))
+def stacked(recipe: Recipe, data: Dataset, device: torch.device, *, kernels: str = "torch") -> Callable[[], int]:
+    run = TileRun(recipe.replace({"training.kernels": kernels}), 0, data, device)
 
     def work() -> int:
         run.epoch(0)
@@ -72,30 +78,34 @@ def stacked(case: str, *, kernels: str) -> Callable[[], int]:
     return work
 
 
-def loop(case: str, *, channels_last: bool = False, compiled: bool = False) -> Callable[[], int]:
-    data = data_of(case, 4 * BATCH)
+def loop(
+    recipe: Recipe, data: Dataset, device: torch.device, *, channels_last: bool = False, compiled: bool = False
+) -> Callable[[], int]:
+    images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    network = build_network(recipe_of(case)).to(memory_format=layout)
+    network = build_network(recipe).to(device, memory_format=layout)
     forward = torch.compile(network) if compiled else network
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
 
     def work() -> int:
-        for index in torch.randperm(4 * BATCH).view(4, BATCH):
-            images = normalise(data.train_images[index], data.mean, data.std).contiguous(memory_format=layout)
+        batches = torch.randperm(len(images)).to(device).view(-1, BATCH)
+        for index in batches:
+            batch = normalise(images[index], mean, std).contiguous(memory_format=layout)
             optimiser.zero_grad()
-            F.cross_entropy(forward(images), data.train_labels[index]).backward()
+            F.cross_entropy(forward(batch), labels[index]).backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimiser.step()
-        return 4
+        return len(batches)
 
     return work
 
 
-def vmapped(case: str) -> Callable[[], int]:
+def vmapped(recipe: Recipe, data: Dataset, device: torch.device) -> Callable[[], int]:
     """Plain `torch.func`: vmap over stacked parameters, without an optimiser's cost."""
-    count, data = CASES[case]["tile"], data_of(case, 4 * BATCH)
-    template = build_network(recipe_of(case))
-    parameters, buffers = torch.func.stack_module_state([build_network(recipe_of(case)) for _ in range(count)])
+    count = recipe.population.tile
+    images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
+    template = build_network(recipe).to(device)
+    parameters, buffers = torch.func.stack_module_state([build_network(recipe).to(device) for _ in range(count)])
 
     def loss(parameters: Any, buffers: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(torch.func.functional_call(template, (parameters, buffers), (images,)), labels)
@@ -103,9 +113,9 @@ def vmapped(case: str) -> Callable[[], int]:
     gradient = torch.func.vmap(torch.func.grad(loss))
 
     def work() -> int:
-        index = torch.randint(0, 4 * BATCH, (count, BATCH))
-        images = normalise(data.train_images[index.flatten()], data.mean, data.std).unflatten(0, (count, BATCH))
-        gradient(parameters, buffers, images, data.train_labels[index])
+        index = torch.randint(0, len(images), (count, BATCH)).to(device)
+        batch = normalise(images[index.flatten()], mean, std).unflatten(0, (count, BATCH))
+        gradient(parameters, buffers, batch, labels[index])
         return count
 
     return work
@@ -120,6 +130,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] =
     "compiled loop": (loop, {"compiled": True}),
     "vmap": (vmapped, {}),
 }
+PEERS = [name for name in CONTENDERS if name not in OURS]
 
 
 def worker(case: str, name: str, threads: int, seconds: float, barrier: Any, results: Any) -> None:
@@ -127,7 +138,7 @@ def worker(case: str, name: str, threads: int, seconds: float, barrier: Any, res
     torch.set_flush_denormal(True)
     keep_freed_memory()  # for every contender alike
     make, options = CONTENDERS[name]
-    work = make(case, **options)
+    work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
     work(), work()
     barrier.wait()
     done, start = 0, time.perf_counter()
@@ -150,24 +161,33 @@ def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> 
     return total
 
 
-def settings(cores: int, compiled: bool) -> list[tuple[str, int, int]]:
+def ours() -> tuple[str, ...]:
+    """Ours that can run here."""
+    try:
+        compiled.library()
+    except UsageError as error:
+        print(error)
+        return OURS[:1]
+    return OURS
+
+
+def settings(cores: int, names: list[str]) -> list[tuple[str, int, int]]:
     """(contender, processes, threads) to measure; ours come first."""
-    names = [n for n in CONTENDERS if n not in OURS and (compiled or n != "compiled loop")]
-    spread = [(name, cores, 1) for name in (*OURS, *names)]
+    spread = [(name, cores, 1) for name in (*ours(), *names)]
     together = [(name, 1, cores) for name in names] if cores > 1 else []
     return spread + together
 
 
-def measure(case: str, rounds: int, seconds: float, compiled: bool) -> list[dict[str, Any]]:
+def measure(case: str, rounds: int, seconds: float, names: list[str]) -> list[dict[str, Any]]:
     found: dict[tuple[str, int, int], list[float]] = {}
     for _ in range(rounds):
-        for setting in settings(usable_cores(), compiled):
+        for setting in settings(usable_cores(), names):
             found.setdefault(setting, []).append(rate(case, *setting, seconds))
-    ours = {name: found.pop((name, usable_cores(), 1)) for name in OURS}
+    measured = {name: found.pop((name, usable_cores(), 1)) for name in ours()}
     loops = [setting for setting in found if setting[0] != "vmap"]
     best = max(loops, key=lambda setting: statistics.median(found[setting]))
     rows = []
-    for name, mine in ours.items():
+    for name, mine in measured.items():
         for setting in [*found, best]:
             peer = f"{setting[0]}, {setting[1]} x {setting[2]} threads"
             peer = f"the best loop ({peer})" if len(rows) % (len(found) + 1) == len(found) else peer
@@ -192,11 +212,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--compile", action="store_true", help="also the compiled loop (needs a C++ compiler)")
+    parser.add_argument("--against", action="append", choices=PEERS, help="only this one; repeat it")
     options = parser.parse_args()
+    names = options.against or PEERS
+    if "compiled loop" in names and not (shutil.which("g++") or shutil.which("clang++")):
+        print("without the compiled loop: torch.compile needs a C++ compiler, and there is none")
+        names = [name for name in names if name != "compiled loop"]
     rows = []
     for case in options.case or CASES:
-        for row in measure(case, options.rounds, options.seconds, options.compile):
+        for row in measure(case, options.rounds, options.seconds, names):
             low, high = row["ratio_range"]
             print(f"{row['row']:<84} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})")
             rows.append(row)

@@ -65,19 +65,41 @@ def test_figures_of_committed_benchmarks_draw(study: Path, tmp_path: Path) -> No
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("recipe", sorted(ROOT.glob("analyses/*/recipe.toml")), ids=lambda p: p.parent.name)
+RECIPES = sorted([*ROOT.glob("analyses/*/recipe.toml"), *ROOT.glob("analyses/*/source.toml")])
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.parent.name)
 def test_recipes_of_studies_are_valid(recipe: Path) -> None:
     assert Recipe.load(recipe).training.epochs >= 1
     for table in recipe.parent.glob("*.toml"):
-        if table.name != "recipe.toml":
+        if table not in RECIPES:
             InitConfig.load(table)
 
 
 def test_the_population_benchmark_runs(tmp_path: Path) -> None:
     out = tmp_path / "population.json"
-    options = ["--rounds", "1", "--seconds", "0.01", "--case", "8x8", "--json", out]
+    options = ["--rounds", "1", "--seconds", "0.01", "--case", "8x8", "--against", "loop", "--json", out]
     command = [sys.executable, ROOT / "benchmarks/population.py", *options]
     subprocess.run([str(a) for a in command], check=True, capture_output=True)
     rows = json.loads(out.read_text())["rows"]
-    assert rows[-1]["row"].startswith("8x8: the best loop")
+    assert "against the best loop" in rows[-1]["row"]
     assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_the_agreement_of_fast_and_plain_training_is_tested(tmp_path: Path) -> None:
+    out = tmp_path / "agreement.json"
+    options = ["--networks", "4", "--epochs", "1", "--path", "torch kernels", "--json", out]
+    command = [sys.executable, ROOT / "benchmarks/agreement.py", *options]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["test"] for row in rows] == ["Welch", "Kolmogorov-Smirnov"] * 2
+    assert all(0 <= row["p"] <= 1 for row in rows)
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    options = ["--device", "cpu", "--tile", 1, "--rounds", 1, "--seconds", 0.01, "--json", out]
+    command = [sys.executable, ROOT / "benchmarks/population_gpu.py", *options]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["network_epochs_per_second"] > 0 for row in rows] == [True] * 12

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from plain import train_alone
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.data import load
-from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.seeding import Purpose, torch_seed
 from weightscope.train import build_network, spec_of, train_tile
-from weightscope.train.engine import smooth, swept
+from weightscope.train.engine import TileRun, smooth, swept
 from weightscope.train.optimiser import StackedAdamW, schedule_factor
 
 BASE = {
@@ -29,30 +29,6 @@ NETWORKS = {
 
 def recipe(**changes: object) -> Recipe:
     return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
-
-
-def train_alone(plan: Recipe, k: int) -> torch.nn.Module:
-    """Network k of a recipe in plain PyTorch: its own module, torch.optim.AdamW, one network at a time."""
-    data, training, root = load(plan.data.name, train=plan.data.train), plan.training, plan.population.seed
-    torch.manual_seed(torch_seed(root, k, Purpose.INIT))
-    network = build_network(plan)
-    optimiser = torch.optim.AdamW(
-        network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
-    )
-    order = numpy_generator(root, k, Purpose.ORDER)
-    steps = len(data.train_images) // training.batch_size
-    for epoch in range(training.epochs):
-        batches = order.permutation(len(data.train_images))[: steps * training.batch_size].reshape(steps, -1)
-        for step, index in enumerate(batches):
-            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
-            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
-            logits = network(normalise(data.train_images[index], data.mean, data.std))
-            loss = F.cross_entropy(logits, data.train_labels[index], label_smoothing=training.label_smoothing)
-            optimiser.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
-            optimiser.step()
-    return network
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -90,6 +66,31 @@ def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: st
     assert first.weights.tobytes() == again.weights.tobytes()
     for key, values in first.metrics.items():
         np.testing.assert_array_equal(values, again.metrics[key])
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Refuses what makes a GPU wait: numbers read by the host, and shapes that depend on values."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function._overloadpacket.__name__ not in (
+            "_local_scalar_dense",
+            "nonzero",
+            "masked_select",
+            "unique_dim",
+        )
+        if function._overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
+    augment = {"crop": 1, "flip": True, "operations": 2, "cutout": 2}
+    plan = recipe(network=NETWORKS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
+    run = TileRun(plan, 0, load("digits", train=96, test=50), torch.device("cpu"))
+    run.epoch(0)  # tables are made once
+    with NoSynchronisation():
+        run.epoch(1)
 
 
 def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kernels: str) -> None:

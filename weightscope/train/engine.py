@@ -217,11 +217,14 @@ class TileRun:
         return Tile(self.tile, weights, self.seeds, metrics)
 
     def epoch(self, epoch: int) -> dict[str, np.ndarray]:
-        """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,)."""
+        """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,).
+
+        Everything random comes to the device before the first step and nothing leaves it before the last.
+        """
         training = self.recipe.training
         self.nets.train()
         order = self._order()
-        draws = self._draws()
+        draws, shares = self._draws(), self._mixup_shares()
         steps = self.steps_per_epoch
         loss_sum = torch.zeros(len(self.ids), device=self.device)
         correct = torch.zeros_like(loss_sum)
@@ -230,10 +233,11 @@ class TileRun:
             labels = self.labels[index]
             images = self._batch(index, None if draws is None else draws[:, step])
             targets = smooth(labels, self.recipe.training.label_smoothing, dataset_info(self.recipe.data.name).classes)
-            if training.mixup:
-                share = self._mixup_share()
-                images = share[..., None, None, None] * images + (1 - share[..., None, None, None]) * images.flip(1)
-                targets = share[..., None] * targets + (1 - share[..., None]) * targets.flip(1)
+            if shares is not None:
+                share = shares[:, step, None, None]  # (T, 1, 1)
+                targets = share * targets + (1 - share) * targets.flip(1)
+                share = share[..., None, None]
+                images = share * images + (1 - share) * images.flip(1)
             logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
             losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
             self.nets.backward(losses.sum())
@@ -262,11 +266,13 @@ class TileRun:
         rows = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
         return torch.from_numpy(np.stack(rows)).to(self.device)
 
-    def _mixup_share(self) -> Tensor:
-        """(T, 1) shares from Beta(mixup, mixup), one for each network and step."""
+    def _mixup_shares(self) -> Tensor | None:
+        """(T, steps) shares from Beta(mixup, mixup), one for each network and step."""
         alpha = self.recipe.training.mixup
-        share = [[stream.beta(alpha, alpha)] for stream in self.streams[Purpose.MIXUP]]
-        return torch.tensor(share, dtype=torch.float32, device=self.device)
+        if not alpha:
+            return None
+        rows = [stream.beta(alpha, alpha, self.steps_per_epoch) for stream in self.streams[Purpose.MIXUP]]
+        return torch.from_numpy(np.stack(rows)).to(self.device, torch.float32)
 
     def _batch(self, index: Tensor, draws: Tensor | None) -> Tensor:
         """Normalised training images (T, B, C, H, W)."""
@@ -286,7 +292,7 @@ class TileRun:
             part = slice(start, start + _EVALUATION_IMAGES)
             images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
             logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
-            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels)), labels].sum(1)
+            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
             correct += (logits.argmax(2) == labels).float().sum(1)
         count = len(self.test_images)
         return {

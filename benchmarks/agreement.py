@@ -1,0 +1,105 @@
+"""Do populations end alike, whichever way they are trained?
+
+    python benchmarks/agreement.py --json benchmarks/results/agreement.json
+
+ConvNeXts on the digits, trained one by one in plain PyTorch (`plain.py`), in tiles with torch's kernels, and in tiles
+with compiled kernels. Each path gets a root seed of its own, so the samples are independent, and each is compared with
+the plain one by Welch's t test of the means and by the two-sample Kolmogorov-Smirnov test, of test accuracy and test
+loss; Bonferroni's correction is over all of them.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from joblib import Parallel, delayed
+from plain import train_alone
+from scipy import stats
+
+from weightscope.data import load
+from weightscope.data.augment import normalise
+from weightscope.environment import environment, usable_cores
+from weightscope.recipe import Recipe
+from weightscope.train import train_tile
+
+TILE = 32
+PATHS = {"plain": 1, "torch kernels": 2, "compiled kernels": 3}  # and their root seeds
+
+
+def recipe_of(path: str, epochs: int) -> Recipe:
+    kernels = "compiled" if path == "compiled kernels" else "torch"
+    return Recipe.parse(
+        {
+            "network": {"type": "convnext", "width": 12, "depth": 2, "patch_size": 2, "expansion": 2},
+            "data": {"name": "digits"},
+            "training": {"epochs": epochs, "batch_size": 64, "kernels": kernels, "evaluate": "end"},
+            "population": {"tile": TILE, "seed": PATHS[path]},
+        }
+    )
+
+
+def alone(recipe: Recipe, k: int) -> tuple[float, float]:
+    """Test accuracy and loss of network k, in plain PyTorch."""
+    torch.set_num_threads(1)
+    network = train_alone(recipe, k).eval()
+    data = load(recipe.data.name)
+    with torch.no_grad():
+        logits = network(normalise(data.test_images, data.mean, data.std))
+    correct = (logits.argmax(1) == data.test_labels).float().mean()
+    return float(correct), float(F.cross_entropy(logits, data.test_labels))
+
+
+def together(recipe: Recipe, tile: int) -> list[tuple[float, float]]:
+    metrics = train_tile(recipe, tile, device="cpu").metrics
+    return list(zip(metrics["test_accuracy"].tolist(), metrics["test_loss"].tolist(), strict=True))
+
+
+def sample(path: str, networks: int, epochs: int) -> np.ndarray:
+    """(networks, 2): test accuracies and losses."""
+    recipe = recipe_of(path, epochs)
+    workers = Parallel(n_jobs=usable_cores())
+    if path == "plain":
+        return np.array(workers(delayed(alone)(recipe, k) for k in range(networks)))
+    tiles = workers(delayed(together)(recipe, tile) for tile in range(-(-networks // TILE)))
+    return np.array([row for tile in tiles for row in tile][:networks])
+
+
+def compare(samples: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in list(samples)[1:]:
+        for column, metric in enumerate(("test accuracy", "test loss")):
+            ours, plain = samples[path][:, column], samples["plain"][:, column]
+            welch = stats.ttest_ind(ours, plain, equal_var=False)
+            low, high = welch.confidence_interval(0.95)
+            about = {"row": f"{path}: {metric}", "ours": ours.mean(), "plain": plain.mean(), "std": plain.std(ddof=1)}
+            rows.append(about | {"difference_ci95": [low, high], "test": "Welch", "p": welch.pvalue})
+            rows.append(about | {"test": "Kolmogorov-Smirnov", "p": stats.ks_2samp(ours, plain).pvalue})
+    for row in rows:
+        row["p_bonferroni"] = min(1.0, len(rows) * row["p"])
+    return [{key: v.item() if isinstance(v, np.generic) else v for key, v in row.items()} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--networks", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--path", action="append", choices=list(PATHS)[1:], help="only this one; repeat it")
+    options = parser.parse_args()
+    paths = ["plain", *(options.path or list(PATHS)[1:])]
+    rows = compare({path: sample(path, options.networks, options.epochs) for path in paths})
+    for row in rows:
+        means = f"{row['ours']:.4f} {row['plain']:.4f} (std {row['std']:.4f})"
+        print(f"{row['row']:<34} {means}  {row['test']:<18} p {row['p']:.3f}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        about = environment() | {"networks": options.networks, "epochs": options.epochs}
+        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

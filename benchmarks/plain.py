@@ -1,0 +1,35 @@
+"""One network of a recipe in plain PyTorch: what the fast paths are compared with, here and in the tests."""
+
+import torch
+import torch.nn.functional as F
+
+from weightscope.data import load
+from weightscope.data.augment import normalise
+from weightscope.recipe import Recipe
+from weightscope.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.train import build_network
+from weightscope.train.optimiser import schedule_factor
+
+
+def train_alone(plan: Recipe, k: int) -> torch.nn.Module:
+    """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it."""
+    data, training, root = load(plan.data.name, train=plan.data.train), plan.training, plan.population.seed
+    torch.manual_seed(torch_seed(root, k, Purpose.INIT))
+    network = build_network(plan)
+    optimiser = torch.optim.AdamW(
+        network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
+    )
+    order = numpy_generator(root, k, Purpose.ORDER)
+    steps = len(data.train_images) // training.batch_size
+    for epoch in range(training.epochs):
+        batches = order.permutation(len(data.train_images))[: steps * training.batch_size].reshape(steps, -1)
+        for step, index in enumerate(batches):
+            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
+            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            logits = network(normalise(data.train_images[index], data.mean, data.std))
+            loss = F.cross_entropy(logits, data.train_labels[index], label_smoothing=training.label_smoothing)
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
+            optimiser.step()
+    return network
