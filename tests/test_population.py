@@ -65,6 +65,10 @@ def test_chunk_size_changes_no_row(folder: Path, size: "int | None") -> None:
         assert [len(b) for b in blocks] == [size] * (20 // size) + ([20 % size] if 20 % size else [])
     assert all(b.dtype == np.float32 for b in blocks)
     np.testing.assert_array_equal(np.concatenate(blocks), population.weights("*fc*"))
+    marked = list(Population(folder).marked_chunks("*fc*", size))
+    np.testing.assert_array_equal(np.concatenate([rows for rows, _ in marked]), population.weights("*fc*"))
+    assert population.diverged.any()
+    np.testing.assert_array_equal(np.concatenate([bad for _, bad in marked]), population.diverged)
 
 
 def test_bad_selections_and_sizes_are_refused_before_reading(folder: Path) -> None:

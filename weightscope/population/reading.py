@@ -131,24 +131,37 @@ class Population:
             UsageError: if a pattern matches nothing or the size is not positive.
             DataError: if a shard is damaged.
         """
+        return (block for block, _ in self.marked_chunks(select, size))
+
+    def marked_chunks(
+        self, select: str | Sequence[str] = "*", size: int | None = None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """As `chunks`, each block with booleans (size,): which of its networks diverged. Each shard is opened once.
+
+        Raises:
+            UsageError: if a pattern matches nothing or the size is not positive.
+            DataError: if a shard is damaged.
+        """
         sub = self.spec.select(select)
         if size is not None and size < 1:
             raise UsageError(f"size: expected a positive number of rows, found {size}")
         return self._blocks(sub, size or max(1, _BLOCK_BYTES // (4 * max(1, sub.size))))
 
-    def _blocks(self, sub: WeightSpec, size: int) -> Iterator[np.ndarray]:
+    def _blocks(self, sub: WeightSpec, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         total, done, filled = len(self), 0, 0
-        block = np.empty((min(size, total), sub.size), dtype=np.float32)
+        block, marks = np.empty((min(size, total), sub.size), dtype=np.float32), np.empty(min(size, total), dtype=bool)
         for tile, rows in self._rows.items():
             start = 0
             while start < rows:
                 take = min(rows - start, len(block) - filled)
-                self._read(tile, slice(start, start + take), sub, block[filled : filled + take])
+                part = slice(filled, filled + take)
+                self._read(tile, slice(start, start + take), sub, block[part], marks[part])
                 start, filled = start + take, filled + take
                 if filled == len(block):
-                    yield block
+                    yield block, marks
                     done, filled = done + filled, 0
-                    block = np.empty((min(size, total - done), sub.size), dtype=np.float32)
+                    rows_left = min(size, total - done)
+                    block, marks = np.empty((rows_left, sub.size), dtype=np.float32), np.empty(rows_left, dtype=bool)
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of network number k, shape (D,) float32.
@@ -245,8 +258,12 @@ class Population:
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, found no file any more; {shards.AGAIN}") from None
 
-    def _read(self, tile: int, rows: slice, sub: WeightSpec, out: np.ndarray) -> None:
+    def _read(
+        self, tile: int, rows: slice, sub: WeightSpec, out: np.ndarray, diverged: np.ndarray | None = None
+    ) -> None:
         with self._open(tile) as h5:
+            if diverged is not None:
+                diverged[...] = h5["metrics"]["diverged"][rows]
             start = 0
             for columns in _runs(self.spec, sub):
                 width = columns.stop - columns.start

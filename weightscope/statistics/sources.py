@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ T = TypeVar("T")
 class Source(Protocol):
     """N weight vectors that are read in blocks of rows; a `Population` is one.
 
-    A source may also have `diverged`, booleans (N,): networks whose weights mean nothing.
+    A source may also have `diverged`, booleans (N,): networks whose weights mean nothing; and `marked_chunks`, which
+    yields each block with its part of these, where that is quicker than reading all of them first.
     """
 
     @property
@@ -97,14 +99,21 @@ def usable_chunks(source: Source, names: Sequence[str], size: int | None = None)
     Yields:
         rows (n, D'), and how many rows of this block were left out because their network had diverged.
     """
+    blocks = source.marked_chunks if hasattr(source, "marked_chunks") else partial(_marked_chunks, source)
+    for rows, bad in blocks(select=literal(names), size=size):
+        out = int(bad.sum())
+        yield (rows[~bad] if out else rows), out
+
+
+def _marked_chunks(source: Source, select: Sequence[str], size: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     diverged, start = getattr(source, "diverged", None), 0
-    for rows in source.chunks(select=literal(names), size=size):
-        out = 0
-        if diverged is not None:
-            bad = np.asarray(diverged[start : start + len(rows)], dtype=bool)
-            start, out = start + len(rows), int(bad.sum())
-            rows = rows[~bad] if out else rows
-        yield rows, out
+    for rows in source.chunks(select=select, size=size):
+        stop = start + len(rows)
+        yield (
+            rows,
+            np.zeros(len(rows), dtype=bool) if diverged is None else np.asarray(diverged[start:stop], dtype=bool),
+        )
+        start = stop
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
