@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_every_command_answers_help_with_an_example(name: str, capsys: pytest.Ca
     assert code == 0
     assert re.search(rf"Examples?:\n\s+weightscope {name}", out)
     assert all(line.strip() for line in cli.commands[name].get_short_help_str().splitlines())
+
+
+@pytest.mark.parametrize("name", list(cli.commands))
+def test_the_examples_of_help_are_valid_commands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = run(name, "--help", capsys=capsys)[1].partition("Example")[2].partition("\n\n")[0]
+    commands = [shlex.split(part) for part in examples.replace("\\\n", " ").splitlines()[1:]]
+    assert commands
+    for program, command, *arguments in commands:
+        assert (program, command) == ("weightscope", name)
+        cli.commands[name].make_context(name, arguments)  # parses, and runs nothing
 
 
 def test_every_option_has_help() -> None:
@@ -251,3 +265,29 @@ def test_python_dash_m() -> None:
         [sys.executable, "-m", "weightscope", "--version"], capture_output=True, text=True, check=True
     )
     assert found.stdout.startswith("weightscope, version")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["products", "vit", "-o", "a.xyz"], "a.xyz: expected a name that ends in .png, .pdf, .svg"),
+        (["products", "vit", "-o", "no/such.png"], "its folder no does not exist"),
+        (["products", "vit", "--json", "no/such.json"], "its folder no does not exist"),
+        (["covariance", "vit", "--matrix", "a.csv"], "ends in .npz, .npy"),
+        (["fit-init", "vit", "-o", "a.pt"], "ends in .safetensors"),
+        (["fit-init", "vit", "-o", "folder.safetensors"], "found a folder"),
+        (["export", "a.pop", "-o", "no/such.h5"], "its folder no does not exist"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.safetensors").mkdir()
+    status, _, error = run(*arguments, capsys=capsys)
+    assert (status, error.count("\n")) == (2, 1)
+    assert text in error

@@ -5,13 +5,13 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import json_option, out_option, write_json
+from weightscope.cli.shared import OutputFile, json_option, out_option, write_json
 from weightscope.errors import UsageError
 
 
 @click.command("fit-init")
 @click.argument("source")
-@out_option("The artifact (.safetensors).")
+@out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
 @click.option(
     "--structure",
     default="auto",
@@ -23,7 +23,7 @@ from weightscope.errors import UsageError
 @click.option("--joint", default="block", show_default=True, help="What is fitted together: tensor, block or all.")
 @click.option("--holdout", type=float, default=0.2, show_default=True, help="Share of networks to choose by.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which networks are held out.")
-@click.option("--standalone", type=click.Path(path_type=Path), help="Also write a Python file that applies it.")
+@click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
 @json_option
 @click.pass_context
 def fit_init(

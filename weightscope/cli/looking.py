@@ -6,7 +6,15 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import is_population, json_option, out_option, population_of, write_json
+from weightscope.cli.shared import (
+    OutputFile,
+    figure_option,
+    is_population,
+    json_option,
+    out_option,
+    population_of,
+    write_json,
+)
 from weightscope.errors import UsageError
 
 
@@ -30,14 +38,14 @@ def inspect(source: str, json_file: Path | None) -> None:
 
 @click.command()
 @click.argument("source")
-@out_option("The HDF5 file to write.")
+@out_option("The HDF5 file to write.", type=OutputFile())
 @click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
 def export(source: str, out: Path, select: str) -> None:
     """Write a population's weights as one (N, D) matrix with its spec, for sharing.
 
     \b
     Example:
-      weightscope export digits.pop digits.h5 --select "*.mlp.*"
+      weightscope export digits.pop -o digits.h5 --select "*.mlp.*"
     """
     from weightscope.population import export as write
 
@@ -56,10 +64,10 @@ def export(source: str, out: Path, select: str) -> None:
 @click.option("--init", "inits", multiple=True, help="Compare with an initialiser (a name, or .toml); repeat it.")
 @click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
 @click.option("--keep", type=int, help="Within networks: the most coordinates whose matrix is kept.  [default: 1024]")
-@out_option("The figure, .png, .pdf or .svg.", "covariance.png")
+@figure_option("covariance.png")
 @click.option(
     "--matrix",
-    type=click.Path(path_type=Path),
+    type=OutputFile(".npz", ".npy"),
     help="Also write the matrix or matrices here (.npz). Of a population, .npy is made on the disk, whatever its size.",
 )
 @click.option("--precision", type=click.Choice(["float64", "float32"]), help="Of a population.  [default: float64]")
@@ -154,8 +162,14 @@ def _within(
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@out_option("The figure, .png, .pdf or .svg.", "products.png")
-@click.option("--view", default="auto", show_default=True, help="grid (matrices), depth (alpha, beta), or auto.")
+@figure_option("products.png")
+@click.option(
+    "--view",
+    type=click.Choice(["auto", "grid", "depth"]),
+    default="auto",
+    show_default=True,
+    help="Matrices in a grid, or alpha and beta against depth.",
+)
 @click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeat it.")
 @click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
 @click.option("--clip", type=int, default=64, show_default=True, help="Draw the upper left so many rows and columns.")
@@ -165,7 +179,13 @@ def _within(
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @click.option("--biases", is_flag=True, help="Add columns on what biases contribute.")
 @click.option("--rotary", default="zero", show_default=True, help="zero, average, or a relative position.")
-@click.option("--spectra", default="heads", show_default=True, help="Singular values of heads, all or none.")
+@click.option(
+    "--spectra",
+    type=click.Choice(["heads", "all", "none"]),
+    default="heads",
+    show_default=True,
+    help="Of what singular values are computed.",
+)
 @json_option
 def products(
     sources: tuple[str, ...],

@@ -32,15 +32,47 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-json_option = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the table here.")
+class OutputFile(click.Path):
+    """A file to be written; what would make that fail is said before anything is computed.
+
+    Args:
+        suffixes: what its name may end in; any, when there are none.
+    """
+
+    def __init__(self, *suffixes: str) -> None:
+        super().__init__(path_type=Path)
+        self.suffixes = suffixes
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, whose folder exists.
+
+        Raises:
+            UsageError: if the name ends in something else, or its folder does not exist.
+        """
+        path = Path(super().convert(value, param, ctx))
+        if self.suffixes and path.suffix.lower() not in self.suffixes:
+            raise UsageError(f"{path}: expected a name that ends in {', '.join(self.suffixes)}")
+        if path.is_dir():
+            raise UsageError(f"{path}: expected the name of a file, found a folder")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: its folder {path.parent} does not exist; make it first")
+        return path
 
 
-def out_option(help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`-o`, required where there is no default."""
+json_option = click.option("--json", "json_file", type=OutputFile(), help="Also write the table here.")
+
+
+def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """`-o`, required where there is no default; a folder unless `type` says otherwise."""
     settings: dict[str, Any] = (
         {"required": True} if default is None else {"default": Path(default), "show_default": True}
     )
-    return click.option("-o", "--out", type=click.Path(path_type=Path), help=help, **settings)
+    return click.option("-o", "--out", type=type or click.Path(path_type=Path), help=help, **settings)
+
+
+def figure_option(default: str) -> Callable[[Callable[..., Any]], Any]:
+    """`-o` of a picture."""
+    return out_option("The figure, .png, .pdf or .svg.", default, OutputFile(".png", ".pdf", ".svg"))
 
 
 def write_json(path: Path | None, values: Any) -> None:
