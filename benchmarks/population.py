@@ -30,7 +30,7 @@ from weightscope.data.dataset import Dataset
 from weightscope.environment import environment, usable_cores
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.train import build_network, compiled
+from weightscope.train import build_network, building
 from weightscope.train.engine import TileRun
 from weightscope.train.memory import keep_freed_memory
 
@@ -85,7 +85,7 @@ def loop(
     layout = torch.channels_last if channels_last else torch.contiguous_format
     network = build_network(recipe).to(device, memory_format=layout)
     forward = torch.compile(network) if compiled else network
-    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
 
     def work() -> int:
         batches = torch.randperm(len(images)).to(device).view(-1, BATCH)
@@ -164,7 +164,7 @@ def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> 
 def ours() -> tuple[str, ...]:
     """Ours that can run here."""
     try:
-        compiled.library()
+        building.library()
     except UsageError as error:
         print(error)
         return OURS[:1]
@@ -185,12 +185,14 @@ def measure(case: str, rounds: int, seconds: float, names: list[str]) -> list[di
             found.setdefault(setting, []).append(rate(case, *setting, seconds))
     measured = {name: found.pop((name, usable_cores(), 1)) for name in ours()}
     loops = [setting for setting in found if setting[0] != "vmap"]
-    best = max(loops, key=lambda setting: statistics.median(found[setting]))
+    best = max(loops, key=lambda setting: statistics.median(found[setting]), default=None)
     rows = []
     for name, mine in measured.items():
-        for setting in [*found, best]:
-            peer = f"{setting[0]}, {setting[1]} x {setting[2]} threads"
-            peer = f"the best loop ({peer})" if len(rows) % (len(found) + 1) == len(found) else peer
+        for setting, form in [
+            *((setting, "{}") for setting in found),
+            *([(best, "the best loop ({})")] if best else []),
+        ]:
+            peer = form.format(f"{setting[0]}, {setting[1]} x {setting[2]} threads")
             ratios = [a / b for a, b in zip(mine, found[setting], strict=True)]
             rows.append(
                 {

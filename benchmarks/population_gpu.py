@@ -97,7 +97,8 @@ def measure(network: str, tiles: list[int], rounds: int, seconds: float, device:
             try:
                 steps = rate(make(), seconds, device)
             except torch.OutOfMemoryError:
-                steps = float("nan")
+                print(f"{network}: {name}: not enough memory")
+                continue
             found.setdefault(name, []).append(steps * BATCH / EPOCH)
             peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
     peers = {name: statistics.median(values) for name, values in found.items() if not name.startswith("weightscope")}

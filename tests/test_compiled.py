@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from weightscope.cli import main
+from weightscope.collect import collect
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
-from weightscope.train import compiled
+from weightscope.train import building, compiled
 from weightscope.train.engine import check_kernels
 from weightscope.train.stacked import StackedNetworks
 
@@ -31,6 +32,8 @@ FILTERS = [  # channels, height, width, batch, kernel, dilation
     (2, 3, 21, 33, 1, 1),
     (2, 8, 8, 16, 9, 1),
     (2, 6, 6, 5, 13, 3),
+    (2, 7, 9, 20, 3, 1),
+    (1, 2, 2, 3, 101, 1),
 ]
 SIZES = [  # networks, channels, hidden, positions
     (2, 16, 32, 300),
@@ -86,6 +89,61 @@ def test_norm_and_mlp_equal_torch(sizes, dtype):
     x, *weights = inputs
     found = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
     agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 15, 16, 17, 31, 33, 50, 64])
+def test_a_block_equals_torch(batch, dtype):
+    """Batches around every multiple of a vector register, of which the residual is added to one or two at a time."""
+    _, gain, shift, w1, b1, w2, b2 = mlp_inputs((2, 3, 5, 1), dtype)
+    shapes = (6, 5, 4, batch), (6, 3, 3), (6,)
+    x, filters, bias = (draw(*shape, dtype=dtype).requires_grad_() for shape in shapes)
+    inner = F.conv2d(x.permute(3, 0, 1, 2), filters[:, None], bias, padding=1, groups=6).permute(1, 2, 3, 0)
+    expected = x + plain_mlp(inner.reshape(2, 3, -1), gain, shift, w1, b1, w2, b2).view_as(x)
+    found = compiled.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6)
+    agree(found, expected, [x, filters, bias, gain, shift, w1, b1, w2, b2], 5 * TYPES[dtype])
+
+
+@needs_compiler
+def test_what_does_not_fit_is_refused():
+    x, weight, bias = torch.zeros(3, 4, 4, 2), torch.zeros(3, 3, 3), torch.zeros(3)
+    for shape in ((3, 4, 4), (2, 3, 3), (3, 3, 5)):
+        with pytest.raises(ValueError, match="odd square kernels"):
+            compiled.depthwise_conv2d(x, torch.zeros(shape), bias)
+    for other in (torch.float64, torch.bfloat16):
+        with pytest.raises(ValueError, match="of one type"):
+            compiled.depthwise_conv2d(x.to(other), weight, bias)
+    y, *weights = (value.detach() for value in mlp_inputs((2, 3, 5, 4), torch.float32))
+    pairs = tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:])
+    with pytest.raises(ValueError, match="expected weights of shapes"):
+        compiled.norm_mlp(y[:1], *pairs, 1e-6)
+    with pytest.raises(ValueError, match="positive eps"):
+        compiled.norm_mlp(y, *pairs, 0.0)
+    with pytest.raises(UsageError, match="'compiled' on a CPU"):
+        StackedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="compiled")
+
+
+@needs_compiler
+def test_a_second_derivative_is_refused():
+    x, weight, bias = (draw(*s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 3, 2), (2, 3, 3), (2,)))
+    y = compiled.depthwise_conv2d(x, weight, bias).square().sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["convnext", "vit"])
+def test_weights_take_the_type_of_the_images(name):
+    torch.manual_seed(0)
+    template = ConvNeXt(8, 1, 3, 2, 5, in_channels=1) if name == "convnext" else ViT(8, 4, 8, 1, 2, 5, in_channels=1)
+    images, logits = draw(2, 3, 1, 8, 8, dtype=torch.float64), []
+    for kernels in ("torch", "compiled"):
+        stacked = StackedNetworks(template, 2, kernels=kernels)
+        stacked.weights.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        logits.append(stacked(images))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
 
 
 @needs_compiler
@@ -158,9 +216,9 @@ def fresh(monkeypatch, tmp_path):
     """Nothing compiled yet, in an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    compiled.library.cache_clear()
+    building._built.cache_clear()
     yield tmp_path
-    compiled.library.cache_clear()
+    building._built.cache_clear()
 
 
 def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch, capsys):
@@ -175,27 +233,71 @@ def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatc
     assert not (fresh / "p.pop").exists()
 
 
-@pytest.mark.parametrize(("compiler", "text"), [("false", "failed"), ("no-such-compiler", "cannot run")])
+@pytest.mark.parametrize(
+    ("compiler", "text"),
+    [
+        ("false", "`false` failed"),
+        ("no-such-compiler", "cannot run `no-such-compiler`"),
+        ('"gcc', "No closing quotation"),
+    ],
+)
 def test_a_compiler_that_fails_is_named(fresh, monkeypatch, compiler, text):
     monkeypatch.setenv("CC", compiler)
-    with pytest.raises(UsageError, match=f"{text}|{compiler}"):
-        compiled.library()
+    with pytest.raises(UsageError, match=text):
+        building.library()
     assert not list(fresh.rglob("*.so"))
 
 
 @needs_compiler
 def test_it_is_compiled_once_and_nothing_half_written_stays(fresh):
-    compiled.library()
+    building.library()
     (file,) = (fresh / "cache" / "weightscope").iterdir()
     written = file.stat().st_mtime_ns
-    compiled.library.cache_clear()
-    compiled.library()
+    building._built.cache_clear()
+    building.library()
     assert [f.stat().st_mtime_ns for f in (fresh / "cache" / "weightscope").iterdir()] == [written]
 
 
 @needs_compiler
+@pytest.mark.parametrize("size", [0, 100, 20_000])
+def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
+    building.library()
+    (file,) = (fresh / "cache" / "weightscope").iterdir()
+    whole = file.read_bytes()
+    file.unlink()  # the process has the old one mapped
+    file.write_bytes(whole[:size])
+    building._built.cache_clear()
+    building.library()
+    assert [f.read_bytes() for f in (fresh / "cache" / "weightscope").iterdir()] == [whole]
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
+    """What a processor without AVX-512 runs."""
+    ours = torch.get_default_dtype()
+    inputs = mlp_inputs((2, 5, 7, 200), ours)
+    x, *weights = inputs
+    wide = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    identity = building.build_id()
+    monkeypatch.setenv("CC", f"{building._compiler()[0]} {flags}")
+    building._built.cache_clear()
+    try:
+        building.library()
+    except UsageError:
+        pytest.skip(f"the compiler does not know {flags}")
+    assert building.build_id() != identity
+    found = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5)
+    shapes = (3, 6, 7, 21), (3, 5, 5), (3,)
+    images, filters, bias = (draw(*shape, dtype=ours) for shape in shapes)
+    expected = F.conv2d(images.permute(3, 0, 1, 2), filters[:, None], bias, padding=2, groups=3).permute(1, 2, 3, 0)
+    torch.testing.assert_close(compiled.depthwise_conv2d(images, filters, bias), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
 def test_two_processes_may_compile_at_once(fresh):
-    code = "from weightscope.train import compiled; compiled.library()"
+    code = "from weightscope.train.building import library; library()"
     both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
@@ -204,7 +306,7 @@ def test_two_processes_may_compile_at_once(fresh):
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
     (fresh / "cache").write_text("a file where the folder should be")
-    assert compiled.library() is not None
+    assert building.library() is not None
 
 
 def test_recipes_say_what_cannot_be():
@@ -213,3 +315,9 @@ def test_recipes_say_what_cannot_be():
         recipe.replace({"training.precision": "bfloat16"})
     with pytest.raises(UsageError, match="are for the CPU"):
         check_kernels(recipe, torch.device("cuda"))
+
+
+@needs_compiler
+def test_shards_say_which_build_made_them(tmp_path):
+    population = collect(Recipe.parse(tomllib.loads(TOML)), tmp_path / "p.pop", workers=1, device="cpu")
+    assert list(population.provenance()) == [f"torch {torch.__version__} on cpu, kernels {building.build_id()}"]

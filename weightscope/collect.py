@@ -152,7 +152,7 @@ def train_shard(
     if there.networks > manifest.networks:
         manifests.match(path, there, manifest)
         manifest = there
-    return tile, shards.save(path, manifest, trained, _device_name(device))[1]
+    return tile, shards.save(path, manifest, trained, _made_on(recipe, device))[1]
 
 
 def _wanted(recipe: Recipe, networks: int | None, data: str | Path | None, device: str) -> tuple[Manifest, str]:
@@ -224,13 +224,17 @@ def _kept(path: Path) -> str:
     return f"{len(population)} of {population.recipe.population.networks} networks are kept in {path}"
 
 
-def _device_name(device: str) -> str:
-    """What a shard says that it was made on: GPUs of different models may round differently."""
-    if not device.startswith("cuda"):
-        return device
-    import torch
+def _made_on(recipe: Recipe, device: str) -> str:
+    """What a shard says that it was made on: GPUs of different models, and builds of kernels, round differently."""
+    if device.startswith("cuda"):
+        import torch
 
-    return torch.cuda.get_device_name(device)
+        return torch.cuda.get_device_name(device)
+    if recipe.training.kernels == "compiled":
+        from weightscope.train.building import build_id
+
+        return f"{device}, kernels {build_id()}"
+    return device
 
 
 def _sweep(path: Path) -> None:

@@ -7,6 +7,7 @@ from weightscope.anatomy.source import Source
 
 _NAMES = (
     *("ls1.gamma", "layer_scale1.lambda1", "layer_scale_1.lambda1", "layer_scale1.gamma", "layer_scale_1.gamma"),
+    *("ls_1.gamma", "ls1", "self_attn_layer_scale.scale"),
     *("gamma_1", "gamma1", "lambda_1", "layer_scale_1"),
 )
 

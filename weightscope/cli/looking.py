@@ -99,6 +99,8 @@ def covariance(
         if given := [key for key in of_population if across[key]]:
             names = ", ".join("--" + key.replace("_", "-") for key in given)
             raise UsageError(f"{names}: for one population's folder alone; here networks are looked at one by one")
+        if matrix is not None and matrix.suffix != ".npz":
+            raise UsageError(f"{matrix}: matrices within networks are written as .npz")
         found, draw = _within(sources, **within)
     click.echo(found.text())
     draw(out)

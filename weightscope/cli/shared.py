@@ -50,7 +50,7 @@ class OutputFile(click.Path):
             UsageError: if the name ends in something else, or its folder does not exist.
         """
         path = Path(super().convert(value, param, ctx))
-        if self.suffixes and path.suffix.lower() not in self.suffixes:
+        if self.suffixes and path.suffix not in self.suffixes:
             raise UsageError(f"{path}: expected a name that ends in {', '.join(self.suffixes)}")
         if path.is_dir():
             raise UsageError(f"{path}: expected the name of a file, found a folder")

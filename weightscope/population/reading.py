@@ -136,7 +136,7 @@ class Population:
     def marked_chunks(
         self, select: str | Sequence[str] = "*", size: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """As `chunks`, each block with booleans (size,): which of its networks diverged. Each shard is opened once.
+        """As `chunks`, each block with booleans (size,): which of its networks diverged, read with them.
 
         Raises:
             UsageError: if a pattern matches nothing or the size is not positive.

@@ -5,7 +5,8 @@
 
 The hash is written first, so the rename of the shard itself is what makes a tile done. When a shard is
 replaced by a longer one, both hashes are listed until the new one is in place: at every moment the pair on
-disk is valid, or the shard is absent. A shard's bytes depend on recipe, tile, torch version and device only.
+disk is valid, or the shard is absent. A shard's bytes depend on recipe, tile,
+torch version and device only, and on the compiler where the recipe asks for compiled kernels.
 """
 
 import contextlib

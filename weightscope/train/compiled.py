@@ -1,41 +1,30 @@
 """What a training step on a CPU spends its time on, in C: depthwise convolutions, and LayerNorm with the MLP after it.
 
-`kernels.c` is compiled for this machine when it is first needed, by the C compiler that is there ($CC, cc, gcc or
-clang), and kept in a cache folder. One pass over memory takes the place of the dozen that separate operations make:
-of a block's MLP only the input is kept for the backward pass, and all that lies between is computed again in the
-cache. The functions below take float32 and float64, and are differentiable once.
+One pass over memory takes the place of the dozen that separate operations make: of a block's MLP only the input is kept
+for the backward pass, and all that lies between is computed again in the cache. The functions take float32 and float64,
+one type at a time, and are differentiable once. `kernels.c` is compiled by `building.py` when it is first needed.
 """
 
 import ctypes
-import hashlib
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from weightscope.errors import UsageError
+from weightscope.train.building import library
 
 Pair = tuple[Tensor, Tensor]  # weight and bias
-
-_SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
-_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
-_TYPES = {torch.float32: ("-DREAL=float",), torch.float64: ("-DREAL=double", "-DDOUBLE=1")}
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int = 1) -> Tensor:
     """As `weightscope.train.depthwise.depthwise_conv2d`: x (C, H, W, B), weight (C, k, k), bias (C,).
 
     Raises:
+        ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
         UsageError: if there is no C compiler.
     """
+    _check_filters(x, weight, bias)
     return _DepthwiseConv2d.apply(x, weight, bias, dilation)
 
 
@@ -53,8 +42,10 @@ def norm_mlp(x: Tensor, norm: Pair, first: Pair, second: Pair, eps: float) -> Te
         (T, c, P).
 
     Raises:
+        ValueError: if shapes do not fit, or types differ.
         UsageError: if there is no C compiler.
     """
+    _check_mlp((x.shape[0], x.shape[1]), norm, first, second, eps)
     return _NormMlp.apply(x, *norm, *first, *second, eps)
 
 
@@ -70,9 +61,30 @@ def convnext_block(x: Tensor, filters: Pair, norm: Pair, first: Pair, second: Pa
         eps: added to the variance.
 
     Raises:
+        ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
         UsageError: if there is no C compiler.
     """
+    networks = len(norm[0])
+    _check_filters(x, *filters)
+    _check_mlp((networks, len(x) // networks), norm, first, second, eps)
     return _ConvNeXtBlock.apply(x, *filters, *norm, *first, *second, eps)
+
+
+def _check_filters(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    channels, k = x.shape[0], weight.shape[-1]
+    if x.ndim != 4 or weight.shape != (channels, k, k) or k % 2 == 0 or bias.shape != (channels,):
+        raise ValueError(
+            f"expected images (C, H, W, B), odd square kernels (C, k, k) and biases (C,), found {tuple(x.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(bias.shape)}"
+        )
+
+
+def _check_mlp(sizes: tuple[int, int], norm: Pair, first: Pair, second: Pair, eps: float) -> None:
+    (t, c), m = sizes, first[0].shape[1]
+    expected = [(t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)]
+    found = [tuple(value.shape) for value in (*norm, *first, *second)]
+    if expected != found or not eps > 0:
+        raise ValueError(f"expected weights of shapes {expected} and a positive eps, found {found} and {eps}")
 
 
 class _DepthwiseConv2d(torch.autograd.Function):
@@ -84,6 +96,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
         return _convolve(x, weight, bias, dilation)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_convolve_backward(*ctx.saved_tensors, grad.contiguous(), ctx.dilation), None
 
@@ -97,6 +110,7 @@ class _NormMlp(torch.autograd.Function):
         return _mlp(x, weights, ctx.eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         return *_mlp_backward(x, weights, grad.contiguous(), ctx.eps), None
@@ -113,6 +127,7 @@ class _ConvNeXtBlock(torch.autograd.Function):
         return _mlp(inner, weights, ctx.eps, x.view_as(inner)).view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner, *weights = ctx.saved_tensors
         grad = grad.contiguous()
@@ -154,77 +169,13 @@ def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
 
 
 def _call(name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+    given = [tensor for tensor in tensors if tensor is not None]
+    kinds = {(str(tensor.dtype), tensor.device.type, tensor.is_contiguous()) for tensor in given}
+    if kinds not in ({("torch.float32", "cpu", True)}, {("torch.float64", "cpu", True)}):
+        raise ValueError(
+            f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
+        )
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
-    if getattr(library(tensors[0].dtype), name)(*pointers, *values):
+    if getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)(*pointers, *values):
         raise MemoryError(f"{name}: no memory for the workspace")
-
-
-@lru_cache(maxsize=2)
-def library(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
-    """The compiled functions for float32 or float64; compiles them where that was not done before.
-
-    Raises:
-        UsageError: if there is no C compiler here, or it fails.
-    """
-    compiler = _compiler()
-    source, errors = _SOURCE.read_bytes(), ""
-    for machine in _MACHINE:
-        flags = (*_FLAGS, *machine, *_TYPES[dtype])
-        identity = [*compiler, *flags, _run([*compiler, "--version"]).stdout, _processor(), source.decode()]
-        name = f"kernels-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.so"
-        file = _folder() / name
-        if file.is_file():
-            return ctypes.CDLL(str(file))
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".kernels-") as there:
-            made = Path(there, name)
-            done = _run([*compiler, *flags, str(_SOURCE), "-o", str(made), "-lm"])
-            if done.returncode == 0:
-                os.replace(made, file)  # another process may have put the same there a moment ago
-                return ctypes.CDLL(str(file))
-        errors = done.stderr.strip()
-    raise UsageError(
-        f"kernels = 'compiled': `{shlex.join(compiler)}` failed: {errors[-500:]}; or use kernels = 'torch'"
-    )
-
-
-def _compiler() -> list[str]:
-    if os.environ.get("CC"):
-        return shlex.split(os.environ["CC"])
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return [name]
-    raise UsageError(
-        "kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, or use kernels = 'torch'"
-    )
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(
-            f"kernels = 'compiled': cannot run `{command[0]}`: {error}; or use kernels = 'torch'"
-        ) from error
-
-
-def _folder() -> Path:
-    """Where compiled kernels are kept; a temporary folder of this process where that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightscope"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return _temporary_folder()
-    return folder if os.access(folder, os.W_OK) else _temporary_folder()
-
-
-@lru_cache(maxsize=1)
-def _temporary_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="weightscope-"))
-
-
-def _processor() -> str:
-    """What tells machines apart that share a cache folder: the processor's abilities."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), " ".join(os.uname()[3:]))

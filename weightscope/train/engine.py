@@ -2,7 +2,8 @@
 
 Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes
 from streams that depend on (root seed, k) alone, and a tile is always computed whole, padding included, by one
-thread on a CPU. So network k has the same bits in any population, on any worker, after any interruption.
+thread on a CPU. So network k has the same bits in any population, on any worker, after any interruption (same build of
+torch, same device, and same C compiler where the recipe asks for compiled kernels).
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from weightscope.errors import UsageError
 from weightscope.recipe import Range, Recipe
 from weightscope.seeding import Purpose, numpy_generator
 from weightscope.spec import WeightSpec
-from weightscope.train import compiled
+from weightscope.train import building
 from weightscope.train.initial import initial_weights
 from weightscope.train.memory import keep_freed_memory
 from weightscope.train.optimiser import StackedAdamW, schedule_factor
@@ -86,7 +87,7 @@ def check_kernels(recipe: Recipe, device: torch.device) -> None:
     if recipe.training.kernels == "compiled":
         if device.type != "cpu":
             raise UsageError(f"kernels = 'compiled' are for the CPU, and the device is {device}; use kernels = 'torch'")
-        compiled.library()
+        building.library()
 
 
 def train_tile(

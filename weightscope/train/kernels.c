@@ -10,13 +10,19 @@
 #ifndef REAL
 #define REAL float
 #endif
-#define LANES ((long)(64 / sizeof(REAL)))
+#if defined(__AVX512F__)
+#define WIDTH 64 /* bytes of a vector register; wider vectors than the machine has are many times slower */
+#elif defined(__AVX__)
+#define WIDTH 32
+#else
+#define WIDTH 16
+#endif
+#define LANES ((long)(WIDTH / sizeof(REAL)))
 #define BLOCK 128 /* positions that the MLP works on at once: its activations stay in the cache */
-#define VECTORS (BLOCK / LANES)
 #define COLUMNS 4 /* output pixels of one row that share what is loaded */
 #define INLINE static inline __attribute__((always_inline))
 
-typedef REAL vec __attribute__((vector_size(64), aligned(sizeof(REAL)), may_alias));
+typedef REAL vec __attribute__((vector_size(WIDTH), aligned(sizeof(REAL)), may_alias));
 
 INLINE vec get(const REAL *p) { return *(const vec *)p; }
 INLINE void put(REAL *p, vec v) { *(vec *)p = v; }
@@ -104,10 +110,10 @@ INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more,
       }
 }
 
-/* out (k, k) = sums over pixels and the batch of `in`, moved by each tap, times grad; up to 9 taps at a time. */
-INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, shape s, const long k) {
-  vec sums[k * k];
-  memset(sums, 0, sizeof(sums));
+/* out (k, k) = sums over pixels and the batch of `in`, moved by each tap, times grad; up to 9 taps at a time. `sums` is
+   workspace, (k, k, LANES). */
+INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, shape s, const long k) {
+  memset(sums, 0, k * k * LANES * sizeof(REAL));
   for (long y = 0; y < s.height; y++)
     for (long i = 0; i < k; i++) { /* the rows that take part stay in the cache */
       const long row = y + i * s.dilation - s.reach;
@@ -115,7 +121,7 @@ INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, shape s, cons
       for (long from = 0; from < k; from += 9) {
         const long taps = k <= 9 ? k : k - from < 9 ? k - from : 9;
         vec sum[9];
-        for (long j = 0; j < taps; j++) sum[j] = sums[i * k + from + j];
+        for (long j = 0; j < taps; j++) sum[j] = get(sums + (i * k + from + j) * LANES);
         for (long x = 0; x < s.width; x++)
           for (long b = 0; b < s.lanes; b += LANES) {
             const vec g = get(grad + (y * s.padded + s.reach + x) * s.lanes + b);
@@ -123,10 +129,10 @@ INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, shape s, cons
 #pragma GCC unroll 9
             for (long j = 0; j < taps; j++) sum[j] += g * get(at + j * s.dilation * s.lanes);
           }
-        for (long j = 0; j < taps; j++) sums[i * k + from + j] = sum[j];
+        for (long j = 0; j < taps; j++) put(sums + (i * k + from + j) * LANES, sum[j]);
       }
     }
-  for (long j = 0; j < k * k; j++) out[j] = total(sums[j]);
+  for (long j = 0; j < k * k; j++) out[j] = total(get(sums + j * LANES));
 }
 
 /* A number of taps that is known when this is compiled makes several times faster code. */
@@ -160,7 +166,7 @@ int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REA
                        long channels, long height, long width, long batch, long k, long dilation) {
   const shape s = shape_of(height, width, batch, k, dilation);
   const long image = height * width * batch, size = height * s.padded * s.lanes;
-  REAL *in = numbers(2 * size), *g = in + size;
+  REAL *in = numbers(2 * size + k * k * LANES), *g = in + size, *sums = g + size;
   if (!in) return 1;
   memset(in, 0, 2 * size * sizeof(REAL));
   for (long c = 0; c < channels; c++) {
@@ -170,7 +176,7 @@ int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REA
     for (long i = 0; i < size; i += LANES) sum += get(g + i);
     grad_bias[c] = total(sum);
     FOR_TAPS(k, dilation, convolve(g, w + c * K * K, 0, more ? more + c * image : NULL, grad_x + c * image, s, K, 1, DENSE))
-    FOR_TAPS(k, dilation, correlate(in, g, grad_w + c * K * K, s, K))
+    FOR_TAPS(k, dilation, correlate(in, g, grad_w + c * K * K, sums, s, K))
   }
   free(in);
   return 0;
@@ -253,7 +259,7 @@ static void transpose(const REAL *a, REAL *out, long m, long n) {
 }
 
 #if !DOUBLE
-typedef int ints __attribute__((vector_size(64)));
+typedef int ints __attribute__((vector_size(WIDTH)));
 
 INLINE vec choose(ints where, vec yes, vec no) { return (vec)((where & (ints)yes) | (~where & (ints)no)); }
 #endif

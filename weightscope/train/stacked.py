@@ -207,7 +207,8 @@ class _NormMlp(nn.Module):
         self.count, self.eps = norm.count, norm.layer[0].eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _unrows(compiled.norm_mlp(_rows(x, self.count), self.norm, self.first, self.second, self.eps), x)
+        norm, first, second = (_as(pair, x) for pair in (self.norm, self.first, self.second))
+        return _unrows(compiled.norm_mlp(_rows(x, self.count), norm, first, second, self.eps), x)
 
 
 class _ConvNeXtBlock(_NormMlp):
@@ -218,13 +219,17 @@ class _ConvNeXtBlock(_NormMlp):
         self.filters, self.gamma = _weight_and_bias(block.conv_dw), gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.filters
+        (weight, bias), norm, first, second = (_as(p, x) for p in (self.filters, self.norm, self.first, self.second))
         filters = weight.reshape(-1, *weight.shape[-2:]), bias.reshape(-1)
-        second = self.second
         if self.gamma is not None:  # gamma (W2 a + b2) = (gamma W2) a + gamma b2
-            second = second[0] * self.gamma[:, :, None], second[1] * self.gamma
-        y = compiled.convnext_block(x.permute(1, 2, 3, 0), filters, self.norm, self.first, second, self.eps)
+            gamma = self.gamma.to(x.dtype)
+            second = second[0] * gamma[:, :, None], second[1] * gamma
+        y = compiled.convnext_block(x.permute(1, 2, 3, 0), filters, norm, first, second, self.eps)
         return y.permute(3, 0, 1, 2)
+
+
+def _as(pair: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    return pair[0].to(x.dtype), pair[1].to(x.dtype)
 
 
 def _weight_and_bias(layer: _Stacked) -> tuple[Tensor, Tensor]:
@@ -270,6 +275,8 @@ class StackedNetworks(nn.Module):
         self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: str = "torch"
     ) -> None:
         super().__init__()
+        if kernels not in ("torch", "compiled") or (kernels == "compiled" and torch.device(device).type != "cpu"):
+            raise UsageError(f"kernels: expected 'torch', or 'compiled' on a CPU, found {kernels!r} on {device}")
         self.compiled = kernels == "compiled"
         self.spec, self.count = WeightSpec.of(template), count
         self.weights = torch.zeros(count, self.spec.size, device=device)

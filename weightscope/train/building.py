@@ -1,0 +1,130 @@
+"""Compiles `kernels.c` for this machine when it is first needed, and keeps the result in a cache folder.
+
+The compiler is $CC, or else cc, gcc or clang. A file of the cache is named after everything that its code depends on
+(compiler, its version, flags, the processor's abilities, the source) and after its own content, so that a damaged one
+is recognised before it is loaded, and made anew.
+"""
+
+import atexit
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from weightscope.errors import UsageError
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
+_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+_TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
+_OTHERWISE = "or use kernels = 'torch'"
+
+
+def library(real: str = "float") -> ctypes.CDLL:
+    """The compiled functions for numbers of type `float` or `double`; compiles them where that was not done before.
+
+    Raises:
+        UsageError: if there is no C compiler here, or it fails.
+    """
+    return _built(real)[0]
+
+
+def build_id() -> str:
+    """Eight hex digits that tell builds apart which may round differently.
+
+    Raises:
+        UsageError: as `library`.
+    """
+    return _built("float")[1][:8]
+
+
+@lru_cache(maxsize=2)
+def _built(real: str) -> tuple[ctypes.CDLL, str]:
+    compiler, errors = _compiler(), ""
+    version = _run([*compiler, "--version"]).stdout
+    for machine in _MACHINE:
+        command = [*compiler, *_FLAGS, *machine, *_TYPES[real]]
+        identity = hashlib.sha256(repr([command, version, _processor(), _SOURCE.read_text()]).encode()).hexdigest()[:24]
+        for folder in (_folder, _temporary_folder):
+            found, errors = _load_or_compile(folder(), identity, command)
+            if found is not None:
+                return found, identity
+            if errors:
+                break
+    raise UsageError(f"kernels = 'compiled': `{shlex.join(compiler)}` failed: {errors[-500:]}; {_OTHERWISE}")
+
+
+def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None with what the compiler says, or with nothing where the folder allows no library."""
+    for file in folder.glob(f"kernels-{identity}-*.so"):
+        if _content(file) == file.stem.rpartition("-")[2]:
+            return _loaded(file), ""
+        file.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as there:
+        made = Path(there, "kernels.so")
+        done = _run([*command, str(_SOURCE), "-o", str(made), "-lm"])
+        if done.returncode:
+            return None, done.stderr.strip() or f"exit status {done.returncode}"
+        file = folder / f"kernels-{identity}-{_content(made)}.so"
+        os.replace(made, file)  # another process may have put the same there a moment ago
+    return _loaded(file), ""
+
+
+def _loaded(file: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError:  # a file system whose files must not be executed
+        return None
+
+
+def _content(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
+
+
+def _compiler() -> list[str]:
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise UsageError(f"kernels = 'compiled': CC = {os.environ['CC']!r}: {error}; {_OTHERWISE}") from error
+    if given:
+        return given
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise UsageError(f"kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, {_OTHERWISE}")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"kernels = 'compiled': cannot run `{command[0]}`: {error}; {_OTHERWISE}") from error
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept; a temporary folder of this process where that cannot be written."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightscope"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # there may be no home
+        return _temporary_folder()
+    return folder if os.access(folder, os.W_OK) else _temporary_folder()
+
+
+@lru_cache(maxsize=1)
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="weightscope-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _processor() -> str:
+    """What tells machines apart that share a cache folder: the processor's abilities."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), " ".join(os.uname()[3:]))
