@@ -5,7 +5,8 @@
 ConvNeXts on the digits, trained one by one in plain PyTorch (`plain.py`), in tiles with torch's kernels, and in tiles
 with compiled kernels. Each path gets a root seed of its own, so the samples are independent, and each is compared with
 the plain one by Welch's t test of the means and by the two-sample Kolmogorov-Smirnov test, of test accuracy and test
-loss; Bonferroni's correction is over all of them.
+loss; Bonferroni's correction is over all of them. No difference shown is no proof of agreement: the intervals say how
+large one could still be.
 """
 
 import argparse
@@ -94,6 +95,9 @@ def main() -> None:
     rows = compare({path: sample(path, options.networks, options.epochs) for path in paths})
     for row in rows:
         means = f"{row['ours']:.4f} {row['plain']:.4f} (std {row['std']:.4f})"
+        if "difference_ci95" in row:
+            low, high = row["difference_ci95"]
+            means += f" difference {low:+.4f} to {high:+.4f}"
         print(f"{row['row']:<34} {means}  {row['test']:<18} p {row['p']:.3f}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
