@@ -33,6 +33,9 @@ FILTERS = [  # channels, height, width, batch, kernel, dilation
     (2, 8, 8, 16, 9, 1),
     (2, 6, 6, 5, 13, 3),
     (2, 7, 9, 20, 3, 1),
+    (2, 4, 4, 35, 3, 1),
+    (1, 3, 4, 16, 5, 1),
+    (2, 5, 4, 20, 9, 1),
     (1, 2, 2, 3, 101, 1),
 ]
 SIZES = [  # networks, channels, hidden, positions

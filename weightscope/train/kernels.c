@@ -59,9 +59,11 @@ static void pad(const REAL *from, REAL *to, shape s) {
 }
 
 /* out = convolution of `in`, plus bias and, unless it is NULL, plus `more`. With `dense`, k is known when this is
-   compiled and the dilation is 1: each input is loaded once for all the outputs of a row that it belongs to. */
+   compiled and the dilation is 1: each input is loaded once for all the outputs of a row that it belongs to. With
+   `narrow`, a row has COLUMNS pixels, and the zeros around it are left out. */
 INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more, REAL *out, shape s, const long k,
-                     const int flip, const int dense) {
+                     const int flip, const int dense, const int narrow) {
+  const long from_u = narrow ? k / 2 : 0, to_u = narrow ? k / 2 + COLUMNS : k + COLUMNS - 1;
   for (long y = 0; y < s.height; y++)
     for (long left = 0; left < s.width; left += COLUMNS)
       for (long b = 0; b < s.lanes; b += 2 * LANES) {
@@ -75,7 +77,7 @@ INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more,
           const REAL *at = in + (row * s.padded + left) * s.lanes + b, *taps = w + (flip ? k - 1 - i : i) * k;
           if (dense) {
 #pragma GCC unroll 16
-            for (long u = 0; u < k + COLUMNS - 1; u++) {
+            for (long u = from_u; u < to_u; u++) {
               const vec first = get(at + u * s.lanes), other = get(at + u * s.lanes + second);
 #pragma GCC unroll 4
               for (long q = 0; q < COLUMNS; q++)
@@ -112,12 +114,28 @@ INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more,
 
 /* out (k, k) = sums over pixels and the batch of `in`, moved by each tap, times grad; up to 9 taps at a time. `sums` is
    workspace, (k, k, LANES). */
-INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, shape s, const long k) {
+INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, shape s, const long k,
+                      const int narrow) {
   memset(sums, 0, k * k * LANES * sizeof(REAL));
   for (long y = 0; y < s.height; y++)
     for (long i = 0; i < k; i++) { /* the rows that take part stay in the cache */
       const long row = y + i * s.dilation - s.reach;
       if (row < 0 || row >= s.height) continue;
+      if (narrow) {
+        vec sum[9];
+        for (long j = 0; j < k; j++) sum[j] = get(sums + (i * k + j) * LANES);
+        const REAL *at = in + (row * s.padded + s.reach) * s.lanes, *g = grad + (y * s.padded + s.reach) * s.lanes;
+        for (long b = 0; b < s.lanes; b += LANES)
+#pragma GCC unroll 4
+          for (long x = 0; x < COLUMNS; x++) {
+            const vec here = get(g + x * s.lanes + b);
+#pragma GCC unroll 4
+            for (long u = 0; u < COLUMNS; u++)
+              if (u - x + k / 2 >= 0 && u - x + k / 2 < k) sum[u - x + k / 2] += here * get(at + u * s.lanes + b);
+          }
+        for (long j = 0; j < k; j++) put(sums + (i * k + j) * LANES, sum[j]);
+        continue;
+      }
       for (long from = 0; from < k; from += 9) {
         const long taps = k <= 9 ? k : k - from < 9 ? k - from : 9;
         vec sum[9];
@@ -136,13 +154,17 @@ INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, s
 }
 
 /* A number of taps that is known when this is compiled makes several times faster code. */
+#define KNOWN(k, call) \
+  case k: { \
+    enum { K = k, DENSE = 1 }; \
+    if (s.width == COLUMNS) { enum { NARROW = 1 }; call; } \
+    else { enum { NARROW = 0 }; call; } \
+    break; \
+  }
 #define FOR_TAPS(k, dilation, call) \
   switch (dilation == 1 ? k : 0) { \
-    case 3: { enum { K = 3, DENSE = 1 }; call; break; } \
-    case 5: { enum { K = 5, DENSE = 1 }; call; break; } \
-    case 7: { enum { K = 7, DENSE = 1 }; call; break; } \
-    case 9: { enum { K = 9, DENSE = 1 }; call; break; } \
-    default: { const long K = k; enum { DENSE = 0 }; call; } \
+    KNOWN(3, call) KNOWN(5, call) KNOWN(7, call) KNOWN(9, call) \
+    default: { const long K = k; enum { DENSE = 0, NARROW = 0 }; call; } \
   }
 
 /* y (C, H, W, B) = depthwise convolution of x with w (C, k, k), plus bias (C). */
@@ -155,7 +177,7 @@ int depthwise_forward(const REAL *x, const REAL *w, const REAL *bias, REAL *y, l
   memset(in, 0, size * sizeof(REAL));
   for (long c = 0; c < channels; c++) {
     pad(x + c * image, in, s);
-    FOR_TAPS(k, dilation, convolve(in, w + c * K * K, bias[c], NULL, y + c * image, s, K, 0, DENSE))
+    FOR_TAPS(k, dilation, convolve(in, w + c * K * K, bias[c], NULL, y + c * image, s, K, 0, DENSE, NARROW))
   }
   free(in);
   return 0;
@@ -175,8 +197,8 @@ int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REA
     vec sum = {};
     for (long i = 0; i < size; i += LANES) sum += get(g + i);
     grad_bias[c] = total(sum);
-    FOR_TAPS(k, dilation, convolve(g, w + c * K * K, 0, more ? more + c * image : NULL, grad_x + c * image, s, K, 1, DENSE))
-    FOR_TAPS(k, dilation, correlate(in, g, grad_w + c * K * K, sums, s, K))
+    FOR_TAPS(k, dilation, convolve(g, w + c * K * K, 0, more ? more + c * image : NULL, grad_x + c * image, s, K, 1, DENSE, NARROW))
+    FOR_TAPS(k, dilation, correlate(in, g, grad_w + c * K * K, sums, s, K, NARROW))
   }
   free(in);
   return 0;
