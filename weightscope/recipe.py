@@ -178,7 +178,7 @@ class TrainingConfig(_Section):
     """AdamW with a schedule. `learning_rate` and `weight_decay` may be a number, a list (network k takes item
     k mod its length) or a range `{low, high}`, so that a sweep is a population too. `clip_norm = 0` clips nothing.
 
-    `kernels = "compiled"` trains ConvNeXts on a CPU with AVX-512 1.6 to 1.9 times as fast where there is a C compiler,
+    `kernels = "compiled"` trains ConvNeXts on a CPU with AVX-512 1.7 to 2.1 times as fast where there is a C compiler,
     ViTs and ConvMixers 1.2 and 1.3 times. It is part of the recipe because it rounds differently.
     """
 
