@@ -10,7 +10,6 @@ large one could still be.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from joblib import Parallel, delayed
 from plain import train_alone
+from reporting import write
 from scipy import stats
 
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.environment import environment, usable_cores
+from weightscope.environment import usable_cores
 from weightscope.recipe import Recipe
 from weightscope.train import train_tile
 
@@ -99,10 +99,7 @@ def main() -> None:
             low, high = row["difference_ci95"]
             means += f" difference {low:+.4f} to {high:+.4f}"
         print(f"{row['row']:<34} {means}  {row['test']:<18} p {row['p']:.3f}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"networks": options.networks, "epochs": options.epochs}
-        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+    write(options.json, rows, networks=options.networks, epochs=options.epochs)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from reporting import memory, write
 
 from weightscope.covariance import covariance
 from weightscope.environment import environment, usable_cores
@@ -147,12 +148,6 @@ def error_of(path: Path, name: str, matrix: np.ndarray) -> float:
     return float(np.abs(expected).max())
 
 
-def memory() -> dict[str, int]:
-    """Resident memory of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
-
-
 def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
     variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     settings = os.environ | dict.fromkeys(variables, str(threads))
@@ -213,10 +208,7 @@ def main() -> None:
             f"{r['ours_peak_mib']:5.0f} {r['peer_peak_mib']:5.0f} MiB  "
             f"error {r['ours_error']:.0e} {r['peer_error']:.0e}"
         )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"rounds": options.rounds, "threads": options.threads, "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+    write(options.json, rows, rounds=options.rounds, threads=options.threads, load=os.getloadavg())
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ from typing import Any
 
 import numpy as np
 from covariance import make_population, memory
+from reporting import write
 from scipy.linalg import blas
 
 from weightscope.covariance import covariance, eigenpairs
-from weightscope.environment import environment, usable_cores
+from weightscope.environment import usable_cores
 from weightscope.population import Population
 from weightscope.statistics.syrk import add_gram
 
@@ -138,10 +139,7 @@ def main() -> None:
                 rows.append(r)
                 peer = f"{r['peer']:8.2f} s  x{r['times_the_peer']:.2f}" if r["peer"] else ""
                 print(f"{r['row']:<85} {r['ours']:8.2f} s  {r['ours_peak_mib']:6.0f} MiB {peer}", flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"rounds": options.rounds, "threads": usable_cores()}
-        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+    write(options.json, rows, rounds=options.rounds, threads=usable_cores())
 
 
 if __name__ == "__main__":

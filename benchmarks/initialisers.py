@@ -18,7 +18,6 @@ Medians and ranges over rounds. Importing is always timed by the wall clock.
 """
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -31,11 +30,12 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 import torch
+from reporting import write
 from torch import Tensor, nn
 
 import weightscope.init as wi
 from weightscope.anatomy import attention, positions
-from weightscope.environment import environment, usable_cores
+from weightscope.environment import usable_cores
 from weightscope.init.attention import query_key, value_output
 from weightscope.init.impulse import Tokens, attention_map, impulse_matrix, normalised, solve
 from weightscope.init.impulse_attention import filter_offsets
@@ -291,10 +291,7 @@ def main() -> None:
     for r in results:
         peer = f"peer {r['peer']:10.4f} s   ratio {r['ratio']:8.1f}" if r["peer"] is not None else ""
         print(f"{r['row']:45s} ours {r['ours']:8.4f} s   {peer}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"threads": args.threads, "clock": args.clock}
-        args.json.write_text(json.dumps({"rows": results, "environment": about}, indent=1) + "\n")
+    write(args.json, results, threads=args.threads, clock=args.clock)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ Residuals are |Sigma - A (x) A|_F / |Sigma|_F.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -35,8 +34,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from reporting import write
 
-from weightscope.environment import environment
 from weightscope.init import conv_covariance
 from weightscope.init.convolution import PRESETS, covariance_root
 from weightscope.statistics.kronecker_sums import kronecker_sum
@@ -211,10 +210,7 @@ def main() -> None:
                 f"{row['peer_steps']} steps",
                 flush=True,
             )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"rounds": options.rounds, "threads": 1, "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+    write(options.json, rows, rounds=options.rounds, threads=1, load=os.getloadavg())
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 
 The work of one network-step is a batch of 64 images: gathering it, forward, backward, clipping, AdamW. Each
 contender uses all cores in its best way: the loop is measured in one process with all threads and in one process
-for each core with one thread, in the default and in the channels-last layout, eager and compiled;
-its best setting of the run counts. Ours is measured with torch's and with compiled kernels. Contenders take turns for
+for each core with one thread, in the default and in the channels-last layout, eager and compiled; its best setting of
+the run counts. Ours is measured with torch's and with compiled kernels. Contenders take turns for
 several rounds, because machines are noisy; the medians over rounds and their range are reported.
 """
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import shutil
@@ -22,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from reporting import write
 
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.catalog import CATALOG
 from weightscope.data.dataset import Dataset
-from weightscope.environment import environment, usable_cores
+from weightscope.environment import usable_cores
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.train import build_network, building
@@ -188,11 +188,10 @@ def measure(case: str, rounds: int, seconds: float, names: list[str]) -> list[di
     best = max(loops, key=lambda setting: statistics.median(found[setting]), default=None)
     rows = []
     for name, mine in measured.items():
-        for setting, form in [
-            *((setting, "{}") for setting in found),
-            *([(best, "the best loop ({})")] if best else []),
-        ]:
-            peer = form.format(f"{setting[0]}, {setting[1]} x {setting[2]} threads")
+        named = [(setting, "{}, {} x {} threads") for setting in found]
+        named += [(best, "the best loop ({}, {} x {} threads)")] if best else []
+        for setting, form in named:
+            peer = form.format(*setting)
             ratios = [a / b for a, b in zip(mine, found[setting], strict=True)]
             rows.append(
                 {
@@ -226,10 +225,7 @@ def main() -> None:
             low, high = row["ratio_range"]
             print(f"{row['row']:<84} {row['ours']:8.1f} {row['peer']:8.1f}  x{row['ratio']:.2f} ({low:.2f}-{high:.2f})")
             rows.append(row)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"rows": rows, "environment": environment() | {"rounds": options.rounds, "threads": os.cpu_count()}}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.json, rows, rounds=options.rounds, threads=os.cpu_count())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ for before the clock is read. Beside them stands the copying speed of the device
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from population import BATCH, IMAGES, loop, random_images, stacked, vmapped
+from reporting import write
 
 from weightscope.environment import environment
 from weightscope.recipe import Recipe
@@ -131,9 +131,7 @@ def main() -> None:
             peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:5.1f} GiB"
             print(f"{row['row']:<44} {row['network_epochs_per_second']:10.4f} /s  {peak}  {ratios}", flush=True)
             rows.append(row)
-        if options.json:  # after each network: a run that is cut off keeps what it has
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+        write(options.json, rows, **about)  # after each network: a run that is cut off keeps what it has
 
 
 if __name__ == "__main__":

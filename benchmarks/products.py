@@ -25,9 +25,10 @@ from typing import Any
 
 import safetensors
 import torch
+from reporting import memory, write
 from safetensors.torch import save_file
 
-from weightscope.environment import environment, usable_cores
+from weightscope.environment import usable_cores
 from weightscope.products import products
 
 # name -> d, heads, key/value heads, hidden units; layers follow from the size
@@ -94,12 +95,6 @@ CONTENDERS: dict[str, Callable[[Path], int]] = {
     "read and multiply, float64": lambda folder: peer(folder, torch.float64),
     "read and multiply, float32": lambda folder: peer(folder, torch.float32),
 }
-
-
-def memory() -> dict[str, int]:
-    """Memory of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
 
 
 def worker(folder: Path, name: str, threads: int) -> None:
@@ -170,10 +165,7 @@ def main() -> None:
                 f"{r['ours_peak_mib']:4.0f} {r['peer_peak_mib']:4.0f} MiB",
                 flush=True,
             )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        about = environment() | {"rounds": options.rounds, "threads": options.threads, "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"rows": rows, "environment": about}, indent=1) + "\n")
+    write(options.json, rows, rounds=options.rounds, threads=options.threads, load=os.getloadavg())
 
 
 if __name__ == "__main__":

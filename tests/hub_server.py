@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote
+
+import pytest
+
+from weightscope.checkpoint import web
 
 COMMIT = hashlib.sha1(b"the commit").hexdigest()
 REPOSITORY = "org/model"
@@ -143,3 +148,12 @@ def serving(hub: Hub) -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def isolate(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """A cache of its own, no token, no proxies, and no waiting between tries."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(cache))
+    monkeypatch.setattr(web, "_PAUSE", 0.001)

@@ -6,8 +6,10 @@ import os
 import pickle
 import struct
 import tarfile
+import tempfile
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,9 +183,12 @@ def test_a_config_is_sound_or_refused(tmp_path, config):
         Checkpoint(tmp_path)
 
 
+EXECUTED = Path(tempfile.gettempdir(), f"weightscope-was-executed-{os.getpid()}")  # a file that appears if code runs
+
+
 class Evil:
     def __reduce__(self):
-        return os.system, ("touch /tmp/weightscope-was-executed",)
+        return os.system, (f"touch {EXECUTED}",)
 
 
 def saved(value, **options):
@@ -283,7 +288,7 @@ def test_a_pickle_is_followed_as_data_or_refused(tmp_path, row):
         Checkpoint(path)
     assert str(error.value).startswith(str(path))
     assert str(error.value).isprintable()
-    assert not os.path.exists("/tmp/weightscope-was-executed")
+    assert not EXECUTED.exists()
 
 
 def test_a_pickle_that_goes_on_for_hours_is_given_up(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ The test tries a few hundred. Run as a script for more:
 import argparse
 import codecs
 import io
+import os
 import pickle
 import random
 import resource
@@ -32,9 +33,12 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.",
 INTERESTING = (b"\x00", b"\xff", b"\x7f", b"\x80", b"[", b"{", b'"', b"-", b"9", b".", b"R", b"c", b"\x93", b"Q", b"0")
 
 
+EXECUTED = Path(tempfile.gettempdir(), f"weightscope-was-executed-{os.getpid()}")  # a file that appears if code runs
+
+
 class Evil:
     def __reduce__(self):
-        return eval, ("open('/tmp/weightscope-was-executed', 'w')",)
+        return eval, (f"open({str(EXECUTED)!r}, 'w')",)
 
 
 def corpus() -> list[tuple[str, bytes]]:
@@ -135,7 +139,7 @@ def fuzz(count: int, seed: int) -> str:
             signal.alarm(0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     assert grown < MEMORY, f"memory grew by {grown >> 20} MB"
-    assert not Path("/tmp/weightscope-was-executed").exists()
+    assert not EXECUTED.exists()
     return (
         f"{count} mutations: {sound} still sound, {count - sound} refused with one line; slowest {slowest:.2f} s, "
         f"memory +{grown >> 20} MB, {time.monotonic() - start:.0f} s"

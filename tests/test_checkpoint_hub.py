@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from hub_server import COMMIT, REPOSITORY, Hub, serving
+from hub_server import COMMIT, REPOSITORY, Hub, isolate, serving
 from safetensors.torch import save
 
 from weightscope.anatomy import attention
@@ -53,11 +53,7 @@ def single(state=TENSORS):
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """A cache of its own, no token, no proxies, and no waiting between tries."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
-    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(web, "_PAUSE", 0.001)
+    isolate(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache"
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, serving
+from hub_server import REPOSITORY, Hub, isolate, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save
@@ -507,10 +507,7 @@ def test_options_reach_the_structures_of_a_population(tmp_path):
 
 
 def test_fit_init_reads_a_hub(tmp_path, monkeypatch, capsys):
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
-    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(tmp_path / "cache"))
+    isolate(monkeypatch, tmp_path / "cache")
     state = wi.mimetic_attention_(vit(), generator=seeded()).state_dict()
     files = {"config.json": b'{"num_attention_heads": 3}', "model.safetensors": save(state)}
     with serving(Hub(files)) as hub:

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, serving
+from hub_server import REPOSITORY, Hub, isolate, serving
 from safetensors.torch import save
 
-from weightscope.checkpoint import web
 from weightscope.errors import DataError
 from weightscope.products import products
 
@@ -32,11 +31,7 @@ def sharded() -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
-    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(web, "_PAUSE", 0.001)
+    isolate(monkeypatch, tmp_path / "cache")
     with serving(Hub(sharded())) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         yield hub

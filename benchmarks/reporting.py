@@ -1,0 +1,20 @@
+"""What every benchmark needs: the memory of its process, and its rows in a file with the environment."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weightscope.environment import environment
+
+
+def memory() -> dict[str, int]:
+    """Memory of this process in bytes: `VmRSS` now, `VmHWM` at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
+
+
+def write(path: Path | None, rows: list[dict[str, Any]], **about: Any) -> None:
+    """Write rows and environment as JSON; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"rows": rows, "environment": environment() | about}, indent=1) + "\n")
