@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from weightscope.cli import main
 from weightscope.collect import collect
-from weightscope.errors import RecipeError, UsageError
+from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.train import building, compiled
-from weightscope.train.engine import check_kernels
+from weightscope.train.engine import kernels_on
 from weightscope.train.stacked import StackedNetworks
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_refused():
         compiled.norm_mlp(y[:1], *pairs, 1e-6)
     with pytest.raises(ValueError, match="positive eps"):
         compiled.norm_mlp(y, *pairs, 0.0)
-    with pytest.raises(UsageError, match="'compiled' on a CPU"):
-        StackedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="compiled")
+    with pytest.raises(UsageError, match="'c' on a CPU"):
+        StackedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
 
 
 @needs_compiler
@@ -142,7 +142,7 @@ def test_weights_take_the_type_of_the_images(name):
     torch.manual_seed(0)
     template = ConvNeXt(8, 1, 3, 2, 5, in_channels=1) if name == "convnext" else ViT(8, 4, 8, 1, 2, 5, in_channels=1)
     images, logits = draw(2, 3, 1, 8, 8, dtype=torch.float64), []
-    for kernels in ("torch", "compiled"):
+    for kernels in ("torch", "c"):
         stacked = StackedNetworks(template, 2, kernels=kernels)
         stacked.weights.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
         logits.append(stacked(images))
@@ -180,13 +180,13 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
 def test_a_network_has_the_same_bits_alone(name):
     torch.manual_seed(0)
     template = ConvNeXt(16, 2, 7, 2, 5, in_channels=1) if name == "convnext" else ViT(16, 4, 16, 2, 2, 5, in_channels=1)
-    stacked = StackedNetworks(template, 5, kernels="compiled")
+    stacked = StackedNetworks(template, 5, kernels="c")
     stacked.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     images = draw(5, 7, 1, 16, 16, dtype=torch.float32)
     logits = stacked(images)
     stacked.backward(logits.square().sum())
     for k in range(5):
-        alone = StackedNetworks(template, 1, kernels="compiled")
+        alone = StackedNetworks(template, 1, kernels="c")
         alone.weights.copy_(stacked.weights[k])
         own = alone(images[k : k + 1])
         alone.backward(own.square().sum())
@@ -314,10 +314,10 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
 
 def test_recipes_say_what_cannot_be():
     recipe = Recipe.parse(tomllib.loads(TOML))
-    with pytest.raises(RecipeError, match="compute in float32"):
-        recipe.replace({"training.precision": "bfloat16"})
-    with pytest.raises(UsageError, match="are for the CPU"):
-        check_kernels(recipe, torch.device("cuda"))
+    with pytest.raises(UsageError, match="compute in float32"):
+        kernels_on(recipe.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
+    with pytest.raises(UsageError, match="are for a CPU or CUDA"):
+        kernels_on(recipe, torch.device("meta"))
 
 
 @needs_compiler

@@ -45,10 +45,13 @@ def stack_in_float64(plain: list[nn.Module], kernels: str) -> StackedNetworks:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernels: str) -> None:
-    stacked, plain = make(name, kernels=kernels)
-    images = torch.randn(3, 6, 1, 16, 16, dtype=torch.float64)
-    direction = torch.randn(3, 6, 5, dtype=torch.float64)
+def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:
+    check_against_plain(*make(name, kernels=kernel_set), mode, batch=6)
+
+
+def check_against_plain(stacked: StackedNetworks, plain: list[nn.Module], mode: str, batch: int) -> None:
+    images = torch.randn(len(plain), batch, 1, 16, 16, dtype=torch.float64)
+    direction = torch.randn(len(plain), batch, 5, dtype=torch.float64)
     getattr(stacked, mode)()
     logits = stacked(images)
     stacked.backward((logits * direction).sum())
@@ -63,10 +66,10 @@ def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, ker
 
 
 @pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
-def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernels: str) -> None:
+def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernel_set: str) -> None:
     results = []
     for poison in (False, True):
-        stacked, _ = make(name, kernels=kernels)
+        stacked, _ = make(name, kernels=kernel_set)
         if poison:
             stacked.weights[1] = float("nan")
         logits = stacked(torch.linspace(-1, 1, 4 * 256, dtype=torch.float64).view(4, 1, 16, 16))
@@ -96,8 +99,8 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> No
                 torch.testing.assert_close(found[name], buffer)
 
 
-def test_frozen_tensors_get_no_gradient(kernels: str) -> None:
-    stacked, _ = make("convnext", kernels=kernels)
+def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
+    stacked, _ = make("convnext", kernels=kernel_set)
     stacked.freeze(("stages.0.blocks.0.conv_dw.weight",))
     stacked.backward(stacked(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
     gradient = stacked.spec.unpack(stacked.gradient)

@@ -175,11 +175,11 @@ def test_stacked_adamw_equals_torch_on_each_network(clip: float) -> None:
         torch.optim.AdamW([p], lr=lr.item(), weight_decay=wd.item(), betas=(0.8, 0.95))
         for p, lr, wd in zip(peers, rates, decays, strict=True)
     ]
-    for _ in range(20):
+    for step in range(20):
         g = torch.randn(3, 11, generator=generator, dtype=torch.float64)
         g[:, 4] = 0
         gradient.copy_(g)
-        ours.step(1.0, clip)
+        ours.step(torch.tensor(ours.scalars(step + 1, 1.0), dtype=torch.float64), clip)
         for peer, optimiser, row in zip(peers, optimisers, g, strict=True):
             peer.grad = row.clone()
             if clip:

@@ -51,7 +51,7 @@ def collect(
 
     Args:
         recipe: of the population; it must be the one that `path` was begun with, except that the number of
-            networks may grow.
+            networks may grow. Without `population.tile` it takes the population's, or one that fits the device.
         path: the population's folder; made when it does not exist.
         networks: N, in place of the recipe's. A population that has grown stays as large when this is not given.
         workers: processes of this machine, each with one thread; by default as many as there are usable cores,
@@ -84,7 +84,7 @@ def collect(
         raise UsageError(f"workers: backend {backend} has its own; give `workers` with loky only")
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected a positive number, found {workers}")
-    wanted, device = _wanted(recipe, networks, data, device)
+    wanted, device = _wanted(recipe, path, networks, data, device)
     existed = path.exists()
     manifest, created = manifests.create_or_match(path, wanted, grow=networks is not None)
     try:
@@ -155,17 +155,20 @@ def train_shard(
     return tile, shards.save(path, manifest, trained, _made_on(recipe, device))[1]
 
 
-def _wanted(recipe: Recipe, networks: int | None, data: str | Path | None, device: str) -> tuple[Manifest, str]:
+def _wanted(
+    recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
+) -> tuple[Manifest, str]:
     """What is to be trained, and on which device; raises for everything that can be known beforehand."""
     from weightscope import train
     from weightscope.data import load
-    from weightscope.train.engine import check_kernels, resolve_device
+    from weightscope.train.engine import kernels_on, resolve_device
     from weightscope.train.initial import resolve as resolve_init
+    from weightscope.train.sizing import choose_tile
 
     if networks is not None:
         recipe = recipe.replace({"population.networks": networks})
     resolved = resolve_device(device)
-    check_kernels(recipe, resolved)
+    kernels_on(recipe, resolved)
     device = str(resolved)
     spec = train.spec_of(recipe)
     inputs = manifests.artifact_hashes(recipe)
@@ -173,6 +176,10 @@ def _wanted(recipe: Recipe, networks: int | None, data: str | Path | None, devic
         resolve_init(init)
     images = load(recipe.data.name, data, train=recipe.data.train, test=recipe.data.test)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
+    if recipe.population.tile is None:
+        begun = (path / manifests.NAME).exists()
+        tile = manifests.read(path).tile if begun else choose_tile(recipe, images, resolved)
+        recipe = recipe.replace({"population.tile": tile})
     return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device
 
 

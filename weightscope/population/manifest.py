@@ -49,6 +49,8 @@ class Manifest:
     @property
     def tile(self) -> int:
         """T, the number of networks in a tile."""
+        if self.recipe.population.tile is None:
+            raise ValueError("a population's recipe says how many networks are in a tile")
         return self.recipe.population.tile
 
     @property

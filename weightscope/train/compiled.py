@@ -1,34 +1,56 @@
-"""What a training step on a CPU spends its time on, in C: depthwise convolutions, and LayerNorm with the MLP after it.
+"""What a training step spends its time on, as kernels of our own: convolutions, norms, and LayerNorm with the MLP.
 
 One pass over memory takes the place of the dozen that separate operations make: of a block's MLP only the input is kept
-for the backward pass, and all that lies between is computed again in the cache. The functions take float32 and float64,
-one type at a time, and are differentiable once. `kernels.c` is compiled by `building.py` when it is first needed.
+for the backward pass, and all that lies between is computed again. Two sets of kernels stand behind the functions here,
+which are differentiable once:
+
+- "c" (`on_cpu.py`, `kernels.c`) on a CPU; activations and weights are of one type, float32 or float64.
+- "triton" (`on_gpu.py`) on a GPU; activations bfloat16 or float32, weights and their gradients float32.
 """
 
-import ctypes
-from typing import Any
+import importlib
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weightscope.train.building import library
+from weightscope.errors import UsageError
 
 Pair = tuple[Tensor, Tensor]  # weight and bias
+Kernels = Literal["c", "triton"]
 
 
-def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int = 1) -> Tensor:
+def backend(kernels: Kernels) -> ModuleType:
+    """The module of one set of kernels.
+
+    Raises:
+        UsageError: if Triton is wanted and not installed.
+    """
+    if kernels == "c":
+        return importlib.import_module("weightscope.train.on_cpu")
+    try:
+        return importlib.import_module("weightscope.train.on_gpu")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"kernels = 'compiled' need Triton on a GPU, and {error}; install it (torch for CUDA on Linux brings it "
+            "along) or use kernels = 'torch'"
+        ) from error
+
+
+def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int = 1, kernels: Kernels = "c") -> Tensor:
     """As `weightscope.train.depthwise.depthwise_conv2d`: x (C, H, W, B), weight (C, k, k), bias (C,).
 
     Raises:
         ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
-        UsageError: if there is no C compiler.
+        UsageError: if there is no C compiler, or no Triton.
     """
     _check_filters(x, weight, bias)
-    return _DepthwiseConv2d.apply(x, weight, bias, dilation)
+    return _DepthwiseConv2d.apply(backend(kernels), x, weight, bias, dilation)
 
 
-def norm_mlp(x: Tensor, norm: Pair, first: Pair, second: Pair, eps: float) -> Tensor:
+def norm_mlp(x: Tensor, norm: Pair, first: Pair, second: Pair, eps: float, *, kernels: Kernels = "c") -> Tensor:
     """`W2 gelu(W1 norm(x) + b1) + b2` of T networks, norm being LayerNorm over the channels.
 
     Args:
@@ -37,19 +59,22 @@ def norm_mlp(x: Tensor, norm: Pair, first: Pair, second: Pair, eps: float) -> Te
         first: W1 (T, m, c) and b1 (T, m).
         second: W2 (T, c, m) and b2 (T, c).
         eps: added to the variance.
+        kernels: "c" or "triton".
 
     Returns:
         (T, c, P).
 
     Raises:
         ValueError: if shapes do not fit, or types differ.
-        UsageError: if there is no C compiler.
+        UsageError: if there is no C compiler, or no Triton.
     """
     _check_mlp((x.shape[0], x.shape[1]), norm, first, second, eps)
-    return _NormMlp.apply(x, *norm, *first, *second, eps)
+    return _NormMlp.apply(backend(kernels), x, *norm, *first, *second, eps)
 
 
-def convnext_block(x: Tensor, filters: Pair, norm: Pair, first: Pair, second: Pair, eps: float) -> Tensor:
+def convnext_block(
+    x: Tensor, filters: Pair, norm: Pair, first: Pair, second: Pair, eps: float, *, kernels: Kernels = "c"
+) -> Tensor:
     """`x + W2 gelu(W1 norm(conv(x)) + b1) + b2`, the block of T ConvNeXts without their layer scale.
 
     Args:
@@ -59,15 +84,33 @@ def convnext_block(x: Tensor, filters: Pair, norm: Pair, first: Pair, second: Pa
         first: W1 (T, m, c) and b1 (T, m).
         second: W2 (T, c, m) and b2 (T, c).
         eps: added to the variance.
+        kernels: "c" or "triton".
 
     Raises:
         ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
-        UsageError: if there is no C compiler.
+        UsageError: if there is no C compiler, or no Triton.
     """
     networks = len(norm[0])
     _check_filters(x, *filters)
     _check_mlp((networks, len(x) // networks), norm, first, second, eps)
-    return _ConvNeXtBlock.apply(x, *filters, *norm, *first, *second, eps)
+    return _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *first, *second, eps)
+
+
+def layer_norm(x: Tensor, norm: Pair, eps: float) -> Tensor:
+    """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each; by Triton."""
+    return _LayerNorm.apply(backend("triton"), x, *norm, eps)
+
+
+def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
+    """`more + batch_norm(gelu(x))`, the norm over the positions of x (T, c, P) with its own statistics; by Triton.
+
+    Args:
+        x: (T, c, P).
+        norm: gain and shift, (T, c) each.
+        eps: added to the variance.
+        more: (T, c, P), the residual.
+    """
+    return _GeluBatchNorm.apply(backend("triton"), x, *norm, eps, more)
 
 
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -89,93 +132,80 @@ def _check_mlp(sizes: tuple[int, int], norm: Pair, first: Pair, second: Pair, ep
 
 class _DepthwiseConv2d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
+    def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.dilation = dilation
-        return _convolve(x, weight, bias, dilation)
+        ctx.kernels, ctx.dilation = kernels, dilation
+        return kernels.convolve(x, weight, bias.contiguous(), dilation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_convolve_backward(*ctx.saved_tensors, grad.contiguous(), ctx.dilation), None
+        return None, *ctx.kernels.convolve_backward(*ctx.saved_tensors, grad.contiguous(), ctx.dilation), None
 
 
 class _NormMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, kernels: ModuleType, x: Tensor, *rest: Any) -> Tensor:
         x, *weights = (value.contiguous() for value in (x, *rest[:-1]))
         ctx.save_for_backward(x, *weights)
-        ctx.eps = rest[-1]
-        return _mlp(x, weights, ctx.eps)
+        ctx.kernels, ctx.eps = kernels, rest[-1]
+        return kernels.mlp(x, weights, ctx.eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        return *_mlp_backward(x, weights, grad.contiguous(), ctx.eps), None
+        return None, *ctx.kernels.mlp_backward(x, weights, grad.contiguous(), ctx.eps), None
 
 
 class _ConvNeXtBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
         x, weight, *weights = (value.contiguous() for value in (x, weight, *rest[:-1]))
         networks = len(weights[0])
-        inner = _convolve(x, weight, bias, 1).view(networks, len(x) // networks, -1)
+        inner = kernels.convolve(x, weight, bias.contiguous(), 1).view(networks, len(x) // networks, -1)
         ctx.save_for_backward(x, weight, inner, *weights)
-        ctx.eps = rest[-1]
-        return _mlp(inner, weights, ctx.eps, x.view_as(inner)).view_as(x)
+        ctx.kernels, ctx.eps = kernels, rest[-1]
+        return kernels.mlp(inner, weights, ctx.eps, x.view_as(inner)).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        middle, *of_mlp = _mlp_backward(inner, weights, grad.view_as(inner), ctx.eps)
-        return *_convolve_backward(x, weight, middle.view_as(x), 1, grad), *of_mlp, None
+        middle, *of_mlp = ctx.kernels.mlp_backward(inner, weights, grad.view_as(inner), ctx.eps)
+        return None, *ctx.kernels.convolve_backward(x, weight, middle.view_as(x), 1, grad), *of_mlp, None
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
-    y = torch.empty_like(x)
-    _call("depthwise_forward", (x, weight, bias.contiguous(), y), (*x.shape, weight.shape[-1], dilation))
-    return y
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
+        x, gain, shift = (value.contiguous() for value in (x, gain, shift))
+        ctx.save_for_backward(x, gain)
+        ctx.kernels, ctx.eps = kernels, eps
+        return kernels.norm(x, gain, shift, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.kernels.norm_backward(*ctx.saved_tensors, grad.contiguous(), ctx.eps), None
 
 
-def _convolve_backward(
-    x: Tensor, weight: Tensor, grad: Tensor, dilation: int, more: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of input, filters and bias; `more` is added to the first."""
-    found = torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x))
-    _call("depthwise_backward", (x, weight, grad, more, *found), (*x.shape, weight.shape[-1], dilation))
-    return found
+class _GeluBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: ModuleType, x: Tensor, gain: Tensor, shift: Tensor, eps: float, more: Tensor | None
+    ) -> Tensor:
+        x, gain, shift = (value.contiguous() for value in (x, gain, shift))
+        y, *moments = kernels.gelu_norm(x, gain, shift, eps, None if more is None else more.contiguous())
+        ctx.save_for_backward(x, gain, *moments)
+        ctx.kernels, ctx.more = kernels, more is not None
+        return y
 
-
-def _mlp(x: Tensor, weights: list[Tensor], eps: float, more: Tensor | None = None) -> Tensor:
-    y = torch.empty_like(x)
-    _call("mlp_forward", (x, *weights, more, y), (*_sizes(x, weights), float(eps)))
-    return y
-
-
-def _mlp_backward(x: Tensor, weights: list[Tensor], grad: Tensor, eps: float) -> list[Tensor]:
-    """Derivatives of the input and of the six weights."""
-    found = [torch.empty_like(value) for value in (x, *weights)]
-    _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_sizes(x, weights), float(eps)))
-    return found
-
-
-def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
-    """T, c, m, P."""
-    return x.shape[0], x.shape[1], weights[2].shape[1], x.shape[2]
-
-
-def _call(name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
-    given = [tensor for tensor in tensors if tensor is not None]
-    kinds = {(str(tensor.dtype), tensor.device.type, tensor.is_contiguous()) for tensor in given}
-    if kinds not in ({("torch.float32", "cpu", True)}, {("torch.float64", "cpu", True)}):
-        raise ValueError(
-            f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
-        )
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
-    if getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)(*pointers, *values):
-        raise MemoryError(f"{name}: no memory for the workspace")
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grad.contiguous()
+        found = ctx.kernels.gelu_norm_backward(*ctx.saved_tensors, grad)
+        return None, *found, None, grad if ctx.more else None

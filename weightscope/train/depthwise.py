@@ -50,7 +50,7 @@ class _DepthwiseConv2d(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dilation = dilation
-        return _apply(x, weight, dilation)
+        return convolve(x, weight, dilation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -58,9 +58,9 @@ class _DepthwiseConv2d(torch.autograd.Function):
         grad_x = grad_weight = None
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:  # the transposed convolution is the convolution with the flipped kernel
-            grad_x = _apply(grad, weight.flip(1, 2), ctx.dilation)
+            grad_x = convolve(grad, weight.flip(1, 2), ctx.dilation)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(x, grad, weight.shape[-1], ctx.dilation)
+            grad_weight = weight_gradient(x, grad, weight.shape[-1], ctx.dilation)
         return grad_x, grad_weight, None
 
 
@@ -104,7 +104,8 @@ def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int
     return out
 
 
-def _apply(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """The convolution without its derivative."""
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
@@ -122,7 +123,8 @@ def _apply(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     return out
 
 
-def _weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
+def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
+    """The derivative of the filters, (C, k, k)."""
     channels, height, width, batch = x.shape
     rows = _block_rows(height, width)
     taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)

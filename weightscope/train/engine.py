@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,14 +26,16 @@ from weightscope.errors import UsageError
 from weightscope.recipe import Range, Recipe
 from weightscope.seeding import Purpose, numpy_generator
 from weightscope.spec import WeightSpec
-from weightscope.train import building
+from weightscope.train import building, compiled
 from weightscope.train.initial import initial_weights
 from weightscope.train.memory import keep_freed_memory
 from weightscope.train.optimiser import StackedAdamW, schedule_factor
 from weightscope.train.stacked import StackedNetworks
 
+DEFAULT_TILE = 32
 _EVALUATION_IMAGES = 250
 _CALIBRATION_BATCHES = 8
+_STEPS_BEFORE_CAPTURE = 2
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,26 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def check_kernels(recipe: Recipe, device: torch.device) -> None:
-    """Raise `UsageError` where the recipe's kernels cannot run: on a GPU, or without a C compiler."""
-    if recipe.training.kernels == "compiled":
-        if device.type != "cpu":
-            raise UsageError(f"kernels = 'compiled' are for the CPU, and the device is {device}; use kernels = 'torch'")
-        building.library()
+def kernels_on(recipe: Recipe, device: torch.device) -> Literal["torch", "c", "triton"]:
+    """Which kernels train the recipe on a device: "compiled" ones are written in C for a CPU, with Triton for a GPU.
+
+    Raises:
+        UsageError: if they cannot run: there is no C compiler, no Triton, or no such precision.
+    """
+    if recipe.training.kernels == "torch":
+        return "torch"
+    if device.type == "cuda":
+        compiled.backend("triton")
+        return "triton"
+    if device.type != "cpu":
+        raise UsageError(f"kernels 'compiled' are for a CPU or CUDA, and the device is {device}; use kernels 'torch'")
+    if recipe.training.precision != "float32":
+        raise UsageError(
+            f"kernels 'compiled' compute in float32 on a CPU, found precision {recipe.training.precision!r}; "
+            "use kernels 'torch' or float32"
+        )
+    building.library()
+    return "c"
 
 
 def train_tile(
@@ -112,7 +128,6 @@ def train_tile(
         UsageError: if the device, the initialiser or a frozen pattern does not exist.
     """
     where = resolve_device(device)
-    check_kernels(recipe, where)
     with _one_thread():
         return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
 
@@ -155,7 +170,8 @@ class TileRun:
     def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
-        self.ids = range(tile * population.tile, (tile + 1) * population.tile)
+        count = population.tile or DEFAULT_TILE
+        self.ids = range(tile * count, (tile + 1) * count)
         self.dtype = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
         self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
@@ -164,7 +180,8 @@ class TileRun:
         self.steps_per_epoch = len(self.images) // self.batch
         with torch.device("meta"):
             template = build_network(recipe)
-        self.nets = StackedNetworks(template, len(self.ids), device, kernels=training.kernels)
+        kernels = kernels_on(recipe, device)
+        self.nets = StackedNetworks(template, count, device, kernels=kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: build_network(recipe))
         self.nets.weights.copy_(torch.from_numpy(start))
         frozen = self.nets.spec.select(training.frozen).names if training.frozen else ()
@@ -178,11 +195,17 @@ class TileRun:
             learning_rate=torch.from_numpy(self.rates).to(device, torch.float32),
             weight_decay=torch.from_numpy(self.decays).to(device, torch.float32),
             betas=training.betas,
+            kernels=kernels,
         )
         self.streams = {
             purpose: [numpy_generator(population.seed, k, purpose) for k in self.ids]
             for purpose in (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP)
         }
+        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
+        self.numbers: dict[str, Tensor] = {}  # of the epoch, one row for each step
+        self.ready: dict[str, Tensor] | None = None  # the next epoch's, still on the host
+        self.sums = torch.zeros(2, count, device=device)  # of losses and of the shares of right answers
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def _per_network(self, value: Any, position: int) -> np.ndarray:
         return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
@@ -200,7 +223,7 @@ class TileRun:
         for epoch in range(training.epochs):
             found = self.epoch(epoch)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
-                found |= self._evaluate()
+                found |= self.evaluate()
             else:
                 found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
             for name, values in found.items():
@@ -220,60 +243,101 @@ class TileRun:
     def epoch(self, epoch: int) -> dict[str, np.ndarray]:
         """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,).
 
-        Everything random comes to the device before the first step and nothing leaves it before the last.
+        Everything random comes to the device before the first step and nothing leaves it before the last. While a
+        GPU works on the steps, the host draws the next epoch's random numbers.
         """
         training = self.recipe.training
         self.nets.train()
-        order = self._order()
-        draws, shares = self._draws(), self._mixup_shares()
-        steps = self.steps_per_epoch
-        loss_sum = torch.zeros(len(self.ids), device=self.device)
-        correct = torch.zeros_like(loss_sum)
-        for step in range(steps):
-            index = order[:, step]  # (T, B)
-            labels = self.labels[index]
-            images = self._batch(index, None if draws is None else draws[:, step])
-            targets = smooth(labels, self.recipe.training.label_smoothing, dataset_info(self.recipe.data.name).classes)
-            if shares is not None:
-                share = shares[:, step, None, None]  # (T, 1, 1)
-                targets = share * targets + (1 - share) * targets.flip(1)
-                share = share[..., None, None]
-                images = share * images + (1 - share) * images.flip(1)
-            logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
-            losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
-            self.nets.backward(losses.sum())
-            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
-            self.optimiser.step(factor, training.clip_norm)
-            loss_sum += losses.detach()
-            correct += (logits.detach().argmax(2) == labels).float().mean(1)
-        return {
-            "train_loss": (loss_sum / steps).cpu().numpy().astype(np.float64),
-            "train_accuracy": (correct / steps).cpu().numpy().astype(np.float64),
+        self._upload({**(self.ready or self._draw()), "scalars": self._scalars(epoch)})
+        step = self._step
+        if self.device.type == "cuda" and self.nets.kernels == "triton":
+            step = (self.graph or self._capture()).replay
+        self.now.zero_()
+        self.sums.zero_()
+        for _ in range(self.steps_per_epoch):
+            step()
+        self.ready = self._draw() if epoch + 1 < training.epochs else None
+        loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
+        return {"train_loss": loss, "train_accuracy": right}
+
+    def _upload(self, numbers: dict[str, Tensor]) -> None:
+        """Bring the epoch's numbers to where the steps read them, which stays the same for a graph's sake."""
+        for name, values in numbers.items():
+            if name in self.numbers:
+                self.numbers[name].copy_(values)
+            else:
+                self.numbers[name] = values.to(self.device)
+
+    def _capture(self) -> "torch.cuda.CUDAGraph":
+        """One step as a CUDA graph, which leaves networks and optimiser as they were."""
+        state = (self.nets.weights, self.optimiser.first, self.optimiser.second)
+        before = [tensor.clone() for tensor in state]
+        aside = torch.cuda.Stream(self.device)
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):  # tables and kernels are made now, not while the graph is recorded
+            for _ in range(_STEPS_BEFORE_CAPTURE):
+                self.now.zero_()
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+        for tensor, values in zip(state, before, strict=True):
+            tensor.copy_(values)
+        return self.graph
+
+    def _step(self) -> None:
+        """One step of all networks. What changes from step to step is read from tensors on the device alone."""
+        training, data = self.recipe.training, self.recipe.data
+        numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
+        labels = self.labels[numbers["order"]]  # (T, B)
+        images = self._batch(numbers["order"], numbers.get("draws"))
+        targets = smooth(labels, training.label_smoothing, dataset_info(data.name).classes)
+        if "shares" in numbers:
+            share = numbers["shares"][:, None, None]  # (T, 1, 1)
+            targets = share * targets + (1 - share) * targets.flip(1)
+            share = share[..., None, None]
+            images = share * images + (1 - share) * images.flip(1)
+        logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
+        losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
+        self.nets.backward(losses.sum())
+        self.optimiser.step(numbers["scalars"], training.clip_norm)
+        self.sums[0] += losses.detach()
+        self.sums[1] += (logits.detach().argmax(2) == labels).float().mean(1)
+        self.now += 1
+
+    def _scalars(self, epoch: int) -> Tensor:
+        """(steps, 3), what the optimiser needs to know of each step."""
+        training, steps = self.recipe.training, self.steps_per_epoch
+        rows = []
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            factor = schedule_factor(training.schedule, step, training.epochs * steps, training.warmup)
+            rows.append(self.optimiser.scalars(step + 1, factor))
+        return torch.tensor(rows, dtype=torch.float32)
+
+    def _draw(self) -> dict[str, Tensor]:
+        """What is random in an epoch, each with the steps first.
+
+        `order` (steps, T, B): indices of training images; the incomplete last batch of an epoch is left out.
+        `draws` (steps, T, B, P): uniform numbers of the augmentation, where there is any.
+        `shares` (steps, T): from Beta(mixup, mixup), with mixup.
+        """
+        steps, kept = self.steps_per_epoch, self.steps_per_epoch * self.batch
+        needed, alpha = draws_needed(self.recipe.data.augment), self.recipe.training.mixup
+        numbers = {
+            "order": [
+                stream.permutation(len(self.images))[:kept].reshape(steps, self.batch)
+                for stream in self.streams[Purpose.ORDER]
+            ]
         }
-
-    def _order(self) -> Tensor:
-        """(T, steps, B) indices of training images; the incomplete last batch of an epoch is left out."""
-        kept = self.steps_per_epoch * self.batch
-        rows = [stream.permutation(len(self.images))[:kept] for stream in self.streams[Purpose.ORDER]]
-        order = torch.from_numpy(np.stack(rows)).to(self.device)
-        return order.view(len(self.ids), self.steps_per_epoch, self.batch)
-
-    def _draws(self) -> Tensor | None:
-        """(T, steps, B, P) uniform numbers of the epoch's augmentation."""
-        needed = draws_needed(self.recipe.data.augment)
-        if not needed:
-            return None
-        shape = (self.steps_per_epoch, self.batch, needed)
-        rows = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
-        return torch.from_numpy(np.stack(rows)).to(self.device)
-
-    def _mixup_shares(self) -> Tensor | None:
-        """(T, steps) shares from Beta(mixup, mixup), one for each network and step."""
-        alpha = self.recipe.training.mixup
-        if not alpha:
-            return None
-        rows = [stream.beta(alpha, alpha, self.steps_per_epoch) for stream in self.streams[Purpose.MIXUP]]
-        return torch.from_numpy(np.stack(rows)).to(self.device, torch.float32)
+        if needed:
+            shape = (steps, self.batch, needed)
+            numbers["draws"] = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
+        if alpha:
+            numbers["shares"] = [
+                stream.beta(alpha, alpha, steps).astype(np.float32) for stream in self.streams[Purpose.MIXUP]
+            ]
+        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
 
     def _batch(self, index: Tensor, draws: Tensor | None) -> Tensor:
         """Normalised training images (T, B, C, H, W)."""
@@ -283,7 +347,8 @@ class TileRun:
         return normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
 
     @torch.no_grad()
-    def _evaluate(self) -> dict[str, np.ndarray]:
+    def evaluate(self) -> dict[str, np.ndarray]:
+        """`test_accuracy` and `test_loss`, each (T,)."""
         calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()

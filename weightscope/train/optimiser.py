@@ -1,9 +1,12 @@
 """AdamW over the stacked weight matrix, and learning-rate schedules."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from weightscope.train import compiled
 
 
 class StackedAdamW:
@@ -23,6 +26,7 @@ class StackedAdamW:
         weight_decay: (T,).
         betas: (b1, b2).
         eps: added to the root of the second moment.
+        kernels: "triton" for one pass over memory on a GPU; the same formula.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -37,32 +41,54 @@ class StackedAdamW:
         weight_decay: Tensor,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        kernels: Literal["torch", "c", "triton"] = "torch",
     ) -> None:
-        self.weights, self.gradient = weights, gradient
-        self.rate = learning_rate[:, None] * trained  # (T, D)
-        self.decay = weight_decay[:, None]
-        self.betas, self.eps, self.steps = betas, eps, 0
+        self.weights, self.gradient, self.trained = weights, gradient, trained
+        self.rate, self.decay = learning_rate, weight_decay
+        self.betas, self.eps, self.kernels = betas, eps, kernels
         self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
 
-    @torch.no_grad()
-    def step(self, factor: float, clip_norm: float = 0.0) -> None:
-        """One update with every rate multiplied by `factor`; scales `gradient` in place when it clips.
-
-        With `clip_norm` > 0 each network's gradient is scaled to at most that Euclidean norm, as
-        `torch.nn.utils.clip_grad_norm_` does.
-        """
-        self.steps += 1
+    def scalars(self, step: int, factor: float) -> tuple[float, float, float]:
+        """What `step` needs to know of step t = 1, 2, ...: `factor`, 1 / (1 - b1^t), 1 / sqrt(1 - b2^t)."""
         b1, b2 = self.betas
-        g = self.gradient
+        return factor, 1 / (1 - b1**step), 1 / math.sqrt(1 - b2**step)
+
+    @torch.no_grad()
+    def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
+        """One update; nothing in it but tensors changes from step to step, so that a CUDA graph can hold it.
+
+        Args:
+            scalars: (3,), those of `scalars`; every rate is multiplied by the first.
+            clip_norm: if positive, each network's gradient counts as scaled to at most that Euclidean norm, as by
+                `torch.nn.utils.clip_grad_norm_`.
+        """
+        clip = None
         if clip_norm > 0:
-            norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
-            g.mul_((clip_norm / (norm + 1e-6)).clamp_(max=1.0))
-        rate = self.rate * factor
+            norm = torch.linalg.vector_norm(self.gradient, dim=1)
+            clip = (clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+        if self.kernels == "triton":
+            clip = torch.ones_like(self.rate) if clip is None else clip
+            compiled.backend("triton").adamw(
+                self.weights,
+                self.gradient,
+                (self.first, self.second),
+                self.trained,
+                (self.rate, self.decay),
+                clip,
+                scalars,
+                self.betas,
+                self.eps,
+            )
+            return
+        b1, b2 = self.betas
+        factor, mean, root = scalars
+        g = self.gradient if clip is None else self.gradient * clip[:, None]
+        rate = (self.rate * factor)[:, None] * self.trained
         self.first.lerp_(g, 1 - b1)
         self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
-        denominator = self.second.sqrt().div_(math.sqrt(1 - b2**self.steps)).add_(self.eps)
-        self.weights.addcmul_(self.weights, rate * self.decay, value=-1)
-        self.weights.addcmul_(rate, self.first / denominator, value=-1 / (1 - b1**self.steps))
+        denominator = self.second.sqrt().mul_(root).add_(self.eps)
+        self.weights.addcmul_(self.weights, rate * self.decay[:, None], value=-1)
+        self.weights.addcmul_(rate * mean, self.first / denominator, value=-1)
 
 
 def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> float:

@@ -13,13 +13,15 @@ network that diverges keeps its NaN to itself.
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
+from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
 from weightscope.networks.layers import Attention, LayerNorm2d, Mlp, SpatialMean, TokenPool
 from weightscope.networks.vit import Block
@@ -55,8 +57,8 @@ class _Normalise(torch.autograd.Function):
 class _Stacked(nn.Module):
     """A leaf layer of T networks. `weight` and `bias` are bound to views (T, ...) of the weight matrix."""
 
-    compiled = False
-    """Whether the functions of `compiled.py` take the place of torch's."""
+    kernels: Literal["torch", "c", "triton"] = "torch"
+    """Whose: torch's, or one of the two sets behind `compiled.py`."""
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         super().__init__()
@@ -109,25 +111,40 @@ class _Linear(_Stacked):
 
 
 class _Normalisation(_Stacked):
-    """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else."""
+    """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else.
 
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.layer[0]
-        image = isinstance(layer, LayerNorm2d | nn.BatchNorm2d)
+    `more`, of x's shape, is added to the value.
+    """
+
+    after_gelu = False
+    """Whether the GELU before a BatchNorm is part of it."""
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        image = isinstance(self.layer[0], LayerNorm2d | nn.BatchNorm2d)
         last = x.permute(0, 2, 3, 1) if image else x
-        rows = _rows(last, self.count)
-        weight, bias = self.leaves["weight"], self.leaves["bias"]
-        if not isinstance(layer, nn.BatchNorm2d):
-            y = _Normalise.apply(rows, weight, bias, 1, layer.eps)
-        elif self.training:
-            self._observe(rows)
-            y = _Normalise.apply(rows, weight, bias, 2, layer.eps)
-        else:
-            scale = weight * torch.rsqrt(self.leaves["running_var"] + layer.eps)
-            shift = bias - self.leaves["running_mean"] * scale
-            y = torch.addcmul(shift[:, :, None].to(x.dtype), rows, scale[:, :, None].to(x.dtype))
-        y = _unrows(y, last)
+        added = None if more is None else _rows(more.permute(0, 2, 3, 1) if image else more, self.count)
+        y = _unrows(self._of_rows(_rows(last, self.count), added), last)
         return y.permute(0, 3, 1, 2) if image else y
+
+    def _of_rows(self, rows: Tensor, more: Tensor | None) -> Tensor:
+        layer, pair = self.layer[0], _weight_and_bias(self)
+        batch = isinstance(layer, nn.BatchNorm2d)
+        if self.after_gelu and self.training and not self.calibrating:
+            return compiled.gelu_batch_norm(rows, pair, layer.eps, more)
+        if self.kernels == "triton" and not batch:
+            y = compiled.layer_norm(rows, pair, layer.eps)
+        elif not batch:
+            y = _Normalise.apply(rows, *pair, 1, layer.eps)
+        else:
+            rows = F.gelu(rows) if self.after_gelu else rows
+            if self.training:
+                self._observe(rows)
+                y = _Normalise.apply(rows, *pair, 2, layer.eps)
+            else:
+                scale = pair[0] * torch.rsqrt(self.leaves["running_var"] + layer.eps)
+                shift = pair[1] - self.leaves["running_mean"] * scale
+                y = torch.addcmul(shift[:, :, None].to(rows.dtype), rows, scale[:, :, None].to(rows.dtype))
+        return y if more is None else y + more
 
     calibrating = 0
     """The number of the calibration batch, counted from 1; 0 while training."""
@@ -163,10 +180,15 @@ class _Conv2d(_Stacked):
         return self._depthwise(x) if self.depthwise else self._patches(x)
 
     def _depthwise(self, x: Tensor) -> Tensor:
-        weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
-        weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
-        convolve = compiled.depthwise_conv2d if self.compiled and bias is not None else depthwise_conv2d
-        return convolve(x.permute(1, 2, 3, 0), weight, bias, dilation=self.layer[0].dilation[0]).permute(3, 0, 1, 2)
+        inner, dilation = x.permute(1, 2, 3, 0), self.layer[0].dilation[0]
+        if self.kernels != "torch" and "bias" in self.leaves:
+            filters = _filters(_given(_weight_and_bias(self), x, self.kernels))
+            y = compiled.depthwise_conv2d(inner, *filters, dilation=dilation, kernels=self.kernels)
+        else:
+            weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
+            weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
+            y = depthwise_conv2d(inner, weight, bias, dilation=dilation)
+        return y.permute(3, 0, 1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
         weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
@@ -203,12 +225,12 @@ class _NormMlp(nn.Module):
 
     def __init__(self, norm: _Normalisation, mlp: Mlp) -> None:
         super().__init__()
-        self.norm, self.first, self.second = (_weight_and_bias(layer) for layer in (norm, mlp.fc1, mlp.fc2))
-        self.count, self.eps = norm.count, norm.layer[0].eps
+        self.weights = tuple(_weight_and_bias(layer) for layer in (norm, mlp.fc1, mlp.fc2))
+        self.count, self.eps, self.kernels = norm.count, norm.layer[0].eps, norm.kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, first, second = (_as(pair, x) for pair in (self.norm, self.first, self.second))
-        return _unrows(compiled.norm_mlp(_rows(x, self.count), norm, first, second, self.eps), x)
+        weights = (_given(pair, x, self.kernels) for pair in self.weights)
+        return _unrows(compiled.norm_mlp(_rows(x, self.count), *weights, self.eps, kernels=self.kernels), x)
 
 
 class _ConvNeXtBlock(_NormMlp):
@@ -219,17 +241,34 @@ class _ConvNeXtBlock(_NormMlp):
         self.filters, self.gamma = _weight_and_bias(block.conv_dw), gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        (weight, bias), norm, first, second = (_as(p, x) for p in (self.filters, self.norm, self.first, self.second))
-        filters = weight.reshape(-1, *weight.shape[-2:]), bias.reshape(-1)
+        filters, norm, first, second = (_given(pair, x, self.kernels) for pair in (self.filters, *self.weights))
         if self.gamma is not None:  # gamma (W2 a + b2) = (gamma W2) a + gamma b2
-            gamma = self.gamma.to(x.dtype)
+            gamma = self.gamma.to(second[0].dtype)
             second = second[0] * gamma[:, :, None], second[1] * gamma
-        y = compiled.convnext_block(x.permute(1, 2, 3, 0), filters, norm, first, second, self.eps)
+        inner = x.permute(1, 2, 3, 0)
+        y = compiled.convnext_block(inner, _filters(filters), norm, first, second, self.eps, kernels=self.kernels)
         return y.permute(3, 0, 1, 2)
 
 
-def _as(pair: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    return pair[0].to(x.dtype), pair[1].to(x.dtype)
+class _NormResidual(nn.Module):
+    """`x -> fn(x) + x` where the last layer of `fn` is a normalisation that adds."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.first, self.norm = layers[:-1], layers[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x), x)
+
+
+def _given(pair: compiled.Pair, x: Tensor, kernels: str) -> compiled.Pair:
+    """Weight and bias as the kernels take them: those in C of the activations' type, those of Triton as they are."""
+    return pair if kernels == "triton" else (pair[0].to(x.dtype), pair[1].to(x.dtype))
+
+
+def _filters(pair: compiled.Pair) -> compiled.Pair:
+    """(T, C, 1, k, k) and (T, C) with networks and channels as one axis."""
+    return pair[0].reshape(-1, *pair[0].shape[-2:]), pair[1].reshape(-1)
 
 
 def _weight_and_bias(layer: _Stacked) -> tuple[Tensor, Tensor]:
@@ -265,19 +304,20 @@ class StackedNetworks(nn.Module):
         template: the plain module; its weights are not used.
         count: T.
         device: where the networks live.
-        kernels: "torch", or "compiled" for the functions of `compiled.py` (float32 or float64 on a CPU).
+        kernels: "torch"; or "c" (float32 or float64 on a CPU) or "triton" (on a GPU) for those of `compiled.py`.
 
     Raises:
-        UsageError: if the module holds a layer that has no stacked twin; names it.
+        UsageError: if the module holds a layer that has no stacked twin; names it. If the kernels are not for the
+            device.
     """
 
     def __init__(
         self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: str = "torch"
     ) -> None:
         super().__init__()
-        if kernels not in ("torch", "compiled") or (kernels == "compiled" and torch.device(device).type != "cpu"):
-            raise UsageError(f"kernels: expected 'torch', or 'compiled' on a CPU, found {kernels!r} on {device}")
-        self.compiled = kernels == "compiled"
+        if kernels not in ("torch", "c", "triton") or (kernels == "c" and torch.device(device).type != "cpu"):
+            raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'triton', found {kernels!r} on {device}")
+        self.kernels = kernels
         self.spec, self.count = WeightSpec.of(template), count
         self.weights = torch.zeros(count, self.spec.size, device=device)
         self.gradient = torch.zeros_like(self.weights)
@@ -293,7 +333,7 @@ class StackedNetworks(nn.Module):
         twin = _TWINS.get(type(module))
         if twin is not None:
             stacked = twin(module, self.count)
-            stacked.compiled = self.compiled
+            stacked.kernels = self.kernels
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             stacked.leaves = {name: self.leaves[path + name] for name, value in own if value.is_floating_point()}
         elif type(module).__module__.startswith("torch.nn") and not isinstance(module, _UNCHANGED):
@@ -303,11 +343,28 @@ class StackedNetworks(nn.Module):
             self._fold_own_parameters(module, path)
         for name, child in module.named_children():
             setattr(stacked, name, self._stack(child, f"{path}{name}."))
-        if self.compiled and isinstance(module, ConvNeXtBlock):
+        return stacked if self.kernels == "torch" else self._fused(module, stacked, path)
+
+    def _fused(self, module: nn.Module, stacked: nn.Module, path: str) -> nn.Module:
+        """What takes the place of several stacked layers where one kernel does their work."""
+        if isinstance(module, ConvNeXtBlock) and self._fits(stacked.mlp):
             return _ConvNeXtBlock(stacked, self.leaves.get(f"{path}gamma"))
-        if self.compiled and isinstance(module, Block):
+        if isinstance(module, Block) and self._fits(stacked.mlp):
             stacked.mlp, stacked.norm2 = _NormMlp(stacked.norm2, stacked.mlp), nn.Identity()
+        if isinstance(module, nn.Sequential) and self.kernels == "triton":
+            for k, (before, layer) in enumerate(pairwise(stacked)):
+                batch_norm = isinstance(layer, _Normalisation) and isinstance(layer.layer[0], nn.BatchNorm2d)
+                if batch_norm and isinstance(before, _Elementwise) and isinstance(before.layer[0], nn.GELU):
+                    stacked[k], layer.after_gelu = nn.Identity(), True
+        if isinstance(module, Residual) and isinstance(stacked.fn, nn.Sequential):
+            last = stacked.fn[-1]
+            if isinstance(last, _Normalisation) and last.after_gelu:
+                return _NormResidual(stacked.fn)
         return stacked
+
+    def _fits(self, mlp: Mlp) -> bool:
+        hidden, channels = mlp.fc1.leaves["weight"].shape[1:]
+        return self.kernels == "c" or compiled.backend("triton").fits(channels, hidden)
 
     def _fold_own_parameters(self, module: nn.Module, path: str) -> None:
         """Parameters that a container uses itself, (..., C), become (..., T*C) just before its forward."""
