@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weightscope.data import load
+from weightscope.data.augment import augment, draws_needed, normalise
 from weightscope.networks import ConvNeXt
-from weightscope.recipe import Recipe
+from weightscope.recipe import AugmentConfig, Recipe
 from weightscope.train import compiled, engine
 from weightscope.train.engine import TileRun
 from weightscope.train.optimiser import StackedAdamW
@@ -176,6 +177,31 @@ def test_adamw_equals_the_form_in_torch(clip):
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"crop": 2}, {"flip": True}, {"cutout": 3}, {"crop": 3, "flip": True, "cutout": 4}],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+@pytest.mark.parametrize("mixup", [False, True])
+def test_images_are_loaded_as_by_augment_and_normalise(changes, mixup):
+    config = AugmentConfig(**changes)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (9, 3, 6, 10), generator=generator, dtype=torch.uint8)
+    index = torch.randint(0, 9, (2, 19), generator=generator)
+    draws = torch.rand(2, 19, draws_needed(config), generator=generator)
+    shares = torch.rand(2, generator=generator) if mixup else None
+    mean, std = torch.rand(3, generator=generator), 0.1 + torch.rand(3, generator=generator)
+    expected = normalise(augment(images[index.flatten()], draws.flatten(0, 1), config), mean, std)
+    expected = expected.unflatten(0, (2, 19))
+    if mixup:
+        share = shares[:, None, None, None, None]
+        expected = share * expected + (1 - share) * expected.flip(1)
+    given = (None if v is None else v.to(DEVICE) for v in (images, index, draws if draws.numel() else None, shares))
+    found = on_gpu.load_images(*given, (mean.to(DEVICE), std.to(DEVICE)), config, torch.float32)
+    folded = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
+    torch.testing.assert_close(found.cpu(), folded, rtol=1e-6, atol=1e-6)
+
+
 RECIPE = Recipe.parse(
     {
         "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
@@ -203,7 +229,7 @@ def test_a_tile_trains_as_with_torch(precision, monkeypatch):
 
 
 class Recorded(TileRun):
-    """A run whose first step is recorded, with all addresses and numbers in it, and then repeated: a CUDA graph on a CPU.
+    """A run whose first step is recorded, addresses and numbers included, and then repeated: a CUDA graph on a CPU.
 
     Kernels that are no operations of torch cannot be recorded, so it is made for torch's.
     """

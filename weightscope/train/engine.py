@@ -291,14 +291,11 @@ class TileRun:
         training, data = self.recipe.training, self.recipe.data
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
         labels = self.labels[numbers["order"]]  # (T, B)
-        images = self._batch(numbers["order"], numbers.get("draws"))
         targets = smooth(labels, training.label_smoothing, dataset_info(data.name).classes)
         if "shares" in numbers:
             share = numbers["shares"][:, None, None]  # (T, 1, 1)
             targets = share * targets + (1 - share) * targets.flip(1)
-            share = share[..., None, None]
-            images = share * images + (1 - share) * images.flip(1)
-        logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
+        logits = self._logits(numbers["order"], numbers.get("draws"), numbers.get("shares")).float()  # (T, B, K)
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
         self.nets.backward(losses.sum())
         self.optimiser.step(numbers["scalars"], training.clip_norm)
@@ -339,12 +336,21 @@ class TileRun:
             ]
         return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
 
-    def _batch(self, index: Tensor, draws: Tensor | None) -> Tensor:
-        """Normalised training images (T, B, C, H, W)."""
+    def _logits(self, index: Tensor, draws: Tensor | None, shares: Tensor | None) -> Tensor:
+        """(T, B, K) for the training images `index` (T, B), augmented and mixed."""
+        config = self.recipe.data.augment
+        if self.nets.kernels == "triton" and not config.operations:
+            load_images = compiled.backend("triton").load_images
+            moments = self.mean, self.std
+            return self.nets.of_folded(load_images(self.images, index, draws, shares, moments, config, self.dtype))
         raw = self.images[index.reshape(-1)]
         if draws is not None:
-            raw = augment(raw, draws.reshape(-1, draws.shape[-1]), self.recipe.data.augment)
-        return normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
+            raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
+        images = normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
+        if shares is not None:
+            share = shares[:, None, None, None, None]
+            images = share * images + (1 - share) * images.flip(1)
+        return self.nets(images.to(self.dtype))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:

@@ -390,9 +390,12 @@ class StackedNetworks(nn.Module):
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         if images.ndim == 4:
             images = images.expand(self.count, *images.shape)
-        inner = images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1])
-        logits = self.network(inner.permute(3, 0, 1, 2))  # (B, T*K)
-        return logits.reshape(images.shape[1], self.count, -1).transpose(0, 1)
+        return self.of_folded(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
+
+    def of_folded(self, images: Tensor) -> Tensor:
+        """Logits (T, B, classes) of images (T*C, H, W, B), as they lie in memory."""
+        logits = self.network(images.permute(3, 0, 1, 2))  # (B, T*K)
+        return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
 
     def backward(self, loss: Tensor) -> None:
         """Set `gradient` to the derivative of a scalar, usually the sum of the T networks' losses."""
