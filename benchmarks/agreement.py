@@ -3,10 +3,10 @@
     python benchmarks/agreement.py --json benchmarks/results/agreement.json
 
 ConvNeXts on the digits, trained one by one in plain PyTorch (`plain.py`), in tiles with torch's kernels, and in tiles
-with compiled kernels. Each path gets a root seed of its own, so the samples are independent, and each is compared with
-the plain one by Welch's t test of the means and by the two-sample Kolmogorov-Smirnov test, of test accuracy and test
-loss; Bonferroni's correction is over all of them. No difference shown is no proof of agreement: the intervals say how
-large one could still be.
+with compiled kernels (`--device cuda`: those of a GPU, in bfloat16 too). Each path gets a root seed of its own, so the
+samples are independent, and each is compared with the plain one by Welch's t test of the means and by the two-sample
+Kolmogorov-Smirnov test, of test accuracy and test loss; Bonferroni's correction is over all of them. No difference
+shown is no proof of agreement: the intervals say how large one could still be.
 """
 
 import argparse
@@ -23,49 +23,55 @@ from scipy import stats
 
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.environment import usable_cores
+from weightscope.environment import environment, usable_cores
 from weightscope.recipe import Recipe
 from weightscope.train import train_tile
 
 TILE = 32
-PATHS = {"plain": 1, "torch kernels": 2, "compiled kernels": 3}  # and their root seeds
+PATHS = {  # root seed, kernels, precision
+    "plain": (1, "torch", "float32"),
+    "torch kernels": (2, "torch", "float32"),
+    "compiled kernels": (3, "compiled", "float32"),
+    "compiled kernels, bfloat16": (4, "compiled", "bfloat16"),
+}
 
 
 def recipe_of(path: str, epochs: int) -> Recipe:
-    kernels = "compiled" if path == "compiled kernels" else "torch"
+    seed, kernels, precision = PATHS[path]
     return Recipe.parse(
         {
             "network": {"type": "convnext", "width": 12, "depth": 2, "patch_size": 2, "expansion": 2},
             "data": {"name": "digits"},
-            "training": {"epochs": epochs, "batch_size": 64, "kernels": kernels, "evaluate": "end"},
-            "population": {"tile": TILE, "seed": PATHS[path]},
+            "training": {"epochs": epochs, "batch_size": 64, "evaluate": "end"}
+            | {"kernels": kernels, "precision": precision},
+            "population": {"tile": TILE, "seed": seed},
         }
     )
 
 
-def alone(recipe: Recipe, k: int) -> tuple[float, float]:
+def alone(recipe: Recipe, k: int, device: str) -> tuple[float, float]:
     """Test accuracy and loss of network k, in plain PyTorch."""
     torch.set_num_threads(1)
-    network = train_alone(recipe, k).eval()
-    data = load(recipe.data.name)
+    network = train_alone(recipe, k, device).eval()
+    data = load(recipe.data.name).to(device)
     with torch.no_grad():
         logits = network(normalise(data.test_images, data.mean, data.std))
     correct = (logits.argmax(1) == data.test_labels).float().mean()
     return float(correct), float(F.cross_entropy(logits, data.test_labels))
 
 
-def together(recipe: Recipe, tile: int) -> list[tuple[float, float]]:
-    metrics = train_tile(recipe, tile, device="cpu").metrics
+def together(recipe: Recipe, tile: int, device: str) -> list[tuple[float, float]]:
+    metrics = train_tile(recipe, tile, device=device).metrics
     return list(zip(metrics["test_accuracy"].tolist(), metrics["test_loss"].tolist(), strict=True))
 
 
-def sample(path: str, networks: int, epochs: int) -> np.ndarray:
+def sample(path: str, networks: int, epochs: int, device: str) -> np.ndarray:
     """(networks, 2): test accuracies and losses."""
     recipe = recipe_of(path, epochs)
-    workers = Parallel(n_jobs=usable_cores())
+    workers = Parallel(n_jobs=usable_cores() if device == "cpu" else 1)
     if path == "plain":
-        return np.array(workers(delayed(alone)(recipe, k) for k in range(networks)))
-    tiles = workers(delayed(together)(recipe, tile) for tile in range(-(-networks // TILE)))
+        return np.array(workers(delayed(alone)(recipe, k, device) for k in range(networks)))
+    tiles = workers(delayed(together)(recipe, tile, device) for tile in range(-(-networks // TILE)))
     return np.array([row for tile in tiles for row in tile][:networks])
 
 
@@ -89,17 +95,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--networks", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--path", action="append", choices=list(PATHS)[1:], help="only this one; repeat it")
     options = parser.parse_args()
-    paths = ["plain", *(options.path or list(PATHS)[1:])]
-    rows = compare({path: sample(path, options.networks, options.epochs) for path in paths})
+    possible = [path for path, (_, _, precision) in PATHS.items() if precision == "float32" or options.device != "cpu"]
+    paths = ["plain", *(options.path or possible[1:])]
+    rows = compare({path: sample(path, options.networks, options.epochs, options.device) for path in paths})
     for row in rows:
         means = f"{row['ours']:.4f} {row['plain']:.4f} (std {row['std']:.4f})"
         if "difference_ci95" in row:
             low, high = row["difference_ci95"]
             means += f" difference {low:+.4f} to {high:+.4f}"
         print(f"{row['row']:<34} {means}  {row['test']:<18} p {row['p']:.3f}")
-    write(options.json, rows, networks=options.networks, epochs=options.epochs)
+    about = environment(options.device) | {"networks": options.networks, "epochs": options.epochs}
+    write(options.json, rows, **about)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from weightscope.train import build_network
 from weightscope.train.optimiser import schedule_factor
 
 
-def train_alone(plan: Recipe, k: int) -> torch.nn.Module:
+def train_alone(plan: Recipe, k: int, device: str = "cpu") -> torch.nn.Module:
     """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it."""
-    data, training, root = load(plan.data.name, train=plan.data.train), plan.training, plan.population.seed
+    data, training, root = load(plan.data.name, train=plan.data.train).to(device), plan.training, plan.population.seed
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
-    network = build_network(plan)
+    network = build_network(plan).to(device)
     optimiser = torch.optim.AdamW(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )

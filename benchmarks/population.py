@@ -68,8 +68,9 @@ def random_images(count: int) -> Dataset:
     return Dataset(CATALOG["cifar10"], pixels, labels, pixels[:100], labels[:100], half, quarter)
 
 
-def stacked(recipe: Recipe, data: Dataset, device: torch.device, *, kernels: str = "torch") -> Callable[[], int]:
-    run = TileRun(recipe.replace({"training.kernels": kernels}), 0, data, device)
+def stacked(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
+    """Ours; `training` are fields of the recipe's section."""
+    run = TileRun(recipe.replace({f"training.{name}": value for name, value in training.items()}), 0, data, device)
 
     def work() -> int:
         run.epoch(0)
@@ -79,20 +80,29 @@ def stacked(recipe: Recipe, data: Dataset, device: torch.device, *, kernels: str
 
 
 def loop(
-    recipe: Recipe, data: Dataset, device: torch.device, *, channels_last: bool = False, compiled: bool = False
+    recipe: Recipe,
+    data: Dataset,
+    device: torch.device,
+    *,
+    channels_last: bool = False,
+    compiled: str | None = None,
+    bfloat16: bool = False,
 ) -> Callable[[], int]:
+    """One network in plain PyTorch; `compiled` is the mode of `torch.compile`."""
     images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
     layout = torch.channels_last if channels_last else torch.contiguous_format
     network = build_network(recipe).to(device, memory_format=layout)
-    forward = torch.compile(network) if compiled else network
+    forward = torch.compile(network, mode=compiled) if compiled else network
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
 
     def work() -> int:
-        batches = torch.randperm(len(images)).to(device).view(-1, BATCH)
+        batches = torch.randperm(len(images)).to(device).view(-1, recipe.training.batch_size)
         for index in batches:
             batch = normalise(images[index], mean, std).contiguous(memory_format=layout)
             optimiser.zero_grad()
-            F.cross_entropy(forward(batch), labels[index]).backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                loss = F.cross_entropy(forward(batch), labels[index])
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimiser.step()
         return len(batches)
@@ -100,21 +110,26 @@ def loop(
     return work
 
 
-def vmapped(recipe: Recipe, data: Dataset, device: torch.device) -> Callable[[], int]:
+def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bool = False) -> Callable[[], int]:
     """Plain `torch.func`: vmap over stacked parameters, without an optimiser's cost."""
-    count = recipe.population.tile
+    count, size = recipe.population.tile, recipe.training.batch_size
     images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
     template = build_network(recipe).to(device)
     parameters, buffers = torch.func.stack_module_state([build_network(recipe).to(device) for _ in range(count)])
+    if bfloat16:
+        buffers = {name: v.bfloat16() if v.is_floating_point() else v for name, v in buffers.items()}
 
     def loss(parameters: Any, buffers: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(torch.func.functional_call(template, (parameters, buffers), (images,)), labels)
+        if bfloat16:
+            parameters, images = {name: v.bfloat16() for name, v in parameters.items()}, images.bfloat16()
+        logits = torch.func.functional_call(template, (parameters, buffers), (images,))
+        return F.cross_entropy(logits.float(), labels)
 
     gradient = torch.func.vmap(torch.func.grad(loss))
 
     def work() -> int:
-        index = torch.randint(0, len(images), (count, BATCH)).to(device)
-        batch = normalise(images[index.flatten()], mean, std).unflatten(0, (count, BATCH))
+        index = torch.randint(0, len(images), (count, size)).to(device)
+        batch = normalise(images[index.flatten()], mean, std).unflatten(0, (count, size))
         gradient(parameters, buffers, batch, labels[index])
         return count
 
@@ -127,7 +142,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] =
     "compiled kernels": (stacked, {"kernels": "compiled"}),
     "loop": (loop, {}),
     "loop, channels last": (loop, {"channels_last": True}),
-    "compiled loop": (loop, {"compiled": True}),
+    "compiled loop": (loop, {"compiled": "default"}),
     "vmap": (vmapped, {}),
 }
 PEERS = [name for name in CONTENDERS if name not in OURS]

@@ -1,11 +1,13 @@
-"""Training populations on a GPU: network-epochs per second, against the eager loop and plain `torch.func`.
+"""Training populations on a GPU: network-epochs per second, against loops over networks and plain `torch.func`.
 
     python benchmarks/population_gpu.py --json benchmarks/results/population_gpu.json
 
-Three networks on images of CIFAR-10's size: the population's ConvNeXt, a ViT of 64 tokens, a ConvMixer. A
-network-epoch is 50,000 images. All contenders run in one process, in turns for several rounds; the device is waited
-for before the clock is read. Beside them stands the copying speed of the device, the bound of what memory allows.
-`--device cpu` runs the same, to try the script.
+The population's ConvNeXt, a ViT of 64 tokens, a ConvMixer-32/4, and one large ConvMixer-256/8 alone, on images of
+CIFAR-10's size. A network-epoch is 50,000 images. All contenders run in one process, in turns for several rounds; the
+device is waited for before the clock is read. Peers: a loop over networks, eager and compiled with CUDA graphs, and
+vmap, in float32 and in bfloat16. Beside them stands the copying speed of the device, and for the ConvNeXt the share of
+it that the step would need if it moved only what it must (`CONVNEXT_BYTES`). `--device cpu` runs the same, to try the
+script; compiled kernels in bfloat16 are left out there.
 """
 
 import argparse
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from population import BATCH, IMAGES, loop, random_images, stacked, vmapped
+from population import loop, random_images, stacked, vmapped
 from reporting import write
 
 from weightscope.environment import environment
@@ -28,31 +30,53 @@ NETWORKS = {
     "convnext": {"type": "convnext", "width": 16, "depth": 4, "patch_size": 2, "expansion": 2},
     "vit": {"type": "vit", "width": 32, "depth": 4, "heads": 2, "patch_size": 4},
     "convmixer": {"type": "convmixer", "width": 32, "depth": 4, "kernel_size": 7, "patch_size": 2},
+    "convmixer-256/8": {"type": "convmixer", "width": 256, "depth": 8, "kernel_size": 9, "patch_size": 2},
 }
+ALONE = ("convmixer-256/8",)
+# Bytes of an image in bfloat16 when nothing is stored that the backward pass can compute again. A block reads and
+# writes maps of 16 x 16 x 16 twelve times: forward the input, the convolution's output (written and read), the input
+# again as residual, the output; backward that output of the convolution and the gradient, the gradient before the MLP
+# (written and read), the input, the gradient as residual, the gradient of the input. Ten more maps are the stem's and
+# the head's, and six are images of 3 x 32 x 32.
+CONVNEXT_BYTES = 2 * ((4 * 12 + 10) * 16 * 16 * 16 + 6 * 3 * 32 * 32)
 
 
-def recipe_of(network: str, tile: int, precision: str) -> Recipe:
+def recipe_of(network: str, tile: int, batch: int) -> Recipe:
     return Recipe.parse(
         {
             "network": NETWORKS[network],
             "data": {"name": "cifar10"},
-            "training": {"epochs": 1000, "batch_size": BATCH, "precision": precision},
+            "training": {"epochs": 1000, "batch_size": batch},
             "population": {"tile": tile},
         }
     )
 
 
-def contenders(network: str, tiles: list[int], device: torch.device) -> dict[str, Callable[[], Callable[[], int]]]:
+def contenders(
+    network: str, tiles: list[int], steps: int, device: torch.device
+) -> dict[str, Callable[[], Callable[[], int]]]:
     """Name -> what makes the work; nothing is allocated before."""
-    data = random_images(IMAGES)
+    batch = 512 if network in ALONE else 64
+    data = random_images(steps * batch)
     out: dict[str, Callable[[], Callable[[], int]]] = {}
-    for tile in tiles:
-        for precision in ("float32", "bfloat16"):
-            recipe = recipe_of(network, tile, precision)
-            out[f"weightscope, tile {tile}, {precision}"] = lambda recipe=recipe: stacked(recipe, data, device)
-    recipe = recipe_of(network, max(tiles), "float32")
-    out["eager loop, float32"] = lambda: loop(recipe, data, device)
-    out[f"vmap, tile {max(tiles)}, float32"] = lambda: vmapped(recipe, data, device)
+
+    def add(name: str, make: Callable[..., Callable[[], int]], tile: int = 1, **options: Any) -> None:
+        out[name] = lambda: make(recipe_of(network, tile, batch), data, device, **options)
+
+    largest = 1 if network in ALONE else max(tiles)
+    if device.type == "cuda":
+        for tile in [1] if network in ALONE else tiles:
+            name = f"weightscope compiled, tile {tile}, bfloat16"
+            add(name, stacked, tile, kernels="compiled", precision="bfloat16")
+    add(f"weightscope compiled, tile {largest}, float32", stacked, largest, kernels="compiled")
+    add(f"weightscope torch, tile {largest}, float32", stacked, largest)
+    for precision in ("float32", "bfloat16"):
+        half = precision == "bfloat16"
+        add(f"eager loop, {precision}", loop, bfloat16=half)
+        if device.type == "cuda":
+            add(f"compiled loop, {precision}", loop, bfloat16=half, compiled="reduce-overhead")
+        for tile in [] if network in ALONE else sorted({min(tiles), largest}):
+            add(f"vmap, tile {tile}, {precision}", vmapped, tile, bfloat16=half)
     return out
 
 
@@ -86,28 +110,34 @@ def copying(device: torch.device, size: int = 1 << 28) -> float:
     return best
 
 
-def measure(network: str, tiles: list[int], rounds: int, seconds: float, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    network: str, tiles: list[int], steps: int, rounds: int, seconds: float, device: torch.device, copied: float
+) -> list[dict[str, Any]]:
     found: dict[str, list[float]] = {}
     peaks: dict[str, float | None] = {}
+    images = 512 if network in ALONE else 64  # of a step
     for _ in range(rounds):
-        for name, make in contenders(network, tiles, device).items():
+        for name, make in contenders(network, tiles, steps, device).items():
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
             try:
-                steps = rate(make(), seconds, device)
+                value = rate(make(), seconds, device)
             except torch.OutOfMemoryError:
                 print(f"{network}: {name}: not enough memory")
                 continue
-            found.setdefault(name, []).append(steps * BATCH / EPOCH)
+            found.setdefault(name, []).append(value * images / EPOCH)
             peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
     peers = {name: statistics.median(values) for name, values in found.items() if not name.startswith("weightscope")}
     rows = []
     for name, values in found.items():
-        row = {"row": f"{network}: {name}", "network_epochs_per_second": statistics.median(values), "rounds": values}
-        row |= {"peak_gib": peaks[name]}
+        median = statistics.median(values)
+        row: dict[str, Any] = {"row": f"{network}: {name}", "network_epochs_per_second": median, "rounds": values}
+        row["peak_gib"] = peaks[name]
         if name not in peers:
-            row["ratios"] = {peer: row["network_epochs_per_second"] / peers[peer] for peer in peers}
+            row["ratios"] = {peer: median / peers[peer] for peer in peers}
+        if network == "convnext" and "bfloat16" in name:
+            row["share_of_copying_speed"] = median * EPOCH * CONVNEXT_BYTES / copied
         rows.append(row)
     return rows
 
@@ -118,18 +148,21 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--network", action="append", choices=NETWORKS, help="only this one; repeat it")
     parser.add_argument("--tile", action="append", type=int, help="tiles to try; repeat it [64, 256, 1024]")
+    parser.add_argument("--steps", type=int, default=32, help="steps between two looks at the clock")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
     device = resolve_device(options.device)
-    about = environment(str(device)) | {"copy_bytes_per_second": copying(device), "rounds": options.rounds}
-    print(f"copying: {about['copy_bytes_per_second'] / 1e9:.0f} GB/s read and written")
+    copied = copying(device)
+    about = environment(str(device)) | {"copy_bytes_per_second": copied, "rounds": options.rounds}
+    print(f"copying: {copied / 1e9:.0f} GB/s read and written")
     rows = []
     for network in options.network or NETWORKS:
-        for row in measure(network, options.tile or [64, 256, 1024], options.rounds, options.seconds, device):
-            ratios = ", ".join(f"x{ratio:.1f} {peer.split(',')[0]}" for peer, ratio in row.get("ratios", {}).items())
+        tiles = options.tile or [64, 256, 1024]
+        for row in measure(network, tiles, options.steps, options.rounds, options.seconds, device, copied):
+            ratios = ", ".join(f"x{ratio:.1f} {peer}" for peer, ratio in row.get("ratios", {}).items())
             peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:5.1f} GiB"
-            print(f"{row['row']:<44} {row['network_epochs_per_second']:10.4f} /s  {peak}  {ratios}", flush=True)
+            print(f"{row['row']:<54} {row['network_epochs_per_second']:10.4f} /s  {peak}  {ratios}", flush=True)
             rows.append(row)
         write(options.json, rows, **about)  # after each network: a run that is cut off keeps what it has
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,8 +99,25 @@ def test_the_agreement_of_fast_and_plain_training_is_tested(tmp_path: Path) -> N
 
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    options = ["--device", "cpu", "--tile", 1, "--rounds", 1, "--seconds", 0.01, "--json", out]
+    networks = [argument for name in ("convnext", "vit", "convmixer") for argument in ("--network", name)]
+    options = ["--device", "cpu", "--tile", 1, "--rounds", 1, "--seconds", 0.01, "--steps", 1, *networks, "--json", out]
     command = [sys.executable, ROOT / "benchmarks/population_gpu.py", *options]
     subprocess.run([str(a) for a in command], check=True, capture_output=True)
     rows = json.loads(out.read_text())["rows"]
-    assert [row["network_epochs_per_second"] > 0 for row in rows] == [True] * 12
+    assert [row["network_epochs_per_second"] > 0 for row in rows] == [True] * 18
+
+
+def test_what_the_gpu_kernels_take_is_found_without_a_gpu(tmp_path: Path) -> None:
+    """Compiled for an H100, which finds errors that Triton's interpreter does not."""
+    pytest.importorskip("triton.backends.nvidia", reason="no Triton for NVIDIA")
+    out = tmp_path / "resources.json"
+    command = [sys.executable, ROOT / "benchmarks/gpu_resources.py", "--precision", "bfloat16", "--json", out]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([str(a) for a in command], check=True, capture_output=True, env=environment)
+    rows = {row["row"]: row for row in json.loads(out.read_text())["rows"]}
+    for name in ("depthwise_forward", "depthwise_backward", "mlp_forward", "mlp_backward"):
+        row = rows[f"convnext-16/4, bfloat16: {name}"]
+        assert row["tensor_core_instructions"] > 0
+        assert row["resident_warps"] >= 16
+    assert all(row["spilled_bytes"] <= 32 for row in rows.values())
+    assert all(row["shared_bytes"] <= 99 * 1024 for row in rows.values())  # the least of GPUs since Ampere
