@@ -184,7 +184,7 @@ FOREIGN = {
     "a scalar": (_replace("weights", data=1.0), "expected weights (8,"),
     "never written": (_replace("weights", shape=SHAPE, dtype="f4", chunks=(8, 10)), "stored in full"),
     "doubles": (_replace("weights", data=np.zeros(SHAPE)), "weights of f4"),
-    "a group": (lambda h5: (h5.pop("seed"), h5.create_group("seed")), "seed of shape"),
+    "a group": (lambda h5: (h5.pop("seed"), h5.create_group("seed")), "an array `seed`"),
     "no weights": (lambda h5: h5.pop("weights"), "expected metrics, seed, weights"),
     "one more member": (lambda h5: h5.create_group("more"), "metrics, more, seed"),
     "texts as metrics": (_replace("metrics/init", data=[b"x"] * 8), "init of numbers"),

@@ -11,6 +11,7 @@ torch version and device only, and on the compiler where the recipe asks for com
 
 import contextlib
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -226,7 +227,11 @@ def signature(file: Path) -> tuple[int, ...]:
 
 def header_text(h5: h5py.File, name: str) -> str:
     """A text attribute of a shard."""
-    return bytes(h5.attrs[name]).decode("ascii", errors="replace")
+    return _text(h5.attrs[name])
+
+
+def _text(value: Any) -> str:
+    return bytes(value).rstrip(b"\0").decode("ascii", errors="replace")
 
 
 def _check_tile(manifest: Manifest, trained: TrainedTile) -> None:
@@ -253,42 +258,54 @@ def _seeds(manifest: Manifest, first: int, count: int) -> np.ndarray:
 def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
     """Compare everything with recipe and spec before any array is read."""
     _check_header(h5, file, manifest, tile)
-    _check_members(h5, file, {"weights", "seed", "metrics"})
+    expected, found = {"weights", "seed", "metrics"}, _members(h5py.h5g.open(h5.id, b"/"), file)
+    if found != expected:
+        raise _foreign(file, ", ".join(sorted(expected)), ", ".join(sorted(found)))
     full, columns = manifest.rows(tile), manifest.spec.size
-    weights = h5["weights"]
+    weights = _dataset(h5.id, "weights", file)
     allowed = manifest.shorter_rows(tile) | {full}
-    rows = weights.shape[0] if weights.ndim else -1
+    rows = weights.shape[0] if weights.rank else -1
     # A shard longer than this reader's manifest asks for: the population grew since the manifest was read.
     if weights.shape != (rows, columns) or not (rows in allowed or full < rows <= manifest.tile):
         raise _foreign(file, f"weights {(full, columns)}", f"{weights.shape}")
-    _check_dataset(weights, file, (rows, columns), "f4")
-    _check_dataset(h5["seed"], file, (rows,), "u8")
-    if not isinstance(h5["metrics"], h5py.Group):
+    _check_dataset(weights, "weights", file, (rows, columns), "f4")
+    seeds = _dataset(h5.id, "seed", file)
+    _check_dataset(seeds, "seed", file, (rows,), "u8")
+    metrics = h5py.h5o.open(h5.id, b"metrics")
+    if not isinstance(metrics, h5py.h5g.GroupID):
         raise _foreign(file, "a group /metrics", "something else")
-    _check_members(h5["metrics"], file, None)
-    for name, values in h5["metrics"].items():
-        epochs = values.shape[1:] if values.ndim == 2 else ()
+    names = _members(metrics, file)
+    for name in names:
+        values = _dataset(metrics, name, file)
+        epochs = values.shape[1:] if values.rank == 2 else ()
         if any(e > manifest.recipe.training.epochs for e in epochs):
             raise _foreign(file, f"at most {manifest.recipe.training.epochs} epochs in /metrics/{name}", str(epochs[0]))
-        _check_dataset(values, file, (rows, *epochs), "?" if name == "diverged" else None)
-    if "diverged" not in h5["metrics"]:
+        _check_dataset(values, f"metrics/{name}", file, (rows, *epochs), "?" if name == "diverged" else None)
+    if "diverged" not in names:
         raise _foreign(file, "/metrics/diverged", "none")
-    if not np.array_equal(h5["seed"][:], _seeds(manifest, tile * manifest.tile, rows)):
-        raise _foreign(file, f"the seeds of networks {tile * manifest.tile} and following", "others")
+    _check_seeds(seeds, file, manifest, tile)
 
 
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
-    attributes = h5.attrs
+    def value(name: str, kind: str) -> np.ndarray | None:
+        """A scalar attribute, unless it is missing, of another kind, or longer than any that was written."""
+        if not h5py.h5a.exists(h5.id, name.encode()):
+            return None
+        attribute = h5py.h5a.open(h5.id, name.encode())
+        dtype = attribute.dtype
+        if attribute.shape != () or dtype.kind != kind or dtype.itemsize > _LONGEST_TEXT:
+            return None
+        out = np.empty((), dtype)
+        attribute.read(out)
+        return out
 
     def text(name: str) -> str:
-        if name not in attributes or (i := attributes.get_id(name)).shape != () or i.dtype.kind != "S":
-            return "nothing"
-        return header_text(h5, name) if i.dtype.itemsize <= _LONGEST_TEXT else "too long a text"
+        found = value(name, "S")
+        return "nothing" if found is None else _text(found)
 
     def number(name: str) -> int | None:
-        if name not in attributes or (i := attributes.get_id(name)).shape != () or i.dtype.kind != "i":
-            return None
-        return int(attributes[name])
+        found = value(name, "i")
+        return None if found is None else int(found)
 
     for what, expected, found in (
         ("the format", _FORMAT, text("format")),
@@ -301,27 +318,49 @@ def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> N
             raise _foreign(file, f"{what} {expected}", f"{found}")
 
 
-def _check_members(group: h5py.Group, file: Path, names: set[str] | None) -> None:
-    for name in group:
-        # `getlink` looks at the link without following it.
-        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+def _check_seeds(seeds: h5py.h5d.DatasetID, file: Path, manifest: Manifest, tile: int) -> None:
+    """Compare the first and the last: the hash speaks for those between."""
+    found = np.empty(seeds.shape, np.uint64)
+    seeds.read(h5py.h5s.ALL, h5py.h5s.ALL, found)
+    first, last = tile * manifest.tile, tile * manifest.tile + len(found) - 1
+    if found[[0, -1]].tolist() != [int(_seeds(manifest, k, 1)[0]) for k in (first, last)]:
+        raise _foreign(file, f"the seeds of networks {first} and following", "others")
+
+
+def _members(group: h5py.h5g.GroupID, file: Path) -> set[str]:
+    """The names in a group, every one of them inside the file."""
+    found = []
+    # Looks at links without following them.
+    group.links.iterate(lambda name, link: found.append((name.decode(errors="replace"), link.type)), info=True)
+    for name, kind in found:
+        if kind != h5py.h5l.TYPE_HARD:
             raise _foreign(file, f"`{name}` inside the file", "a link that leads elsewhere")
-    if names is not None and set(group) != names:
-        raise _foreign(file, ", ".join(sorted(names)), ", ".join(sorted(group)))
+    return {name for name, _ in found}
 
 
-def _check_dataset(values: Any, file: Path, shape: tuple[int, ...], dtype: str | None) -> None:
-    name = getattr(values, "name", "?")
-    if not isinstance(values, h5py.Dataset) or values.shape != shape:
-        raise _foreign(file, f"{name} of shape {shape}", f"{getattr(values, 'shape', 'a group')}")
-    if values.dtype != np.dtype(dtype) if dtype else values.dtype.kind not in "fiub":
-        raise _foreign(file, f"{name} of {dtype or 'numbers'}", f"{values.dtype}")
-    properties = values.id.get_create_plist()
-    if values.is_virtual or properties.get_external_count() or properties.get_nfilters():
-        raise _foreign(file, f"{name} stored plainly in the file", "external, virtual or filtered storage")
+def _dataset(parent: h5py.h5g.GroupID, name: str, file: Path) -> h5py.h5d.DatasetID:
+    found = h5py.h5o.open(parent, name.encode())
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise _foreign(file, f"an array `{name}`", "something else")
+    return found
+
+
+def _check_dataset(
+    values: h5py.h5d.DatasetID, name: str, file: Path, shape: tuple[int, ...], dtype: str | None
+) -> None:
+    found = values.dtype
+    if values.shape != shape:
+        raise _foreign(file, f"/{name} of shape {shape}", f"{values.shape}")
+    if found != np.dtype(dtype) if dtype else found.kind not in "fiub":
+        raise _foreign(file, f"/{name} of {dtype or 'numbers'}", f"{found}")
+    properties = values.get_create_plist()
+    virtual = properties.get_layout() == h5py.h5d.VIRTUAL
+    if virtual or properties.get_external_count() or properties.get_nfilters():
+        raise _foreign(file, f"/{name} stored plainly in the file", "external, virtual or filtered storage")
     # What was never written would read as the fill value.
-    if values.size and values.id.get_storage_size() < values.size * values.dtype.itemsize:
-        raise _foreign(file, f"{name} stored in full", f"{values.id.get_storage_size()} bytes")
+    stored, needed = values.get_storage_size(), math.prod(shape) * found.itemsize
+    if stored < needed:
+        raise _foreign(file, f"/{name} stored in full", f"{stored} bytes")
 
 
 def _foreign(file: Path, expected: str, found: str) -> DataError:
