@@ -24,8 +24,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
 
+# Correctness on the GPU first, then speed, then whether accuracies agree.
 bench-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/test_gpu.py tests/test_gpu_kernels.py
 	$(BIN)/python benchmarks/population_gpu.py --json benchmarks/results/population_gpu.json
+	$(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
 
 install: $(INSTALLED)
 

@@ -75,8 +75,22 @@ def resources(kernel: Any, warps: int) -> dict[str, Any]:
         "shared_bytes": shared,
         "warps": warps,
         "resident_warps": programs * warps,
+        "loop_instructions": longest_loop(code),
         "tensor_core_instructions": len(re.findall(r"\bHG?MMA", code)),
     }
+
+
+def longest_loop(code: str) -> int:
+    """The number of instructions in the longest stretch that a branch goes back over; 0 without a loop."""
+    numbered = re.findall(r"/\*([0-9a-f]{4,})\*/ +(\S.*?);", code)
+    order = {int(address, 16): k for k, (address, _) in enumerate(numbered)}
+    longest = 0
+    for address, text in numbered:
+        if target := re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)", text):
+            start, end = int(target[1], 16), int(address, 16)
+            if start < end:  # not the branch to itself that ends every program
+                longest = max(longest, order[end] - order[start] + 1)
+    return longest
 
 
 class Launches:
