@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from weightscope.cli import cli, main
 
@@ -213,6 +214,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         (("covariance", "none.pop"), 2, "expected a population's folder"),
         (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
         (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
+        *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch sees no GPU")]),
         (("fit-init", "TINY", "-o", "a.safetensors", "--structure", "dens"), 2, "dense"),
         (("bench", "TINY", "--init", "defalt"), 2, "default"),
         (("bench", "TINY"), 2, "Missing option '--init'"),

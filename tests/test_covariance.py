@@ -178,3 +178,10 @@ def test_the_benchmark_at_its_smallest_size(tmp_path):
     (row,) = found["rows"]
     assert {"row", "ours", "peer", "ratio"} <= set(row)
     assert row["ours_error"] < 1e-10
+
+
+def test_on_the_disk_or_on_a_device_but_not_both(tmp_path):
+    source = ArraySource(np.random.default_rng(0).standard_normal((9, 4)), WeightSpec([TensorSpec("w", (4,))]))
+    with pytest.raises(UsageError, match="computed on the CPU, found device cpu"):
+        covariance(source, file=tmp_path / "c.npy", device="cpu")
+    assert not (tmp_path / "c.npy").exists()

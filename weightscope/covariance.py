@@ -91,7 +91,8 @@ def covariance(
         memory: bytes to use with `file`.
 
     Raises:
-        UsageError: if a pattern or an expression fits nothing, `kind` is unknown, or `memory` is too small.
+        UsageError: if a pattern or an expression fits nothing, `kind` is unknown, `memory` is too small, or `file` and
+            `device` are both given.
         DataError: if fewer than 2 networks are usable.
 
     Example:
@@ -105,6 +106,8 @@ def covariance(
     if not coordinates.spec.size:
         raise UsageError("nothing to compute: the selection is empty and there are no computed coordinates")
     if file is not None:
+        if device is not None:
+            raise UsageError(f"a covariance on the disk is computed on the CPU, found device {device}; leave one out")
         return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
     chunks = ahead(usable_chunks(source, coordinates.reads.names, chunk))
     moments = Moments(coordinates.spec.size, device=device, precision=precision)

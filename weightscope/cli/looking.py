@@ -71,6 +71,7 @@ def export(source: str, out: Path, select: str) -> None:
     help="Also write the matrix or matrices here (.npz). Of a population, .npy is made on the disk, whatever its size.",
 )
 @click.option("--precision", type=click.Choice(["float64", "float32"]), help="Of a population.  [default: float64]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Of a population: what multiplies.  [default: cpu]")
 @json_option
 def covariance(
     sources: tuple[str, ...], out: Path, matrix: Path | None, json_file: Path | None, **options: Any
@@ -89,7 +90,7 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    of_population = ("select", "compute", "correlation", "fold_norms", "means", "precision")
+    of_population = ("select", "compute", "correlation", "fold_norms", "means", "precision", "device")
     within = {key: options[key] for key in options if key not in of_population}
     across = {key: options[key] for key in of_population}
     if len(sources) == 1 and is_population(sources[0]) and not any(within.values()) and within["network"] is None:
@@ -120,6 +121,7 @@ def _across(
     means: bool,
     fold_norms: bool,
     precision: str | None,
+    device: str | None,
     file: Path | None,
 ) -> tuple[Any, Callable[[Path], None]]:
     """A population's covariance, and what draws it."""
@@ -128,6 +130,10 @@ def _across(
     kind = "correlation" if correlation else "covariance"
     chosen = select or "*.mlp.fc?.weight"
     options = {"fold_norms": fold_norms, "precision": precision or "float64", "file": file}
+    if device == "cuda":
+        from weightscope.train.engine import resolve_device
+
+        options["device"] = resolve_device(device)
     found = study(population_of(source), chosen, kind=kind, computed=compute, **options)
     return found, lambda out: found.plot(out, means=means)
 
