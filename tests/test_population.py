@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import fake_training as fake
@@ -235,6 +236,29 @@ def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> No
     assert {k: v for k, v in files(folder).items() if "shards" in k} == {
         k: v for k, v in files(fresh).items() if "shards" in k
     }
+
+
+def test_a_population_of_an_earlier_version_whose_recipe_lacks_a_field(tmp_path: Path) -> None:
+    """It keeps the fingerprint of what it was written with, which every shard carries, also when it grows."""
+    recipe = fake.recipe()
+    new = manifests.Manifest(recipe, fake.SPEC, {}, (20,))
+    values = recipe.to_dict()
+    del values["training"]["kernels"]
+    old = replace(new, written=values)
+    assert old.fingerprint != new.fingerprint
+    path = tmp_path / "old.pop"
+    (path / manifests.SHARDS).mkdir(parents=True)
+    (path / manifests.NAME).write_bytes(old.to_bytes())
+    for tile in range(old.tiles):
+        shards.save(path, old, fake.train_tile(recipe, tile), "cpu")
+    np.testing.assert_array_equal(Population(path).weights(), expected(recipe, range(20)))
+    grown = fake.recipe(networks=24)
+    wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
+    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    assert manifest.fingerprint == old.fingerprint
+    assert "kernels" not in json.loads((path / manifests.NAME).read_text())["recipe"]["training"]
+    shards.save(path, manifest, fake.train_tile(grown, 2), "cpu")
+    np.testing.assert_array_equal(Population(path).weights(), expected(grown, range(24)))
 
 
 def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class Manifest:
             tile in which an earlier size ended can hold fewer networks than it should.
         inputs: hash of everything that the recipe names and does not contain: the data set's images, the
             files of initialisers.
+        written: the recipe as the file has it. One of an earlier version lacks fields that were added since;
+            its fingerprint, which is in every shard, is that of what it was written with.
     """
 
     recipe: Recipe
@@ -40,6 +42,7 @@ class Manifest:
     environment: dict[str, Any]
     sizes: tuple[int, ...]
     inputs: dict[str, str] = field(default_factory=dict)
+    written: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def networks(self) -> int:
@@ -61,10 +64,14 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of everything that a network's bits depend on: recipe without N, spec, inputs."""
-        values = self.recipe.to_dict()
+        values = self._recipe_values()
         del values["population"]["networks"]
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _recipe_values(self) -> dict[str, Any]:
+        values = self.recipe.to_dict() if self.written is None else self.written
+        return values | {"population": values.get("population", {}) | {"networks": self.networks}}
 
     def rows(self, tile: int) -> int:
         """How many networks of the population tile `tile` holds: T, or fewer in the last one."""
@@ -83,7 +90,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
-        values = self.recipe.to_dict()
+        values = self._recipe_values()
         return (
             json.dumps(
                 {
@@ -141,6 +148,7 @@ def _parse(values: Any, file: Path) -> Manifest:
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
             inputs={str(k): str(v) for k, v in values["inputs"].items()},
+            written=values["recipe"],
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error

@@ -82,10 +82,10 @@ def _factor_analysis(
         scaled = factor / noise[:, None]
         precision = np.eye(rank) + factor.T @ scaled  # (r, r)
         spread = np.linalg.inv(precision)
-        weights = scaled @ spread  # (D, r): E[z | x] = x weights
-        scores = root @ weights  # (m, r)
-        cross = root.T @ scores  # S weights
-        quadratic = np.sum(variance / noise) - np.sum((root @ scaled) * scores)
+        projected = root @ scaled  # (m, r)
+        scores = projected @ spread  # E[z | x] = x scaled spread
+        cross = root.T @ scores  # (D, r)
+        quadratic = np.sum(variance / noise) - np.sum(projected * scores)
         value = -0.5 * (np.log(noise).sum() + np.linalg.slogdet(precision)[1] + quadratic) / size
         converged = bool(value - previous < tolerance)
         previous = value
