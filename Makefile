@@ -28,6 +28,7 @@ bench: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q tests/test_gpu.py tests/test_gpu_kernels.py
 	$(BIN)/python benchmarks/population_gpu.py --json benchmarks/results/population_gpu.json
+	-$(BIN)/python benchmarks/convmixer_gpu.py --json benchmarks/results/convmixer_gpu.json # needs CIFAR-10
 	$(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
 
 install: $(INSTALLED)

@@ -91,6 +91,13 @@ def torch_cov(path: Path) -> Callable[[], np.ndarray]:
     return lambda: torch.cov(array.T).numpy()
 
 
+def sklearn_empirical(path: Path) -> Callable[[], np.ndarray]:
+    from sklearn.covariance import EmpiricalCovariance
+
+    array = np.load(path.with_suffix(".npy")).astype(np.float64)
+    return lambda: EmpiricalCovariance(store_precision=False).fit(array).covariance_
+
+
 def sklearn_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:
     from sklearn.covariance import LedoitWolf
 
@@ -105,6 +112,7 @@ CONTENDERS: dict[str, Callable[[Path], Callable[[], np.ndarray]]] = {
     "numpy.cov float64": lambda path: numpy_cov(path, None),
     "numpy.cov float32": lambda path: numpy_cov(path, np.float32),
     "torch.cov float32": torch_cov,
+    "sklearn EmpiricalCovariance": sklearn_empirical,
     "sklearn LedoitWolf": sklearn_ledoit_wolf,
 }
 PAIRS = [
@@ -112,6 +120,7 @@ PAIRS = [
     ("ours float32", "numpy.cov float64"),
     ("ours float32", "numpy.cov float32"),
     ("ours float32", "torch.cov float32"),
+    ("ours float64", "sklearn EmpiricalCovariance"),
     ("ours Ledoit-Wolf", "sklearn LedoitWolf"),
 ]
 
@@ -137,7 +146,9 @@ def error_of(path: Path, name: str, matrix: np.ndarray) -> float:
     import sklearn.covariance
 
     rows = np.load(path.with_suffix(".npy")).astype(np.float64)
-    if "Ledoit" in name:
+    if "Empirical" in name:
+        expected = np.cov(rows, rowvar=False, bias=True)
+    elif "Ledoit" in name:
         expected = sklearn.covariance.LedoitWolf(store_precision=False).fit(rows).covariance_
     else:
         expected = np.cov(rows, rowvar=False)

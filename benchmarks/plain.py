@@ -1,9 +1,11 @@
 """One network of a recipe in plain PyTorch: what the fast paths are compared with, here and in the tests."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
-from weightscope.data import load
+from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.recipe import Recipe
 from weightscope.seeding import Purpose, numpy_generator, torch_seed
@@ -11,9 +13,17 @@ from weightscope.train import build_network
 from weightscope.train.optimiser import schedule_factor
 
 
-def train_alone(plan: Recipe, k: int, device: str = "cpu") -> torch.nn.Module:
+def train_alone(
+    plan: Recipe,
+    k: int,
+    device: str = "cpu",
+    *,
+    data: Dataset | None = None,
+    after_epoch: Callable[[], None] = lambda: None,
+) -> torch.nn.Module:
     """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it."""
-    data, training, root = load(plan.data.name, train=plan.data.train).to(device), plan.training, plan.population.seed
+    data = (load(plan.data.name, train=plan.data.train) if data is None else data).to(device)
+    training, root = plan.training, plan.population.seed
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
     network = build_network(plan).to(device)
     optimiser = torch.optim.AdamW(
@@ -32,4 +42,5 @@ def train_alone(plan: Recipe, k: int, device: str = "cpu") -> torch.nn.Module:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
             optimiser.step()
+        after_epoch()
     return network

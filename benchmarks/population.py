@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from reporting import write
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.data import load
 from weightscope.data.augment import normalise
@@ -92,6 +93,8 @@ def loop(
     images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
     layout = torch.channels_last if channels_last else torch.contiguous_format
     network = build_network(recipe).to(device, memory_format=layout)
+    if compiled:
+        torch._dynamo.reset()  # or another network's shapes make this one's dynamic
     forward = torch.compile(network, mode=compiled) if compiled else network
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
 
@@ -130,7 +133,8 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
     def work() -> int:
         index = torch.randint(0, len(images), (count, size)).to(device)
         batch = normalise(images[index.flatten()], mean, std).unflatten(0, (count, size))
-        gradient(parameters, buffers, batch, labels[index])
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the others network by network
+            gradient(parameters, buffers, batch, labels[index])
         return count
 
     return work

@@ -127,7 +127,7 @@ def measure(
                 print(f"{network}: {name}: not enough memory")
                 continue
             found.setdefault(name, []).append(value * images / EPOCH)
-            peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+            peaks[name] = torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None
     peers = {name: statistics.median(values) for name, values in found.items() if not name.startswith("weightscope")}
     rows = []
     for name, values in found.items():

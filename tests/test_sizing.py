@@ -1,5 +1,7 @@
 """How many networks a tile holds where the recipe does not say."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -30,8 +32,9 @@ def test_it_is_the_largest_power_of_two_that_fits():
         sizing.largest_tile(1 << 20, 1 << 20, 1 << 20, 1)
 
 
-def test_on_a_gpu_it_follows_from_two_small_tiles(monkeypatch):
-    """40 MB and 3 MB for each network; of 1 GB free, 80 % are used."""
+@pytest.mark.parametrize(("kernels", "tile"), [("torch", 128), ("triton", 64)])
+def test_on_a_gpu_it_follows_from_two_small_tiles(kernels, tile, monkeypatch):
+    """40 MB and 3 MB for each network; of 1 GB free, 80 % are used. A graph and the evaluation take both at once."""
     data = load("digits", train=64, test=20)
     runs = []
 
@@ -39,15 +42,17 @@ def test_on_a_gpu_it_follows_from_two_small_tiles(monkeypatch):
         def __init__(self, recipe, tile, data, device):
             super().__init__(recipe, tile, data, torch.device("cpu"))
             runs.append((recipe.population.tile, len(data.train_images)))
+            self.nets.kernels = kernels  # for the choice alone
 
     monkeypatch.setattr(sizing, "TileRun", Run)
+    monkeypatch.setattr(sizing, "current", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40e6 + 3e6 * runs[-1][0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
-    assert sizing.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == 128
-    assert runs == [(4, 32), (8, 32)]  # two batches each
+    assert sizing.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
+    assert runs == [(1, 32), (4, 32), (8, 32)]  # two batches each, the first to have what is allocated once
     assert sizing.choose_tile(RECIPE, data, torch.device("cpu")) == 32
 
 

@@ -107,6 +107,16 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert [row["network_epochs_per_second"] > 0 for row in rows] == [True] * 18
 
 
+def test_one_network_alone_is_compared_with_the_loop(tmp_path: Path) -> None:
+    out = tmp_path / "alone.json"
+    options = "--device cpu --data digits --train 600 --width 4 --depth 1 --epochs 2 --seeds 2 --precision float32"
+    command = [sys.executable, ROOT / "benchmarks/convmixer_gpu.py", *options.split(), "--json", out]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["ratio"] > 0
+    assert [len(values) for values in row["accuracy"].values()] == [2, 2]
+
+
 def test_what_the_gpu_kernels_take_is_found_without_a_gpu(tmp_path: Path) -> None:
     """Compiled for an H100, which finds errors that Triton's interpreter does not."""
     pytest.importorskip("triton.backends.nvidia", reason="no Triton for NVIDIA")

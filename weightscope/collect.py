@@ -236,7 +236,12 @@ def _made_on(recipe: Recipe, device: str) -> str:
     if device.startswith("cuda"):
         import torch
 
-        return torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(device)
+        if recipe.training.kernels == "compiled":
+            import triton
+
+            return f"{name}, kernels triton {triton.__version__}"
+        return name
     if recipe.training.kernels == "compiled":
         from weightscope.train.building import build_id
 

@@ -40,7 +40,7 @@ def backend(kernels: Kernels) -> ModuleType:
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int = 1, kernels: Kernels = "c") -> Tensor:
-    """As `weightscope.train.depthwise.depthwise_conv2d`: x (C, H, W, B), weight (C, k, k), bias (C,).
+    """What `weightscope.train.depthwise.depthwise_conv2d` calls: x (C, H, W, B), weight (C, k, k), bias (C,).
 
     Raises:
         ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.

@@ -11,17 +11,26 @@ around it, which are contiguous, so a block's operand is a view and nothing is c
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from weightscope.train import compiled
 
 # Up to this many pixels one dense (H*W, H*W) matrix for each channel is the fastest form; measured on AVX-512.
 _DENSE_PIXELS = 64
 _BLOCK_ROWS = 2
 
 
-def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1) -> Tensor:
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dilation: int = 1,
+    kernels: Literal["torch", "c", "triton"] = "torch",
+) -> Tensor:
     """Stride-1 depthwise convolution with zero padding that keeps the size.
 
     Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
@@ -31,13 +40,18 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, d
         weight: (C, k, k), k odd.
         bias: (C,) or None.
         dilation: the distance between taps, in pixels.
+        kernels: "torch" here, or those of `compiled.py`: "c" on a CPU (everything of one type, float32 or float64),
+            "triton" on a GPU (images bfloat16 or float32, filters float32).
 
     Returns:
         (C, H, W, B).
 
     Raises:
-        ValueError: if the kernel is not square and odd, or the channels differ.
+        ValueError: if the kernel is not square and odd, the channels differ, or types do not fit.
     """
+    if kernels != "torch":
+        none = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device) if bias is None else bias
+        return compiled.depthwise_conv2d(x, weight, none, dilation=dilation, kernels=kernels)
     k = weight.shape[-1]
     if weight.shape != (x.shape[0], k, k) or k % 2 == 0:
         raise ValueError(f"expected odd square kernels ({x.shape[0]}, k, k), found {tuple(weight.shape)}")

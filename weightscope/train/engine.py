@@ -6,8 +6,9 @@ thread on a CPU. So network k has the same bits in any population, on any worker
 torch, same device, and same C compiler where the recipe asks for compiled kernels).
 """
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -93,7 +94,7 @@ def kernels_on(recipe: Recipe, device: torch.device) -> Literal["torch", "c", "t
     if recipe.training.kernels == "torch":
         return "torch"
     if device.type == "cuda":
-        compiled.backend("triton")
+        compiled.backend("triton").probe(device)
         return "triton"
     if device.type != "cpu":
         raise UsageError(f"kernels 'compiled' are for a CPU or CUDA, and the device is {device}; use kernels 'torch'")
@@ -128,8 +129,13 @@ def train_tile(
         UsageError: if the device, the initialiser or a frozen pattern does not exist.
     """
     where = resolve_device(device)
-    with _one_thread():
+    with _one_thread(), current(where):
         return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """`device` as the one that kernels are launched on; does nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
@@ -269,7 +275,11 @@ class TileRun:
                 self.numbers[name] = values.to(self.device)
 
     def _capture(self) -> "torch.cuda.CUDAGraph":
-        """One step as a CUDA graph, which leaves networks and optimiser as they were."""
+        """One step as a CUDA graph, which leaves networks and optimiser as they were.
+
+        Warmed up and recorded on one stream, which is this run's own: workspaces and gradient nodes belong to streams.
+        """
+        gc.collect()  # an earlier run's graph must not be freed between here and the last replay
         state = (self.nets.weights, self.optimiser.first, self.optimiser.second)
         before = [tensor.clone() for tensor in state]
         aside = torch.cuda.Stream(self.device)
@@ -280,7 +290,7 @@ class TileRun:
                 self._step()
         torch.cuda.current_stream(self.device).wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=aside):
             self._step()
         for tensor, values in zip(state, before, strict=True):
             tensor.copy_(values)

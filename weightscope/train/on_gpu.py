@@ -11,7 +11,7 @@ operand is contiguous in memory.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weightscope.errors import UsageError
 from weightscope.train import depthwise
 
 if TYPE_CHECKING:
     from weightscope.recipe import AugmentConfig
 
 _MATRIX = 8192  # entries of a Toeplitz matrix, which lies in registers
-_WEIGHTS = 8192  # entries of an MLP's weight matrix, likewise
+_TAPS = 1 << 17  # entries of what the taps' gradients are gathered from
+_SHARED = 232_448  # bytes of shared memory that a program can have on an H100
+# Bytes of shared memory for each entry of a padded matrix in float32, read off the compiled kernels, rounded up.
+_SHARED_TOEPLITZ, _SHARED_MLP = 16, 34
 _SMALLEST = 16  # side of what `tl.dot` takes
 PRECISION = tl.constexpr(
     "tf32x3"
@@ -567,8 +571,10 @@ def _adamw(
     clip,
     scalars,
     D,
-    b1,
-    b2,
+    keep1,
+    keep2,
+    take1,
+    take2,
     eps,
     BLOCK: tl.constexpr,
 ):
@@ -583,8 +589,8 @@ def _adamw(
     w = tl.load(weights + at, mask=kept, other=0.0)
     m = tl.load(first + at, mask=kept, other=0.0)
     v = tl.load(second + at, mask=kept, other=0.0)
-    m += (g - m) * (1 - b1)
-    v = v * b2 + g * g * (1 - b2)
+    m = m * keep1 + g * take1
+    v = v * keep2 + g * g * take2
     w -= w * eta * tl.load(decay + net)
     w -= eta * tl.load(scalars + 1) * m / (tl.sqrt(v) * tl.load(scalars + 2) + eps)
     tl.store(weights + at, w, mask=kept)
@@ -606,23 +612,54 @@ class Blocks:
     n: int
 
 
+@cache
+def _shared_memory() -> int:
+    """Bytes that one program can have on this device; an H100's without one."""
+    if not torch.cuda.is_available():
+        return _SHARED
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+
+
 @lru_cache(maxsize=64)
-def blocks(height: int, width: int, k: int, dilation: int) -> Blocks | None:
-    """The cut that multiplies least for a pixel; None where no matrix is small enough for the registers."""
+def blocks(height: int, width: int, k: int, dilation: int, half: bool = True) -> Blocks | None:
+    """The cut that multiplies least for a pixel; None where no matrix is small enough.
+
+    Args:
+        height: of the images.
+        width: of the images.
+        k: side of the filters.
+        dilation: the distance between taps.
+        half: whether activations take 16 bits; float32 leaves room for smaller windows only.
+    """
     reach = dilation * (k - 1) // 2
     found = []
     for rows in range(1, height + 1):
         window, above = (height, 0) if rows == height else (rows + 2 * reach, reach)
         m, n = (max(_SMALLEST, triton.next_power_of_2(count * width)) for count in (rows, window))
-        if m * n <= _MATRIX:
+        fits = m * n <= min(_MATRIX, _shared_memory() // _SHARED_TOEPLITZ) and n <= (512 if half else 256)
+        if fits and m * triton.next_power_of_2(k * k) <= _TAPS:
             found.append((m * n * -(-height // rows), -rows, Blocks(rows, window, above, m, n)))
     return min(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+def probe(device: torch.device) -> None:
+    """Launch the smallest kernel.
+
+    Raises:
+        UsageError: if Triton cannot build or launch it, for want of a C compiler, say.
+    """
+    try:
+        norm(torch.zeros(1, 1, 1, device=device), *torch.zeros(2, 1, 1, device=device), 1.0)
+    except RuntimeError as error:
+        raise UsageError(
+            f"kernels = 'compiled' need Triton on a GPU, and it does not work here: {error}; use kernels = 'torch'"
+        ) from error
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
     """As `depthwise.depthwise_conv2d` of contiguous x (C, H, W, B)."""
     channels, height, width, batch = x.shape
-    cut = blocks(height, width, weight.shape[-1], dilation)
+    cut = blocks(height, width, weight.shape[-1], dilation, x.element_size() == 2)
     if cut is None:
         return depthwise.convolve(x, weight, dilation) + bias[:, None, None, None].to(x.dtype)
     y = torch.empty_like(x)
@@ -639,7 +676,7 @@ def convolve_backward(
     """Derivatives of input, filters and bias; `more` is added to the first."""
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
-    cut = blocks(height, width, k, dilation)
+    cut = blocks(height, width, k, dilation, x.element_size() == 2)
     if cut is None:
         of_x = depthwise.convolve(grad, weight.flip(1, 2), dilation)
         of_weight = depthwise.weight_gradient(x, grad, k, dilation).to(weight.dtype)
@@ -668,7 +705,7 @@ def convolve_backward(
 
 def fits(channels: int, hidden: int) -> bool:
     """Whether an MLP of these sizes is small enough for `mlp`."""
-    return _padded(channels) * _padded(hidden) <= _WEIGHTS
+    return _padded(channels) * _padded(hidden) <= _shared_memory() // _SHARED_MLP
 
 
 def mlp(x: Tensor, weights: list[Tensor], eps: float, more: Tensor | None = None) -> Tensor:
@@ -815,7 +852,18 @@ def adamw(
     count, size = weights.shape
     block = _padded(size, 1024)
     _adamw[(count, triton.cdiv(size, block))](
-        weights, gradient, *moments, trained, *rates, clip, scalars, size, *betas, eps, BLOCK=block
+        weights,
+        gradient,
+        *moments,
+        trained,
+        *rates,
+        clip,
+        scalars,
+        size,
+        *betas,
+        *(1 - b for b in betas),  # here, in float64
+        eps,
+        BLOCK=block,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from weightscope.data import Dataset
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.train.engine import DEFAULT_TILE, TileRun
+from weightscope.train.engine import DEFAULT_TILE, TileRun, current
 
 LARGEST = 1024
 _SHARE = 0.8  # of the free memory; the rest is for what the allocator cannot use and for other processes
@@ -30,9 +30,18 @@ def choose_tile(recipe: Recipe, data: Dataset, device: torch.device) -> int:
     """
     if device.type != "cuda":
         return DEFAULT_TILE
-    small, large = (_peak(recipe, data, device, tile) for tile in _TRIED)
+    with current(device):
+        try:
+            _peak(recipe, data, device, 1)  # what is allocated once, such as the workspaces of libraries
+            small, large = (_peak(recipe, data, device, tile) for tile in _TRIED)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"{_TRIED[1]} networks at once do not fit the device's memory, so that no size of tiles can be chosen; "
+                "give population.tile, a smaller batch_size, or another device"
+            ) from error
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
     each = (large - small) / (_TRIED[1] - _TRIED[0])
-    free, _ = torch.cuda.mem_get_info(device)
     return largest_tile(_SHARE * free, small - _TRIED[0] * each, each, recipe.population.networks)
 
 
@@ -55,15 +64,19 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
 
 def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> float:
     """Bytes of the device that the training of a tile takes at most."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     kept = _BATCHES * recipe.training.batch_size
     few = replace(data, train_images=data.train_images[:kept], train_labels=data.train_labels[:kept])
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    peaks = []
     run = TileRun(recipe.replace({"population.tile": tile}), 0, few, device)
-    run.epoch(0)
-    run.evaluate()
+    for work in (lambda: run.epoch(0), run.evaluate):
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    # A graph keeps what its step needs while the evaluation takes more.
+    peak = sum(peaks) if run.nets.kernels == "triton" else max(peaks)
     # A whole epoch's random numbers lie on the device, and all images.
     whole = len(data.train_images) // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
-    return torch.cuda.max_memory_allocated(device) - before + more + data.train_images.nbytes
+    return peak + more + data.train_images.nbytes

@@ -13,12 +13,14 @@ network that diverges keeps its NaN to itself.
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
@@ -180,15 +182,12 @@ class _Conv2d(_Stacked):
         return self._depthwise(x) if self.depthwise else self._patches(x)
 
     def _depthwise(self, x: Tensor) -> Tensor:
-        inner, dilation = x.permute(1, 2, 3, 0), self.layer[0].dilation[0]
-        if self.kernels != "torch" and "bias" in self.leaves:
-            filters = _filters(_given(_weight_and_bias(self), x, self.kernels))
-            y = compiled.depthwise_conv2d(inner, *filters, dilation=dilation, kernels=self.kernels)
-        else:
+        weight, bias = self.leaves["weight"], self.leaves.get("bias")
+        if self.kernels != "triton":
             weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
-            weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
-            y = depthwise_conv2d(inner, weight, bias, dilation=dilation)
-        return y.permute(3, 0, 1, 2)
+        weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
+        options = {"dilation": self.layer[0].dilation[0], "kernels": self.kernels}
+        return depthwise_conv2d(x.permute(1, 2, 3, 0), weight, bias, **options).permute(3, 0, 1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
         weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
@@ -215,9 +214,20 @@ class _Attention(_Stacked):
         heads = self.layer[0].heads
         qkv = self.qkv(x).permute(2, 1, 0).reshape(self.count, 3, heads, -1, tokens, batch)
         q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, k)
-        y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        with _repeatable_attention(x.device):
+            y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         y = y.reshape(self.count, heads, batch, tokens, -1).permute(0, 1, 4, 3, 2).contiguous()  # (T, H, k, N, B)
         return self.proj(y.view(-1, tokens, batch).permute(2, 1, 0))
+
+
+def _repeatable_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Attention without cuDNN's on a GPU: its backward pass is not deterministic and was seen to give NaN in bfloat16.
+
+    What is left adds in a fixed order up to 256 tokens.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class _NormMlp(nn.Module):
@@ -379,7 +389,12 @@ class StackedNetworks(nn.Module):
                 value = leaf.movedim(0, -2).to(inputs[0].dtype)
                 container.__dict__[name] = value.reshape(*value.shape[:-2], -1)
 
+        def unfold(container: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            for name in own:  # so that no step's graph outlives it
+                del container.__dict__[name]
+
         module.register_forward_pre_hook(fold)
+        module.register_forward_hook(unfold, always_call=True)
 
     def freeze(self, names: tuple[str, ...]) -> None:
         """Stop computing gradients of these tensors."""
