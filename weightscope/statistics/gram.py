@@ -1,6 +1,8 @@
 """Accumulators of `sum of z z^T`: symmetric rank-k updates through BLAS, or products on a torch device."""
 
+import contextlib
 import importlib
+import mmap
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -51,10 +53,8 @@ class BlasGram:
     """
 
     def __init__(self, size: int, dtype: Any) -> None:
-        # The upper triangle counts. NumPy asks for huge pages in `empty` but not in `zeros`, and 4 KB pages
-        # cost more than ten rank-256 updates (measured at D = 5,338: 0.5-1 s against 0.05 s).
-        self._matrix: np.ndarray = np.empty((size, size), dtype=dtype, order="F")
-        self._matrix.fill(0)
+        # The upper triangle counts.
+        self._matrix = _zeros(size, np.dtype(dtype))
 
     def add(self, rows: np.ndarray) -> None:
         """`G += rows.T @ rows`."""
@@ -102,6 +102,24 @@ class BlasGram:
             upper = np.triu(block) * block.dtype.type(factor)
             block[...] = upper + np.triu(upper, 1).T
         return matrix.T
+
+
+def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
+    """(D, D) zeros in Fortran's order, in huge pages that come when they are first written to.
+
+    So `syrk`'s threads share the work of having them; filled beforehand by one thread, the matrix costs as much as
+    several updates where memory is slow to come (virtual machines), and in 4 KB pages, as from `numpy.zeros`, more.
+    """
+    count = size * size
+    if not count or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.zeros((size, size), dtype, order="F")
+    try:
+        pages = mmap.mmap(-1, count * dtype.itemsize)
+    except OSError as error:
+        raise MemoryError(f"no memory for {size} x {size} {dtype}: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages; they only buy speed
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, dtype, count).reshape((size, size), order="F")
 
 
 class TorchGram:
