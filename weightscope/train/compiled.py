@@ -5,7 +5,7 @@ for the backward pass, and all that lies between is computed again. Two sets of 
 which are differentiable once:
 
 - "c" (`on_cpu.py`, `kernels.c`) on a CPU; activations and weights are of one type, float32 or float64.
-- "triton" (`on_gpu.py`) on a GPU; activations bfloat16 or float32, weights and their gradients float32.
+- "triton" (`on_gpu/`) on a GPU; activations bfloat16 or float32, weights and their gradients float32.
 """
 
 import importlib
