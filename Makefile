@@ -23,6 +23,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
+	-$(BIN)/python benchmarks/gpu_resources.py --json benchmarks/results/gpu_resources.json # needs Triton, and no GPU
 
 # Correctness on the GPU first, then speed, then whether accuracies agree.
 bench-gpu: $(INSTALLED)

@@ -320,6 +320,14 @@ def test_recipes_say_what_cannot_be():
         kernels_on(recipe, torch.device("meta"))
 
 
+def test_without_triton_a_gpu_is_told_so(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("weightscope.train.on_gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
+        compiled.backend("triton")
+
+
 @needs_compiler
 def test_shards_say_which_build_made_them(tmp_path):
     population = collect(Recipe.parse(tomllib.loads(TOML)), tmp_path / "p.pop", workers=1, device="cpu")
