@@ -22,7 +22,16 @@ from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import Block
 from weightscope.spec import WeightSpec
 from weightscope.train import compiled
-from weightscope.train.twins import TWINS, Elementwise, Normalisation, rows_of, unrows, weight_and_bias
+from weightscope.train.twins import (
+    TWINS,
+    Elementwise,
+    Normalisation,
+    filters_of,
+    given,
+    rows_of,
+    unrows,
+    weight_and_bias,
+)
 
 
 class _NormMlp(nn.Module):
@@ -34,7 +43,7 @@ class _NormMlp(nn.Module):
         self.count, self.eps, self.kernels = norm.count, norm.layer[0].eps, norm.kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = (_given(pair, x, self.kernels) for pair in self.weights)
+        weights = (given(pair, x, self.kernels) for pair in self.weights)
         return unrows(compiled.norm_mlp(rows_of(x, self.count), *weights, self.eps, kernels=self.kernels), x)
 
 
@@ -46,12 +55,12 @@ class _ConvNeXtBlock(_NormMlp):
         self.filters, self.gamma = weight_and_bias(block.conv_dw), gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        filters, norm, first, second = (_given(pair, x, self.kernels) for pair in (self.filters, *self.weights))
+        filters, norm, first, second = (given(pair, x, self.kernels) for pair in (self.filters, *self.weights))
         if self.gamma is not None:  # gamma (W2 a + b2) = (gamma W2) a + gamma b2
             gamma = self.gamma.to(second[0].dtype)
             second = second[0] * gamma[:, :, None], second[1] * gamma
         inner = x.permute(1, 2, 3, 0)
-        y = compiled.convnext_block(inner, _filters(filters), norm, first, second, self.eps, kernels=self.kernels)
+        y = compiled.convnext_block(inner, filters_of(*filters), norm, first, second, self.eps, kernels=self.kernels)
         return y.permute(3, 0, 1, 2)
 
 
@@ -64,16 +73,6 @@ class _NormResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.first(x), x)
-
-
-def _given(pair: compiled.Pair, x: Tensor, kernels: str) -> compiled.Pair:
-    """Weight and bias as the kernels take them: those in C of the activations' type, those of Triton as they are."""
-    return pair if kernels == "triton" else (pair[0].to(x.dtype), pair[1].to(x.dtype))
-
-
-def _filters(pair: compiled.Pair) -> compiled.Pair:
-    """(T, C, 1, k, k) and (T, C) with networks and channels as one axis."""
-    return pair[0].reshape(-1, *pair[0].shape[-2:]), pair[1].reshape(-1)
 
 
 _UNCHANGED = (nn.Identity, nn.Sequential, nn.ModuleList)

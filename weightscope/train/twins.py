@@ -6,7 +6,7 @@ matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs
 depthwise convolution is a batched matrix product as well (`depthwise.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -174,10 +174,8 @@ class _Conv2d(Stacked):
         return self._depthwise(x) if self.depthwise else self._patches(x)
 
     def _depthwise(self, x: Tensor) -> Tensor:
-        weight, bias = self.leaves["weight"], self.leaves.get("bias")
-        if self.kernels != "triton":
-            weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
-        weight, bias = weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
+        leaves = self.leaves["weight"], self.leaves.get("bias")
+        weight, bias = filters_of(*given(leaves, x, self.kernels))
         options = {"dilation": self.layer[0].dilation[0], "kernels": self.kernels}
         return depthwise_conv2d(x.permute(1, 2, 3, 0), weight, bias, **options).permute(3, 0, 1, 2)
 
@@ -220,6 +218,16 @@ def _repeatable_attention(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def given(leaves: Iterable[Tensor | None], x: Tensor, kernels: str) -> tuple[Any, ...]:
+    """Weights as the kernels take them: those of Triton as they are, all others in the activations' type."""
+    return tuple(leaf if leaf is None or kernels == "triton" else leaf.to(x.dtype) for leaf in leaves)
+
+
+def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+    """(T, C, 1, k, k) and (T, C) with networks and channels as one axis."""
+    return weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
 
 
 def weight_and_bias(layer: Stacked) -> tuple[Tensor, Tensor]:

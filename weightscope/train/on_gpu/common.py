@@ -56,7 +56,7 @@ def standardised(x, inside, c, eps):
 
 @triton.jit
 def standardised_backward(grad, normal, factor, inside, c):
-    """The derivative of `_standardised`'s input from that of its value."""
+    """The derivative of `standardised`'s input from that of its value."""
     along = tl.sum(grad * normal, 0) / c
     return tl.where(inside, grad - (tl.sum(grad, 0) / c)[None, :] - normal * along[None, :], 0.0) * factor[None, :]
 
@@ -97,8 +97,8 @@ def sum_type(x: Tensor) -> tl.dtype:
 
 def padded(size: int, most: int | None = None) -> int:
     """The power of two from `size` up, within what `tl.dot` takes and `most`."""
-    padded = max(SMALLEST, triton.next_power_of_2(size))
-    return padded if most is None else min(padded, most)
+    power = max(SMALLEST, triton.next_power_of_2(size))
+    return power if most is None else min(power, most)
 
 
 def cut_positions(x: Tensor, width: int, entries: int) -> tuple[tuple[int, int], dict[str, object]]:

@@ -23,12 +23,15 @@ _SHARED_BYTES = 34  # for each entry of a padded weight matrix in float32, read 
 
 
 @triton.jit
-def _folded(gain, shift, w1, b1, c, m, C: tl.constexpr, HIDDEN: tl.constexpr, SUM: tl.constexpr):
-    """`W1 (gain n + shift) + b1` as one linear map of n: W1 diag(gain) and b1 + W1 shift."""
+def _maps(x, gain, shift, w1, b1, w2, net, c, m, C: tl.constexpr, HIDDEN: tl.constexpr, SUM: tl.constexpr):
+    """A network's maps in x's type: W1 (gain n + shift) + b1 as W1 diag(gain) and b1 + W1 shift, and W2."""
     at, within = square(m, c, HIDDEN, C)
-    raw = tl.load(w1 + at, mask=within, other=0.0).to(SUM)
-    bias = vector(b1, m, HIDDEN, SUM) + tl.sum(raw * vector(shift, c, C, SUM)[None, :], 1)
-    return raw * vector(gain, c, C, SUM)[None, :], bias
+    raw = tl.load(w1 + net * m * c + at, mask=within, other=0.0).to(SUM)
+    bias = vector(b1 + net * m, m, HIDDEN, SUM) + tl.sum(raw * vector(shift + net * c, c, C, SUM)[None, :], 1)
+    first = raw * vector(gain + net * c, c, C, SUM)[None, :]
+    at, within = square(c, m, C, HIDDEN)
+    second = tl.load(w2 + net * m * c + at, mask=within, other=0.0)
+    return first.to(x.dtype.element_ty), bias, second.to(x.dtype.element_ty)
 
 
 @triton.jit
@@ -57,10 +60,7 @@ def _mlp_forward(
     x += net * c * P
     y += net * c * P
     kind = x.dtype.element_ty
-    first, bias = _folded(gain + net * c, shift + net * c, w1 + net * m * c, b1 + net * m, c, m, C, HIDDEN, SUM)
-    first = first.to(kind)
-    second_at, second_within = square(c, m, C, HIDDEN)
-    second = tl.load(w2 + net * m * c + second_at, mask=second_within, other=0.0).to(kind)
+    first, bias, second = _maps(x, gain, shift, w1, b1, w2, net, c, m, C, HIDDEN, SUM)
     second_bias = vector(b2 + net * c, c, C, SUM)[:, None]
     for start in range(tl.program_id(0) * POSITIONS, P, tl.num_programs(0) * POSITIONS):
         at, inside = columns(start + tl.arange(0, POSITIONS), c, P, C)
@@ -103,10 +103,7 @@ def _mlp_backward(
     grad += net * c * P
     grad_x += net * c * P
     kind = x.dtype.element_ty
-    first, bias = _folded(gain + net * c, shift + net * c, w1 + net * m * c, b1 + net * m, c, m, C, HIDDEN, SUM)
-    first = first.to(kind)
-    second_at, second_within = square(c, m, C, HIDDEN)
-    second = tl.load(w2 + net * m * c + second_at, mask=second_within, other=0.0).to(kind)
+    first, bias, second = _maps(x, gain, shift, w1, b1, w2, net, c, m, C, HIDDEN, SUM)
     of_first, of_second = tl.zeros((HIDDEN, C), SUM), tl.zeros((C, HIDDEN), SUM)
     # Sums over positions as products with ones: tensor cores add without exchanges between threads.
     ones = tl.full((POSITIONS, 16), 1.0, kind)
@@ -139,7 +136,8 @@ def _mlp_backward(
     tl.store(grad_gain + here * c + channels, tl.sum(of_first * raw, 0), mask=channels < c)
     tl.store(grad_shift + here * c + channels, tl.sum(raw * f[:, None], 0), mask=channels < c)
     tl.store(grad_b1 + here * m + units, f, mask=units < m)
-    tl.store(grad_w2 + here * m * c + second_at, of_second, mask=second_within)
+    at, within = square(c, m, C, HIDDEN)
+    tl.store(grad_w2 + here * m * c + at, of_second, mask=within)
     tl.store(grad_b2 + here * c + channels, of_b2, mask=channels < c)
 
 
