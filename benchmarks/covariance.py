@@ -31,6 +31,7 @@ from weightscope.covariance import covariance
 from weightscope.environment import environment, usable_cores
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
+from weightscope.population.shard_format import seeds_of
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.moments import Moments
@@ -55,7 +56,7 @@ def make_population(path: Path, networks: int, size: int) -> None:
     for tile in range(manifest.tiles):
         weights = rng.standard_normal((32, size), dtype=np.float32) + mean
         weights += rng.standard_normal((32, 8), dtype=np.float32) @ common
-        seeds = shards._seeds(manifest, 32 * tile, 32)
+        seeds = seeds_of(manifest, 32 * tile, 32)
         trained = SimpleNamespace(
             index=tile, weights=weights, seeds=seeds, metrics={"diverged": np.zeros(32, dtype=bool)}
         )

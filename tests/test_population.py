@@ -15,7 +15,7 @@ import pytest
 
 from weightscope import _atomic
 from weightscope.errors import DataError, UsageError
-from weightscope.population import Population, export, shards
+from weightscope.population import Population, export, shard_format, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 
@@ -161,7 +161,7 @@ def test_a_large_shard_is_chunked_by_about_250_rows_and_1000_columns(monkeypatch
     monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (2500,))]))
     recipe = fake.recipe(networks=300, tile=300)
     manifest = manifests.Manifest(recipe, fake.SPEC, {}, (300,))
-    data = shards.encode(manifest, fake.train_tile(recipe, 0), 300, "cpu")
+    data = shard_format.encode(manifest, fake.train_tile(recipe, 0), 300, "cpu")
     with h5py.File(io.BytesIO(data), "r") as h5:
         assert h5["weights"].chunks == (250, 834)
 

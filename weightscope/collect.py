@@ -24,6 +24,7 @@ from weightscope.errors import Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
+from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
 
 _log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def collect(
 
 
 def train_shard(
-    train_tile: Callable[..., shards.TrainedTile],
+    train_tile: Callable[..., TrainedTile],
     recipe: Recipe,
     tile: int,
     *,

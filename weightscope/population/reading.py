@@ -12,6 +12,7 @@ import numpy as np
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
+from weightscope.population.shard_format import header_text
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
@@ -202,7 +203,7 @@ class Population:
         counts: dict[str, int] = {}
         for tile in self._rows:
             with self._open(tile) as h5:
-                made = f"torch {shards.header_text(h5, 'torch')} on {shards.header_text(h5, 'device')}"
+                made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
             counts[made] = counts.get(made, 0) + 1
         return counts
 

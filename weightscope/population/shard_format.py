@@ -1,0 +1,225 @@
+"""What is in a shard: how a trained tile becomes the bytes of an HDF5 file, and what such a file must be.
+
+    /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E)
+
+Files are checked with HDF5's low-level calls, which take half the time of h5py's own classes.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+
+from weightscope.errors import DataError
+from weightscope.population.manifest import Manifest
+from weightscope.seeding import Purpose, torch_seed
+
+AGAIN = "run `weightscope collect` again, which trains it anew"
+
+_FORMAT = "weightscope-shard"
+_SCHEMA = 1
+_LIBVER = ("v110", "v110")
+_CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
+_LONGEST_TEXT = 256
+
+
+class TrainedTile(Protocol):
+    """What the trainer hands over: T networks, of which the last tile of a population keeps fewer.
+
+    `weights` (T, D) float32, `seeds` (T,) uint64, `metrics` name -> (T,) or (T, E), `diverged` among them.
+    """
+
+    @property
+    def index(self) -> int: ...  # noqa: D102
+    @property
+    def weights(self) -> np.ndarray: ...  # noqa: D102
+    @property
+    def seeds(self) -> np.ndarray: ...  # noqa: D102
+    @property
+    def metrics(self) -> Mapping[str, np.ndarray]: ...  # noqa: D102
+
+
+def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> bytes:
+    """The bytes of a shard: the first `rows` networks of a trained tile. The same input gives the same bytes."""
+    import torch
+
+    _check_tile(manifest, trained)
+    header = {
+        "format": _FORMAT,
+        "schema": _SCHEMA,
+        "spec": manifest.spec.fingerprint,
+        "recipe": manifest.fingerprint,
+        "tile": trained.index,
+        "torch": torch.__version__,
+        "device": device,
+    }
+    columns = manifest.spec.size
+    blocks = max(1, -(-columns // _CHUNK[1]))
+    with h5py.File("shard", "w", driver="core", backing_store=False, libver=_LIBVER) as h5:
+        for key, value in header.items():
+            h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
+        h5.create_dataset(
+            "weights",
+            data=np.ascontiguousarray(trained.weights[:rows], dtype="<f4"),
+            chunks=(min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None,
+            fillvalue=np.float32("nan"),
+            track_times=False,
+        )
+        h5.create_dataset("seed", data=np.asarray(trained.seeds[:rows], dtype="<u8"), track_times=False)
+        group = h5.create_group("metrics")
+        for name in sorted(trained.metrics):
+            values = np.asarray(trained.metrics[name])[:rows]
+            fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
+            group.create_dataset(name, data=values, fillvalue=fill, track_times=False)
+        h5.flush()
+        return h5.id.get_file_image()
+
+
+def header_text(h5: h5py.File, name: str) -> str:
+    """A text attribute of a shard."""
+    return _text(h5.attrs[name])
+
+
+def _text(value: Any) -> str:
+    return bytes(value).rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def _check_tile(manifest: Manifest, trained: TrainedTile) -> None:
+    size, first = manifest.tile, trained.index * manifest.tile
+    if trained.weights.shape != (size, manifest.spec.size) or trained.weights.dtype != np.float32:
+        raise ValueError(
+            f"tile {trained.index}: expected weights {(size, manifest.spec.size)} float32 from the trainer, found "
+            f"{trained.weights.shape} {trained.weights.dtype}"
+        )
+    if not np.array_equal(trained.seeds, seeds_of(manifest, first, size)):
+        raise ValueError(f"tile {trained.index}: the trainer's seeds are not those of networks {first} and following")
+    for name, values in trained.metrics.items():
+        if np.ndim(values) not in (1, 2) or len(values) != size or np.asarray(values).dtype.kind not in "fiub":
+            raise ValueError(f"tile {trained.index}: metric {name} is no (T,) or (T, E) array of numbers")
+    if "diverged" not in trained.metrics or np.asarray(trained.metrics["diverged"]).dtype != bool:
+        raise ValueError(f"tile {trained.index}: the trainer must say which networks diverged, as booleans")
+
+
+def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
+    """The seeds of the initial weights of networks `first` and following."""
+    root = manifest.recipe.population.seed
+    return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
+
+
+def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
+    """Compare everything with recipe and spec before any array is read."""
+    _check_header(h5, file, manifest, tile)
+    expected, found = {"weights", "seed", "metrics"}, _members(h5py.h5g.open(h5.id, b"/"), file)
+    if found != expected:
+        raise foreign(file, ", ".join(sorted(expected)), ", ".join(sorted(found)))
+    full, columns = manifest.rows(tile), manifest.spec.size
+    weights = _dataset(h5.id, "weights", file)
+    allowed = manifest.shorter_rows(tile) | {full}
+    rows = weights.shape[0] if weights.rank else -1
+    # A shard longer than this reader's manifest asks for: the population grew since the manifest was read.
+    if weights.shape != (rows, columns) or not (rows in allowed or full < rows <= manifest.tile):
+        raise foreign(file, f"weights {(full, columns)}", f"{weights.shape}")
+    _check_dataset(weights, "weights", file, (rows, columns), "f4")
+    seeds = _dataset(h5.id, "seed", file)
+    _check_dataset(seeds, "seed", file, (rows,), "u8")
+    metrics = h5py.h5o.open(h5.id, b"metrics")
+    if not isinstance(metrics, h5py.h5g.GroupID):
+        raise foreign(file, "a group /metrics", "something else")
+    names = _members(metrics, file)
+    for name in names:
+        values = _dataset(metrics, name, file)
+        epochs = values.shape[1:] if values.rank == 2 else ()
+        if any(e > manifest.recipe.training.epochs for e in epochs):
+            raise foreign(file, f"at most {manifest.recipe.training.epochs} epochs in /metrics/{name}", str(epochs[0]))
+        _check_dataset(values, f"metrics/{name}", file, (rows, *epochs), "?" if name == "diverged" else None)
+    if "diverged" not in names:
+        raise foreign(file, "/metrics/diverged", "none")
+    _check_seeds(seeds, file, manifest, tile)
+
+
+def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
+    def value(name: str, kind: str) -> np.ndarray | None:
+        """A scalar attribute, unless it is missing, of another kind, or longer than any that was written."""
+        if not h5py.h5a.exists(h5.id, name.encode()):
+            return None
+        attribute = h5py.h5a.open(h5.id, name.encode())
+        dtype = attribute.dtype
+        if attribute.shape != () or dtype.kind != kind or dtype.itemsize > _LONGEST_TEXT:
+            return None
+        out = np.empty((), dtype)
+        attribute.read(out)
+        return out
+
+    def text(name: str) -> str:
+        found = value(name, "S")
+        return "nothing" if found is None else _text(found)
+
+    def number(name: str) -> int | None:
+        found = value(name, "i")
+        return None if found is None else int(found)
+
+    for what, expected, found in (
+        ("the format", _FORMAT, text("format")),
+        ("schema version", _SCHEMA, number("schema")),
+        ("tile", tile, number("tile")),
+        ("a network with spec", manifest.spec.fingerprint, text("spec")),
+        ("a recipe with fingerprint", manifest.fingerprint, text("recipe")),
+    ):
+        if expected != found:
+            raise foreign(file, f"{what} {expected}", f"{found}")
+
+
+def _check_seeds(seeds: h5py.h5d.DatasetID, file: Path, manifest: Manifest, tile: int) -> None:
+    """Compare the first and the last: the hash speaks for those between."""
+    found = np.empty(seeds.shape, np.uint64)
+    seeds.read(h5py.h5s.ALL, h5py.h5s.ALL, found)
+    first, last = tile * manifest.tile, tile * manifest.tile + len(found) - 1
+    if found[[0, -1]].tolist() != [int(seeds_of(manifest, k, 1)[0]) for k in (first, last)]:
+        raise foreign(file, f"the seeds of networks {first} and following", "others")
+
+
+def _members(group: h5py.h5g.GroupID, file: Path) -> set[str]:
+    """The names in a group, every one of them inside the file."""
+    found = []
+    # Looks at links without following them.
+    group.links.iterate(lambda name, link: found.append((name.decode(errors="replace"), link.type)), info=True)
+    for name, kind in found:
+        if kind != h5py.h5l.TYPE_HARD:
+            raise foreign(file, f"`{name}` inside the file", "a link that leads elsewhere")
+    return {name for name, _ in found}
+
+
+def _dataset(parent: h5py.h5g.GroupID, name: str, file: Path) -> h5py.h5d.DatasetID:
+    found = h5py.h5o.open(parent, name.encode())
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise foreign(file, f"an array `{name}`", "something else")
+    return found
+
+
+def _check_dataset(
+    values: h5py.h5d.DatasetID, name: str, file: Path, shape: tuple[int, ...], dtype: str | None
+) -> None:
+    found = values.dtype
+    if values.shape != shape:
+        raise foreign(file, f"/{name} of shape {shape}", f"{values.shape}")
+    if found != np.dtype(dtype) if dtype else found.kind not in "fiub":
+        raise foreign(file, f"/{name} of {dtype or 'numbers'}", f"{found}")
+    properties = values.get_create_plist()
+    virtual = properties.get_layout() == h5py.h5d.VIRTUAL
+    if virtual or properties.get_external_count() or properties.get_nfilters():
+        raise foreign(file, f"/{name} stored plainly in the file", "external, virtual or filtered storage")
+    # What was never written would read as the fill value.
+    stored, needed = values.get_storage_size(), math.prod(shape) * found.itemsize
+    if stored < needed:
+        raise foreign(file, f"/{name} stored in full", f"{stored} bytes")
+
+
+def foreign(file: Path, expected: str, found: str) -> DataError:
+    """What to raise for a shard that is whole, but not this population's."""
+    return DataError(
+        f"{file}: a foreign shard, expected {expected}, found {found}; delete it (or put it back where it belongs) "
+        f"and {AGAIN}"
+    )
