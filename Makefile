@@ -14,6 +14,7 @@ test: $(INSTALLED) .venv/.peers lint
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json

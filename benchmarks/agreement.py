@@ -21,11 +21,11 @@ from plain import train_alone
 from reporting import write
 from scipy import stats
 
+from weightscope._util.environment import environment, usable_cores
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.environment import environment, usable_cores
 from weightscope.recipe import Recipe
-from weightscope.train import train_tile
+from weightscope.training import train_tile
 
 TILE = 32
 PATHS = {  # root seed, kernels, precision

@@ -18,11 +18,11 @@ from plain import train_alone
 from reporting import write
 from scipy import stats
 
+from weightscope._util.environment import environment
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.environment import environment
 from weightscope.recipe import Recipe
-from weightscope.train.engine import TileRun, resolve_device
+from weightscope.training.engine import TileRun, resolve_device
 
 
 def recipe_of(data: str, width: int, depth: int, epochs: int, precision: str) -> Recipe:

@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 from reporting import memory, write
 
-from weightscope.covariance import covariance
-from weightscope.environment import environment, usable_cores
+from weightscope._util.environment import environment, usable_cores
+from weightscope.analysis.across_networks.joint_covariance import covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.shard_format import seeds_of
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.moments import Moments
+from weightscope.statistics.samples import ahead
 from weightscope.statistics.shrinkage import shrunk_covariance
-from weightscope.statistics.sources import ahead
 
 
 def make_population(path: Path, networks: int, size: int) -> None:

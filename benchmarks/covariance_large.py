@@ -30,8 +30,8 @@ from covariance import make_population, memory
 from reporting import write
 from scipy.linalg import blas
 
-from weightscope.covariance import covariance, eigenpairs
-from weightscope.environment import usable_cores
+from weightscope._util.environment import usable_cores
+from weightscope.analysis.across_networks.joint_covariance import covariance, eigenpairs
 from weightscope.population import Population
 from weightscope.statistics.syrk import add_gram
 

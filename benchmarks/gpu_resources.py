@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from weightscope.environment import environment
+from weightscope._util.environment import environment
 from weightscope.recipe import AugmentConfig
-from weightscope.train import on_gpu
+from weightscope.training.kernels import triton as triton_kernels
 
 REGISTERS, SHARED, WARPS = 65536, 227 * 1024, 64  # of a multiprocessor of an H100
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.bool: "*i1", torch.uint8: "*u8", torch.int64: "*i64"}
@@ -123,24 +123,26 @@ def launch_all(case: str, dtype: torch.dtype) -> None:
     pair = torch.empty(networks, channels), torch.empty(networks, channels)
     if k is not None:
         filters = torch.empty(networks * channels, k, k)
-        on_gpu.convolve(x, filters, filters, 1)
-        on_gpu.convolve_backward(x, filters, x, 1, x)
+        triton_kernels.convolve(x, filters, filters, 1)
+        triton_kernels.convolve_backward(x, filters, x, 1, x)
     if hidden is None:
-        on_gpu.gelu_norm(rows, *pair, 1e-5, rows)
-        on_gpu.gelu_norm_backward(rows, *pair, pair[0], rows)
+        triton_kernels.gelu_norm(rows, *pair, 1e-5, rows)
+        triton_kernels.gelu_norm_backward(rows, *pair, pair[0], rows)
     else:
         first, bias = torch.empty(networks, hidden, channels), torch.empty(networks, hidden)
         weights = [*pair, first, bias, first.transpose(1, 2).contiguous(), pair[0]]
-        on_gpu.mlp(rows, weights, 1e-6, rows)
-        on_gpu.mlp_backward(rows, weights, rows, 1e-6)
-        on_gpu.norm(rows, *pair, 1e-6)
-        on_gpu.norm_backward(rows, pair[0], rows, 1e-6)
+        triton_kernels.mlp(rows, weights, 1e-6, rows)
+        triton_kernels.mlp_backward(rows, weights, rows, 1e-6)
+        triton_kernels.norm(rows, *pair, 1e-6)
+        triton_kernels.norm_backward(rows, pair[0], rows, 1e-6)
     images, index, draws = torch.empty(50, 3, 32, 32).byte(), torch.empty(networks, batch).long(), torch.empty(1, 1, 3)
     moments = torch.empty(3), torch.empty(3)
-    on_gpu.load_images(images, index, draws, None, moments, AugmentConfig(crop=4, flip=True), dtype)
+    triton_kernels.load_images(images, index, draws, None, moments, AugmentConfig(crop=4, flip=True), dtype)
     entries = torch.empty(networks, 1000)
     rates = torch.empty(networks)
-    on_gpu.adamw(entries, entries, (entries, entries), entries[0] > 0, (rates, rates), rates, rates, (0.9, 0.99), 1e-8)
+    triton_kernels.adamw(
+        entries, entries, (entries, entries), entries[0] > 0, (rates, rates), rates, rates, (0.9, 0.99), 1e-8
+    )
 
 
 def main() -> None:

@@ -34,10 +34,11 @@ from reporting import write
 from torch import Tensor, nn
 
 import weightscope.init as wi
+from weightscope._util.environment import usable_cores
 from weightscope.anatomy import attention, positions
-from weightscope.environment import usable_cores
+from weightscope.anatomy.token_grid import Tokens
 from weightscope.init.attention import query_key, value_output
-from weightscope.init.impulse import Tokens, attention_map, impulse_matrix, normalised, solve
+from weightscope.init.impulse import attention_map, impulse_matrix, normalised, solve
 from weightscope.init.impulse_attention import filter_offsets
 from weightscope.init.positions import sinusoidal_codes
 from weightscope.networks import ViT

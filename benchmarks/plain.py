@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.recipe import Recipe
-from weightscope.seeding import Purpose, numpy_generator, torch_seed
-from weightscope.train import build_network
-from weightscope.train.optimiser import schedule_factor
+from weightscope.training import build_network
+from weightscope.training.optimiser import schedule_factor
 
 
 def train_alone(

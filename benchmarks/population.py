@@ -24,16 +24,17 @@ import torch.nn.functional as F
 from reporting import write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from weightscope._util.environment import usable_cores
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.catalog import CATALOG
 from weightscope.data.dataset import Dataset
-from weightscope.environment import usable_cores
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.train import build_network, building
-from weightscope.train.engine import TileRun
-from weightscope.train.memory import keep_freed_memory
+from weightscope.training import build_network
+from weightscope.training.engine import TileRun
+from weightscope.training.kernels.c import build
+from weightscope.training.memory import keep_freed_memory
 
 BATCH = 64
 IMAGES = 4 * BATCH  # as many as an epoch of the contenders has
@@ -183,7 +184,7 @@ def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> 
 def ours() -> tuple[str, ...]:
     """Ours that can run here."""
     try:
-        building.library()
+        build.library()
     except UsageError as error:
         print(error)
         return OURS[:1]

@@ -21,9 +21,9 @@ import torch
 from population import loop, random_images, stacked, vmapped
 from reporting import write
 
-from weightscope.environment import environment
+from weightscope._util.environment import environment
 from weightscope.recipe import Recipe
-from weightscope.train.engine import resolve_device
+from weightscope.training.engine import resolve_device
 
 EPOCH = 50_000  # images
 NETWORKS = {

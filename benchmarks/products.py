@@ -28,8 +28,8 @@ import torch
 from reporting import memory, write
 from safetensors.torch import save_file
 
-from weightscope.environment import usable_cores
-from weightscope.products import products
+from weightscope._util.environment import usable_cores
+from weightscope.analysis.attention_products import products
 
 # name -> d, heads, key/value heads, hidden units; layers follow from the size
 SHAPES = {

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weightscope.environment import environment
+from weightscope._util.environment import environment
 
 
 def memory() -> dict[str, int]:

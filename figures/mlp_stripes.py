@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope import plots
-from weightscope.study import over_hidden_units
+from weightscope.analysis.across_networks.study import over_hidden_units
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "mlp_stripes"

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.recipe import Recipe
-from weightscope.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.spec import TensorSpec, WeightSpec
 
 SPEC = WeightSpec(
@@ -113,9 +113,9 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
 
     What it and its workers print goes to a file beside the population.
     """
-    from weightscope import data, train
-    from weightscope.collect import collect
+    from weightscope import data, training
     from weightscope.errors import WeightscopeError
+    from weightscope.training.collection import collect
 
     os.setpgid(0, 0)
     with open(path.with_suffix(".log"), "w") as log:
@@ -124,11 +124,11 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
     if trainer != "real":
         data.load = lambda *_, **__: SimpleNamespace(fingerprint="0" * 16)
     if trainer == "small":
-        train.train_tile, train.spec_of = train_tile, spec_of
+        training.train_tile, training.spec_of = train_tile, spec_of
     elif trainer == "large":
-        train.train_tile, train.spec_of = train_large_tile, large_spec_of
+        training.train_tile, training.spec_of = train_large_tile, large_spec_of
     elif trainer == "slow":
-        train.train_tile, train.spec_of = train_slowly, spec_of
+        training.train_tile, training.spec_of = train_slowly, spec_of
     try:
         collect(recipe, path, workers=workers)
     except WeightscopeError as error:

@@ -1,4 +1,4 @@
-"""Naive versions of what `weightscope.within` computes: NumPy, one line for one formula."""
+"""Naive versions of what `weightscope.analysis.within_network` computes: NumPy, one line for one formula."""
 
 import numpy as np
 

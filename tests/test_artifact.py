@@ -10,12 +10,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from weightscope.artifact import FitResult, Group, load_artifact
+from weightscope.artifacts.population_fit import FitResult, Group, load_artifact
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fit import fit, write_standalone
-from weightscope.init.artifact import ArtifactInit, draw, load_init
+from weightscope.fitting.population import fit, write_standalone
+from weightscope.init.from_artifact import ArtifactInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.sources import ArraySource
+from weightscope.statistics.samples import WeightArray
 from weightscope.structures import STRUCTURES
 
 
@@ -47,7 +47,7 @@ def population(size=60):
 
 def fitted(structure="dense", select="fc?.weight", joint="all", weights=None):
     weights = population() if weights is None else weights
-    return fit(ArraySource(weights, SPEC), select, structure=structure, joint=joint)
+    return fit(WeightArray(weights, SPEC), select, structure=structure, joint=joint)
 
 
 def frozen():
@@ -381,7 +381,7 @@ def test_groups_keep_the_specs_order():
     # A block's tensors need not be neighbours in the network.
     spec = WeightSpec([TensorSpec(n, (2,)) for n in ("a.x.weight", "b.x.weight", "a.y.weight")])
     data = np.random.default_rng(0).normal([0, 0, 10, 10, 20, 20], size=(30, 6))
-    result = fit(ArraySource(data, spec), "*", structure="diagonal", joint="block")
+    result = fit(WeightArray(data, spec), "*", structure="diagonal", joint="block")
     assert [g.spec.names for g in result.groups] == [("a.x.weight", "a.y.weight"), ("b.x.weight",)]
     np.testing.assert_allclose(
         result.sample(np.random.default_rng(0), 500).mean(axis=0), [0, 0, 10, 10, 20, 20], atol=0.5

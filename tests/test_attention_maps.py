@@ -12,8 +12,8 @@ from torch import nn
 
 import weightscope
 from weightscope import attention_maps, plots
+from weightscope.analysis.attention_maps import expected_map, watching
 from weightscope.anatomy import positions
-from weightscope.attention_maps import expected_map, watching
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, mimetic_attention_
 from weightscope.networks import ConvMixer, ViT

@@ -14,9 +14,9 @@ from torch import nn
 
 from weightscope import anatomy
 from weightscope import init as wi
-from weightscope.audit import PROMISES, AuditReport, Check, audit
-from weightscope.audit import attention as attention_audit
-from weightscope.audit.intervals import LEVEL, chi_squared, f_ratio, normal, predicted
+from weightscope.auditing import PROMISES, AuditReport, Check, audit
+from weightscope.auditing import attention as attention_audit
+from weightscope.auditing.intervals import LEVEL, chi_squared, f_ratio, normal, predicted
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 

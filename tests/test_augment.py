@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weightscope.data.augment import augment, draws_needed, normalise, whole
-from weightscope.data.operations import ROTATE, SHEAR, TRANSLATE, apply, operations, tables
+from weightscope.data.randaugment import ROTATE, SHEAR, TRANSLATE, apply, operations, tables
 from weightscope.errors import UsageError
 from weightscope.recipe import AugmentConfig
 

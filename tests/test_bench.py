@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from weightscope.bench import arms, bench, summarise
+from weightscope.benchmarking.run import arms, bench, summarise
 from weightscope.errors import UsageError
 from weightscope.recipe import InitConfig, Recipe
 

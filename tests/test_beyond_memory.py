@@ -10,14 +10,14 @@ import fake_training as fake
 import numpy as np
 import pytest
 
-from weightscope.covariance import covariance, eigenpairs
+from weightscope.analysis.across_networks.joint_covariance import covariance, eigenpairs
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.eigen import top_eigenpairs
 from weightscope.statistics.moments import BLOCK
 from weightscope.statistics.panels import _BLOCKS, margins, write_covariance
-from weightscope.statistics.sources import ArraySource
+from weightscope.statistics.samples import WeightArray
 
 
 def rows(n: int, size: int, seed: int = 0) -> np.ndarray:
@@ -29,8 +29,8 @@ def rows(n: int, size: int, seed: int = 0) -> np.ndarray:
     return out.astype(np.float32)
 
 
-def source(data: np.ndarray) -> ArraySource:
-    return ArraySource(data, WeightSpec([TensorSpec("w", (data.shape[1],))]))
+def source(data: np.ndarray) -> WeightArray:
+    return WeightArray(data, WeightSpec([TensorSpec("w", (data.shape[1],))]))
 
 
 def enough_for(panel: int, size: int, item: int) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from weightscope import Checkpoint
 from weightscope.anatomy import attention, depthwise
-from weightscope.audit import audit
+from weightscope.auditing import audit
 from weightscope.checkpoint.checkpoint import MissingTensor
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec

@@ -292,7 +292,7 @@ def test_a_pickle_is_followed_as_data_or_refused(tmp_path, row):
 
 
 def test_a_pickle_that_goes_on_for_hours_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("weightscope.data.plain_pickle.Machine.limit", 1000)
+    monkeypatch.setattr("weightscope._util.restricted_pickle.Machine.limit", 1000)
     (tmp_path / "m.pt").write_bytes(with_pickle(b"\x80\x02" + b"N0" * 1000 + b"}."))
     with pytest.raises(DataError, match="more than 1000 instructions"):
         Checkpoint(tmp_path / "m.pt")

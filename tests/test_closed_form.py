@@ -15,17 +15,17 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
+from weightscope.analysis.inspection import look
 from weightscope.anatomy import attention, depthwise
-from weightscope.audit.attention import product_statistics
+from weightscope.artifacts.network_fit import load_portable
+from weightscope.auditing.attention import product_statistics
 from weightscope.cli import main
-from weightscope.closed_form import STRUCTURES, fit_conv_schedule, fit_identity_product, fit_network
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fit_init import fit_init, parsed_options
+from weightscope.fitting.network import STRUCTURES, fit_conv_schedule, fit_identity_product, fit_network
+from weightscope.fitting.source import fit_init, parsed_options
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
-from weightscope.inspect import look
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-from weightscope.portable import load_portable
 
 
 def seeded(seed=0):
@@ -172,7 +172,7 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
 
 
 def test_scale_is_a_factor_and_audited():
-    from weightscope.audit import audit
+    from weightscope.auditing import audit
 
     plain = wi.conv_covariance_(mixer(), preset="imagenet-thawed", generator=seeded())
     scaled = wi.conv_covariance_(mixer(), preset="imagenet-thawed", scale=0.25, generator=seeded())

@@ -17,11 +17,11 @@ import fake_training as fake
 import numpy as np
 import pytest
 
-from weightscope import train
-from weightscope.collect import _Bar, collect
+from weightscope import training
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
+from weightscope.training.collection import _Bar, collect
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tiles.append(tile)
         return fake.train_tile(recipe, tile, **options)
 
-    monkeypatch.setattr(train, "train_tile", train_tile)
-    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", fake.spec_of)
     return tiles
 
 
 def use(monkeypatch: pytest.MonkeyPatch, train_tile: Callable[..., Any]) -> None:
-    monkeypatch.setattr(train, "train_tile", train_tile)
-    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", fake.spec_of)
 
 
 def shard_files(path: Path) -> dict[str, bytes]:
@@ -144,8 +144,8 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: 
             collect(fake.recipe(), path, networks=24, shard=2)
         return fake.train_tile(recipe, tile)
 
-    monkeypatch.setattr(train, "train_tile", train_tile)
-    monkeypatch.setattr(train, "spec_of", fake.spec_of)
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", fake.spec_of)
     population = collect(fake.recipe(), path, workers=1)
     assert len(population) == 24
     assert population.missing == ()
@@ -165,7 +165,7 @@ def test_another_recipe(tmp_path: Path, trained: list[int], reference: dict[str,
 def test_another_network_from_the_same_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
 ) -> None:
-    monkeypatch.setattr(train, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
+    monkeypatch.setattr(training, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
     with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
         collect(fake.recipe(), tmp_path / "reference.pop")
 

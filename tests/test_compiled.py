@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from weightscope.cli import main
-from weightscope.collect import collect
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
-from weightscope.train import building, compiled
-from weightscope.train.engine import kernels_on
-from weightscope.train.stacked import StackedNetworks
+from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training.collection import collect
+from weightscope.training.engine import kernels_on
+from weightscope.training.kernels import functions
+from weightscope.training.kernels.c import build
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 TYPES = {torch.float64: 1e-12, torch.float32: 2e-6}
@@ -69,7 +70,7 @@ def test_depthwise_equals_the_library(case, dtype):
     x, weight, bias = inputs
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
-    agree(compiled.depthwise_conv2d(x, weight, bias, dilation=dilation), expected, inputs, 5 * TYPES[dtype])
+    agree(functions.depthwise_conv2d(x, weight, bias, dilation=dilation), expected, inputs, 5 * TYPES[dtype])
 
 
 def mlp_inputs(sizes, dtype):
@@ -90,7 +91,7 @@ def plain_mlp(x, gain, shift, w1, b1, w2, b2):
 def test_norm_and_mlp_equal_torch(sizes, dtype):
     inputs = mlp_inputs(sizes, dtype)
     x, *weights = inputs
-    found = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
     agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
 
 
@@ -104,7 +105,7 @@ def test_a_block_equals_torch(batch, dtype):
     x, filters, bias = (draw(*shape, dtype=dtype).requires_grad_() for shape in shapes)
     inner = F.conv2d(x.permute(3, 0, 1, 2), filters[:, None], bias, padding=1, groups=6).permute(1, 2, 3, 0)
     expected = x + plain_mlp(inner.reshape(2, 3, -1), gain, shift, w1, b1, w2, b2).view_as(x)
-    found = compiled.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6)
+    found = functions.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6)
     agree(found, expected, [x, filters, bias, gain, shift, w1, b1, w2, b2], 5 * TYPES[dtype])
 
 
@@ -113,16 +114,16 @@ def test_what_does_not_fit_is_refused():
     x, weight, bias = torch.zeros(3, 4, 4, 2), torch.zeros(3, 3, 3), torch.zeros(3)
     for shape in ((3, 4, 4), (2, 3, 3), (3, 3, 5)):
         with pytest.raises(ValueError, match="odd square kernels"):
-            compiled.depthwise_conv2d(x, torch.zeros(shape), bias)
+            functions.depthwise_conv2d(x, torch.zeros(shape), bias)
     for other in (torch.float64, torch.bfloat16):
         with pytest.raises(ValueError, match="of one type"):
-            compiled.depthwise_conv2d(x.to(other), weight, bias)
+            functions.depthwise_conv2d(x.to(other), weight, bias)
     y, *weights = (value.detach() for value in mlp_inputs((2, 3, 5, 4), torch.float32))
     pairs = tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:])
     with pytest.raises(ValueError, match="expected weights of shapes"):
-        compiled.norm_mlp(y[:1], *pairs, 1e-6)
+        functions.norm_mlp(y[:1], *pairs, 1e-6)
     with pytest.raises(ValueError, match="positive eps"):
-        compiled.norm_mlp(y, *pairs, 0.0)
+        functions.norm_mlp(y, *pairs, 0.0)
     with pytest.raises(UsageError, match="'c' on a CPU"):
         StackedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
 
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_refused():
 @needs_compiler
 def test_a_second_derivative_is_refused():
     x, weight, bias = (draw(*s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 3, 2), (2, 3, 3), (2,)))
-    y = compiled.depthwise_conv2d(x, weight, bias).square().sum()
+    y = functions.depthwise_conv2d(x, weight, bias).square().sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -152,11 +153,11 @@ def test_weights_take_the_type_of_the_images(name):
 @needs_compiler
 def test_gradcheck():
     inputs = mlp_inputs((2, 3, 4, 6), torch.float64)
-    assert torch.autograd.gradcheck(lambda x, g, s, *w: compiled.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6), inputs)
+    assert torch.autograd.gradcheck(lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6), inputs)
     shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
     block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
     assert torch.autograd.gradcheck(
-        lambda x, f, b, g, s, *w: compiled.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6), block
+        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6), block
     )
 
 
@@ -166,7 +167,7 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)
     nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
     hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
-    found = compiled.norm_mlp(nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6)
+    found = functions.norm_mlp(nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6)
     (slope,) = torch.autograd.grad(found.sum(), hidden)
     exact = values.double().requires_grad_()
     expected = F.gelu(exact)
@@ -219,9 +220,9 @@ def fresh(monkeypatch, tmp_path):
     """Nothing compiled yet, in an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    building._built.cache_clear()
+    build._built.cache_clear()
     yield tmp_path
-    building._built.cache_clear()
+    build._built.cache_clear()
 
 
 def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch, capsys):
@@ -247,30 +248,30 @@ def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatc
 def test_a_compiler_that_fails_is_named(fresh, monkeypatch, compiler, text):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(UsageError, match=text):
-        building.library()
+        build.library()
     assert not list(fresh.rglob("*.so"))
 
 
 @needs_compiler
 def test_it_is_compiled_once_and_nothing_half_written_stays(fresh):
-    building.library()
+    build.library()
     (file,) = (fresh / "cache" / "weightscope").iterdir()
     written = file.stat().st_mtime_ns
-    building._built.cache_clear()
-    building.library()
+    build._built.cache_clear()
+    build.library()
     assert [f.stat().st_mtime_ns for f in (fresh / "cache" / "weightscope").iterdir()] == [written]
 
 
 @needs_compiler
 @pytest.mark.parametrize("size", [0, 100, 20_000])
 def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
-    building.library()
+    build.library()
     (file,) = (fresh / "cache" / "weightscope").iterdir()
     whole = file.read_bytes()
     file.unlink()  # the process has the old one mapped
     file.write_bytes(whole[:size])
-    building._built.cache_clear()
-    building.library()
+    build._built.cache_clear()
+    build.library()
     assert [f.read_bytes() for f in (fresh / "cache" / "weightscope").iterdir()] == [whole]
 
 
@@ -281,26 +282,26 @@ def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
     ours = torch.get_default_dtype()
     inputs = mlp_inputs((2, 5, 7, 200), ours)
     x, *weights = inputs
-    wide = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
-    identity = building.build_id()
-    monkeypatch.setenv("CC", f"{building._compiler()[0]} {flags}")
-    building._built.cache_clear()
+    wide = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    identity = build.build_id()
+    monkeypatch.setenv("CC", f"{build._compiler()[0]} {flags}")
+    build._built.cache_clear()
     try:
-        building.library()
+        build.library()
     except UsageError:
         pytest.skip(f"the compiler does not know {flags}")
-    assert building.build_id() != identity
-    found = compiled.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    assert build.build_id() != identity
+    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
     torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5)
     shapes = (3, 6, 7, 21), (3, 5, 5), (3,)
     images, filters, bias = (draw(*shape, dtype=ours) for shape in shapes)
     expected = F.conv2d(images.permute(3, 0, 1, 2), filters[:, None], bias, padding=2, groups=3).permute(1, 2, 3, 0)
-    torch.testing.assert_close(compiled.depthwise_conv2d(images, filters, bias), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(functions.depthwise_conv2d(images, filters, bias), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
 def test_two_processes_may_compile_at_once(fresh):
-    code = "from weightscope.train.building import library; library()"
+    code = "from weightscope.training.kernels.c.build import library; library()"
     both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
@@ -309,7 +310,7 @@ def test_two_processes_may_compile_at_once(fresh):
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
     (fresh / "cache").write_text("a file where the folder should be")
-    assert building.library() is not None
+    assert build.library() is not None
 
 
 def test_recipes_say_what_cannot_be():
@@ -321,14 +322,14 @@ def test_recipes_say_what_cannot_be():
 
 
 def test_without_triton_a_gpu_is_told_so(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("weightscope.train.on_gpu")]:
+    for name in [name for name in sys.modules if name.startswith("weightscope.training.kernels.triton")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
-        compiled.backend("triton")
+        functions.backend("triton")
 
 
 @needs_compiler
 def test_shards_say_which_build_made_them(tmp_path):
     population = collect(Recipe.parse(tomllib.loads(TOML)), tmp_path / "p.pop", workers=1, device="cpu")
-    assert list(population.provenance()) == [f"torch {torch.__version__} on cpu, kernels {building.build_id()}"]
+    assert list(population.provenance()) == [f"torch {torch.__version__} on cpu, kernels {build.build_id()}"]

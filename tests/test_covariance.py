@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import references_statistics as naive
 
-from weightscope.covariance import covariance
+from weightscope.analysis.across_networks.joint_covariance import covariance
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.fit import fit
+from weightscope.fitting.population import fit
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.sources import ArraySource, ahead, literal, slices_as_samples
+from weightscope.statistics.samples import WeightArray, ahead, literal, slices_as_samples
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -25,14 +25,14 @@ def weights():
     return (rng.standard_normal((300, SPEC.size)) @ naive.random_covariance(SPEC.size, rng) + 2).astype(np.float32)
 
 
-class Diverging(ArraySource):
+class Diverging(WeightArray):
     """A source that flags networks whose weights look harmless."""
 
     diverged = np.arange(300) % 100 == 7
 
 
 def test_joint_covariance_of_a_selection(weights):
-    result = covariance(ArraySource(weights, SPEC), "*.fc?.weight")
+    result = covariance(WeightArray(weights, SPEC), "*.fc?.weight")
     columns = np.r_[0:12, 17:29]
     expected = np.cov(weights[:, columns].astype(np.float64), rowvar=False)
     np.testing.assert_allclose(result.matrix, expected, rtol=1e-10, atol=1e-14)
@@ -47,12 +47,12 @@ def test_joint_covariance_of_a_selection(weights):
 
 @pytest.mark.parametrize("chunk", [1, 7, 300, 5000])
 def test_chunk_size_buys_speed_only(weights, chunk):
-    source = ArraySource(weights, SPEC)
+    source = WeightArray(weights, SPEC)
     np.testing.assert_array_equal(covariance(source, chunk=chunk).matrix, covariance(source).matrix)
 
 
 def test_correlation_and_float32(weights):
-    result = covariance(ArraySource(weights, SPEC), kind="correlation", precision="float32")
+    result = covariance(WeightArray(weights, SPEC), kind="correlation", precision="float32")
     assert result.matrix.dtype == np.float32
     np.testing.assert_allclose(result.matrix, np.corrcoef(weights.astype(np.float64), rowvar=False), atol=1e-5)
     assert result.diagnostics == {"precision": "float32", "folded_norms": False, "constant": 0, "rank_bound": 29}
@@ -70,18 +70,18 @@ def test_networks_are_excluded_and_counted(weights):
 
 def test_computed_coordinates_stand_after_the_weights(weights):
     expression = "diag(a.fc2.weight @ a.fc1.weight)"
-    result = covariance(ArraySource(weights, SPEC), "a.fc1.weight", computed=[expression])
+    result = covariance(WeightArray(weights, SPEC), "a.fc1.weight", computed=[expression])
     assert result.spec.names == ("a.fc1.weight", expression)
     diagonal = np.einsum("kij,kji->ki", weights[:, 17:].reshape(-1, 3, 4), weights[:, :12].reshape(-1, 4, 3))
     expected = naive.covariance(np.concatenate([weights[:, :12], diagonal], axis=1))
     np.testing.assert_allclose(result.matrix, expected, rtol=1e-4, atol=1e-5)
-    alone = covariance(ArraySource(weights, SPEC), None, computed=[expression])
+    alone = covariance(WeightArray(weights, SPEC), None, computed=[expression])
     np.testing.assert_allclose(alone.matrix, result.block(expression), rtol=1e-12)
 
 
 def test_frozen_coordinates_are_counted(weights):
     weights[:, 12:17] = 0.25
-    result = covariance(ArraySource(weights, SPEC), kind="correlation")
+    result = covariance(WeightArray(weights, SPEC), kind="correlation")
     assert result.diagnostics["constant"] == 5
     assert np.isnan(result.block("a.norm.bias")).all()
 
@@ -96,7 +96,7 @@ def test_filters_of_a_layer_as_samples():
 def test_permuting_hidden_units_conjugates_the_covariance(weights):
     order = np.random.default_rng(2).permutation(4)
     columns = np.r_[np.arange(12).reshape(4, 3)[order].reshape(-1), 12:29]
-    plain, permuted = (covariance(ArraySource(w, SPEC)).matrix for w in (weights, weights[:, columns]))
+    plain, permuted = (covariance(WeightArray(w, SPEC)).matrix for w in (weights, weights[:, columns]))
     np.testing.assert_allclose(permuted, plain[np.ix_(columns, columns)], rtol=1e-12, atol=1e-16)
 
 
@@ -107,7 +107,7 @@ def test_literal_patterns_match_only_themselves():
 
 
 def test_bad_input(weights):
-    source = ArraySource(weights, SPEC)
+    source = WeightArray(weights, SPEC)
     with pytest.raises(UsageError, match=r"no tensor matches '\*fc3\*'"):
         covariance(source, "*fc3*")
     with pytest.raises(UsageError, match="kind must be one of"):
@@ -115,11 +115,11 @@ def test_bad_input(weights):
     with pytest.raises(UsageError, match="nothing to compute"):
         covariance(source, None)
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
-        covariance(ArraySource(weights[:1], SPEC))
+        covariance(WeightArray(weights[:1], SPEC))
     with pytest.raises(SpecError, match=r"expected weights \(N, 29\)"):
-        ArraySource(weights[:, 1:], SPEC)
+        WeightArray(weights[:, 1:], SPEC)
     with pytest.raises(DataError, match="at least 1 finite rows, found 0"):
-        covariance(ArraySource(np.full_like(weights, np.nan), SPEC))
+        covariance(WeightArray(np.full_like(weights, np.nan), SPEC))
 
 
 def test_reading_ahead_keeps_order_and_errors():
@@ -160,7 +160,9 @@ def test_a_population_on_disk_is_a_source(tmp_path):
 
 
 def test_nothing_here_needs_torch():
-    modules = "weightscope.fit, weightscope.covariance, weightscope.statistics.group_means, sys"
+    modules = (
+        "weightscope.fitting.population, weightscope.analysis.across_networks, weightscope.statistics.group_means, sys"
+    )
     heavy = "{'torch', 'h5py', 'matplotlib'}"
     command = [sys.executable, "-c", f"import {modules}; sys.exit(bool({heavy} & set(sys.modules)))"]
     assert subprocess.run(command, check=False).returncode == 0
@@ -181,7 +183,7 @@ def test_the_benchmark_at_its_smallest_size(tmp_path):
 
 
 def test_on_the_disk_or_on_a_device_but_not_both(tmp_path):
-    source = ArraySource(np.random.default_rng(0).standard_normal((9, 4)), WeightSpec([TensorSpec("w", (4,))]))
+    source = WeightArray(np.random.default_rng(0).standard_normal((9, 4)), WeightSpec([TensorSpec("w", (4,))]))
     with pytest.raises(UsageError, match="computed on the CPU, found device cpu"):
         covariance(source, file=tmp_path / "c.npy", device="cpu")
     assert not (tmp_path / "c.npy").exists()

@@ -15,12 +15,12 @@ from torch import nn
 
 import weightscope.init as wi
 from weightscope.anatomy import depthwise
-from weightscope.artifact import load_artifact
-from weightscope.closed_form import fit_filters, fit_network
+from weightscope.artifacts.network_fit import load_any, load_portable
+from weightscope.artifacts.population_fit import load_artifact
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fitting.network import fit_filters, fit_network
 from weightscope.init.covariance_transfer import TransferOptions, filter_laws, target_laws
 from weightscope.networks import ConvMixer, ConvNeXt
-from weightscope.portable import load_any, load_portable
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 
 ALARM = 1e-6  # probability that a correct draw fails a test of it

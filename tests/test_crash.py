@@ -21,7 +21,7 @@ from weightscope.population import Population
 from weightscope.recipe import Recipe
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["fake_training", "weightscope.collect", "weightscope.train", "sklearn.datasets"])
+_CONTEXT.set_forkserver_preload(["fake_training", "weightscope.training.collection", "sklearn.datasets"])
 _LONGEST = 120.0
 
 

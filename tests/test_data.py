@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope.data import Dataset, catalog, fetch, load, sources
-from weightscope.data.plain_pickle import NUMPY_ARRAY, Call, loads, uint8_array
+from weightscope._util.restricted_pickle import NUMPY_ARRAY, Call, loads, uint8_array
+from weightscope.data import Dataset, catalog, fetch, load, locations
 from weightscope.errors import DataError, UsageError
 
 SIZES = {"fashion-mnist": (30, 10), "cifar10": (50, 10), "cifar100": (30, 10)}
@@ -26,7 +26,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, (train, test) in SIZES.items():
         monkeypatch.setitem(catalog.CATALOG, name, replace(catalog.CATALOG[name], train=train, test=test))
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
-    monkeypatch.setattr(sources, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "_download", _no_network)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightscope.demo import run_demo
+from weightscope.demo.run import run_demo
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 
@@ -37,5 +37,5 @@ def test_too_few_networks_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
-    demo = Recipe.load(ROOT / "weightscope" / "demo.toml")
+    demo = Recipe.load(ROOT / "weightscope/demo/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network

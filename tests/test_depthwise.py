@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from weightscope.train.depthwise import depthwise_conv2d
+from weightscope.training.kernels.pytorch import depthwise_conv2d
 
 CASES = [  # channels, height, width, batch, kernel, dilation
     (5, 4, 4, 3, 7, 1),

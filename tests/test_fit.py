@@ -3,11 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from weightscope.artifact import load_artifact, varying_spec
+from weightscope.artifacts.population_fit import load_artifact, varying_spec
 from weightscope.errors import DataError, UsageError
-from weightscope.fit import fit, grouped
+from weightscope.fitting.population import fit, grouped
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.sources import ArraySource
+from weightscope.statistics.samples import WeightArray
 from weightscope.structures import STRUCTURES
 
 P, N = 8, 6
@@ -76,7 +76,7 @@ def dense(size, seed=5):
     ],
 )
 def test_the_true_structure_is_chosen(make, size, expected):
-    source = ArraySource(put(population(size), W1, make(size)), SPEC)
+    source = WeightArray(put(population(size), W1, make(size)), SPEC)
     result = fit(source, W1, joint="tensor")
     (group,) = result.groups
     assert group.label == expected
@@ -89,7 +89,7 @@ def test_the_true_structure_is_chosen(make, size, expected):
 def test_independent_entries_are_not_given_structure():
     # Group means hold the isotropic covariance and have three parameters more: a toss between these two. The others
     # lose about parameters / (2 N) nats, which is four standard errors when every network is scored.
-    result = fit(ArraySource(population(), SPEC), W1, joint="tensor", holdout=5)
+    result = fit(WeightArray(population(), SPEC), W1, joint="tensor", holdout=5)
     rows = {row["structure"]: row for row in result.table}
     assert result.groups[0].label in ("isotropic", "group_means")
     assert rows["isotropic"]["difference"] > -3 * rows["isotropic"]["difference_se"] - 1e-12
@@ -99,10 +99,10 @@ def test_independent_entries_are_not_given_structure():
 
 def test_the_table_is_what_it_says():
     weights = put(population(), W1, stripes(200))
-    result = fit(ArraySource(weights, SPEC), W1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
+    result = fit(WeightArray(weights, SPEC), W1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
     assert result.settings == {"select": W1, "joint": "tensor", "holdout": 0.2, "seed": 3, "held_out": 40}
     # By hand: the same split, the same scores.
-    from weightscope.seeding import Purpose, numpy_generator
+    from weightscope._util.seeding import Purpose, numpy_generator
 
     held_out = numpy_generator(3, 0, Purpose.STRUCTURE).permutation(200)[:40]
     data = weights[:, SPEC.slices[W1]].astype(np.float64)
@@ -124,7 +124,7 @@ def test_the_table_is_what_it_says():
 
 
 def test_folds_score_every_network():
-    source = ArraySource(put(population(), W1, stripes(200)), SPEC)
+    source = WeightArray(put(population(), W1, stripes(200)), SPEC)
     result = fit(source, W1, structure=("isotropic", "group_means"), holdout=5)
     assert result.settings["held_out"] == 200
     assert result.groups[0].label == "group_means"
@@ -150,7 +150,7 @@ def test_a_dependence_between_tensors_is_found_jointly_only():
         0.1 * weights[:, SPEC.slices[w2]].reshape(-1, N, P)
         - weights[:, SPEC.slices[w1]].reshape(-1, P, N).transpose(0, 2, 1),
     )
-    source = ArraySource(weights, SPEC)
+    source = WeightArray(weights, SPEC)
     jointly = fit(source, f"{w1},{w2}", joint="block")
     (group,) = jointly.groups
     assert group.label == "dense"
@@ -165,7 +165,7 @@ def test_a_dependence_between_tensors_is_found_jointly_only():
 
 
 def test_totals_add_the_groups_up():
-    result = fit(ArraySource(population(), SPEC), joint="tensor")
+    result = fit(WeightArray(population(), SPEC), joint="tensor")
     groups = [g.name for g in result.groups]
     assert len(groups) == 4
     for total in (row for row in result.table if row["group"] == "(all)"):
@@ -181,17 +181,17 @@ def test_totals_add_the_groups_up():
 
 
 def test_candidates_that_cannot_be_fitted_are_shown_with_the_reason():
-    result = fit(ArraySource(population(), SPEC), "*.mlp.fc1.*", joint="block")
+    result = fit(WeightArray(population(), SPEC), "*.mlp.fc1.*", joint="block")
     failed = {row["structure"]: row["failed"] for row in result.table if row["failed"]}
     assert set(failed) == {"kronecker"}
     assert "two or more axes, found `stages." in failed["kronecker"]
     assert "two or more axes" in result.text()
     with pytest.raises(DataError, match=r"`stages.0.blocks.0.mlp`: no structure can be fitted: kronecker: a Kronecker"):
-        fit(ArraySource(population(), SPEC), "*.mlp.fc1.*", structure="kronecker")
+        fit(WeightArray(population(), SPEC), "*.mlp.fc1.*", structure="kronecker")
 
 
 def test_options_and_candidates_of_low_rank():
-    source = ArraySource(put(population(), W1, factors(200)), SPEC)
+    source = WeightArray(put(population(), W1, factors(200)), SPEC)
     several = fit(source, W1, structure="low_rank")
     assert [row["structure"] for row in several.table] == [f"low_rank (rank {2**k})" for k in range(4)]
     one = fit(source, W1, structure="low_rank", options={"rank": 3})
@@ -208,7 +208,7 @@ def test_frozen_tensors_are_kept_and_counted():
     frozen, conv = "stages.0.blocks.0.conv_dw.weight", "stages.0.blocks.1.conv_dw.weight"
     put(weights, frozen, np.tile(np.linspace(-1, 1, 54), (200, 1)))
     weights[:, SPEC.slices[conv].start + 4] = 0.125
-    result = fit(ArraySource(weights, SPEC), "*.conv_dw.weight", joint="tensor")
+    result = fit(WeightArray(weights, SPEC), "*.conv_dw.weight", joint="tensor")
     whole, part = result.groups
     assert (whole.label, whole.fixed, whole.structure) == ("fixed", 54, None)
     assert part.fixed == 1
@@ -219,7 +219,7 @@ def test_frozen_tensors_are_kept_and_counted():
     assert np.ptp(samples[conv].reshape(5, -1)[:, 5:], axis=0).min() > 0
     assert "fixed, it never varies" in result.text()
     assert "1 entries never vary" in result.text()
-    together = fit(ArraySource(weights, SPEC), "*.conv_dw.weight", joint="all")
+    together = fit(WeightArray(weights, SPEC), "*.conv_dw.weight", joint="all")
     assert together.groups[0].fixed == 55
     np.testing.assert_array_equal(together.sample(np.random.default_rng(0), 1)[0, :54], weights[0, SPEC.slices[frozen]])
 
@@ -234,23 +234,23 @@ def test_networks_that_diverged_are_left_out_and_counted():
     weights = population()
     weights[[3, 50], SPEC.slices[W1].start] = np.nan
 
-    class Source(ArraySource):
+    class Source(WeightArray):
         diverged = np.arange(200) == 7
 
     result = fit(Source(weights, SPEC), W1, structure="diagonal")
     assert (result.networks, result.excluded) == (197, 3)
     assert "197 networks (3 excluded)" in result.text()
     keep = np.delete(weights, [3, 7, 50], axis=0)
-    expected = fit(ArraySource(keep, SPEC), W1, structure="diagonal")
+    expected = fit(WeightArray(keep, SPEC), W1, structure="diagonal")
     np.testing.assert_array_equal(result.groups[0].structure.variance, expected.groups[0].structure.variance)
 
 
 def test_the_seed_decides_and_chunks_do_not():
-    source = ArraySource(population(), SPEC)
+    source = WeightArray(population(), SPEC)
     first, again, other = (fit(source, W1, structure="diagonal", seed=s).table[0]["log_prob"] for s in (0, 0, 1))
     assert first == again != other
 
-    class Pieces(ArraySource):
+    class Pieces(WeightArray):
         def chunks(self, select="*", size=None):
             yield from super().chunks(select, 7)
 
@@ -258,7 +258,7 @@ def test_the_seed_decides_and_chunks_do_not():
 
 
 def test_provenance_and_text(tmp_path):
-    class Source(ArraySource):
+    class Source(WeightArray):
         path = tmp_path / "digits.pop"
 
     result = fit(Source(population(), SPEC), W1, structure=["isotropic", "dense"])
@@ -288,14 +288,14 @@ def test_provenance_and_text(tmp_path):
 )
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        fit(ArraySource(population(), SPEC), **{"select": W1, "structure": "isotropic", **arguments})
+        fit(WeightArray(population(), SPEC), **{"select": W1, "structure": "isotropic", **arguments})
 
 
 def test_too_few_networks():
     weights = population(10)
     weights[:, SPEC.slices[W1].start] = np.nan
     with pytest.raises(DataError, match=r"0 usable \(10 excluded\)"):
-        fit(ArraySource(weights, SPEC), W1)
-    assert fit(ArraySource(population(10), SPEC), W1).settings["held_out"] == 2
+        fit(WeightArray(weights, SPEC), W1)
+    assert fit(WeightArray(population(10), SPEC), W1).settings["held_out"] == 2
     with pytest.raises(UsageError, match="`b` has no entries"):
-        fit(ArraySource(np.zeros((9, 2)), WeightSpec([TensorSpec("a", (2,)), TensorSpec("b", (0, 3))])), "*")
+        fit(WeightArray(np.zeros((9, 2)), WeightSpec([TensorSpec("a", (2,)), TensorSpec("b", (0, 3))])), "*")

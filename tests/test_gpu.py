@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope.collect import collect
-from weightscope.covariance import covariance
+from weightscope.analysis.across_networks.joint_covariance import covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
-from weightscope.train import train_tile
-from weightscope.train.engine import TileRun
+from weightscope.training import train_tile
+from weightscope.training.collection import collect
+from weightscope.training.engine import TileRun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

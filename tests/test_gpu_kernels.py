@@ -13,13 +13,14 @@ from weightscope.data import load
 from weightscope.data.augment import augment, draws_needed, normalise
 from weightscope.networks import ConvNeXt
 from weightscope.recipe import AugmentConfig, Recipe
-from weightscope.train import compiled, engine
-from weightscope.train.engine import TileRun
-from weightscope.train.optimiser import StackedAdamW
-from weightscope.train.stacked import StackedNetworks
+from weightscope.training import engine
+from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training.engine import TileRun
+from weightscope.training.kernels import functions
+from weightscope.training.optimiser import StackedAdamW
 
 pytest.importorskip("triton", reason="no Triton")
-from weightscope.train import on_gpu
+from weightscope.training.kernels import triton as triton_kernels
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -54,7 +55,7 @@ def test_depthwise_equals_the_library(case):
     shapes = (channels, height, width, batch), (channels, k, k), (channels,)
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     agree(
-        lambda x, w, b: compiled.depthwise_conv2d(x, w, b, dilation=dilation, kernels="triton"),
+        lambda x, w, b: functions.depthwise_conv2d(x, w, b, dilation=dilation, kernels="triton"),
         lambda x, w, b: F.conv2d(x.permute(3, 0, 1, 2), w[:, None], b, **options).permute(1, 2, 3, 0),
         [draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes],
         1,
@@ -62,10 +63,10 @@ def test_depthwise_equals_the_library(case):
 
 
 def test_images_too_large_for_one_matrix_take_another_path():
-    assert on_gpu.blocks(2, 80, 9, 1) is None
+    assert triton_kernels.blocks(2, 80, 9, 1) is None
     shapes = (1, 2, 80, 2), (1, 9, 9), (1,)
     agree(
-        lambda x, w, b: compiled.depthwise_conv2d(x, w, b, kernels="triton"),
+        lambda x, w, b: functions.depthwise_conv2d(x, w, b, kernels="triton"),
         lambda x, w, b: F.conv2d(x.permute(3, 0, 1, 2), w[:, None], b, padding=4).permute(1, 2, 3, 0),
         [draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes],
         1,
@@ -76,7 +77,7 @@ def test_images_too_large_for_one_matrix_take_another_path():
 @pytest.mark.parametrize("k", [3, 7, 9])
 def test_blocks_cover_the_image_and_fit(height, k):
     for dilation in (1, 2):
-        cut = on_gpu.blocks(height, height, k, dilation)
+        cut = triton_kernels.blocks(height, height, k, dilation)
         reach = dilation * (k - 1) // 2
         if cut is None:
             assert 32 * min(height, 2 * reach + 1) * height > 8192
@@ -90,7 +91,7 @@ def test_blocks_cover_the_image_and_fit(height, k):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_norm_and_mlp_equal_torch(sizes):
     agree(
-        lambda x, g, s, *w: compiled.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="triton"),
+        lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="triton"),
         plain_mlp,
         mlp_inputs(sizes, torch.float64),
         1,
@@ -110,9 +111,9 @@ def test_norms_equal_torch(sizes):
         normal = (h - h.mean(2, keepdim=True)) * torch.rsqrt(h.var(2, correction=0, keepdim=True) + 1e-2)
         return normal * g[..., None] + s[..., None] + more
 
-    agree(lambda x, g, s: compiled.layer_norm(x, (g, s), 1e-2), layer_norm, [x, gain, shift], 1)
+    agree(lambda x, g, s: functions.layer_norm(x, (g, s), 1e-2), layer_norm, [x, gain, shift], 1)
     agree(
-        lambda x, more, g, s: compiled.gelu_batch_norm(x, (g, s), 1e-2, more),
+        lambda x, more, g, s: functions.gelu_batch_norm(x, (g, s), 1e-2, more),
         gelu_batch_norm,
         [x, more, gain, shift],
         2,
@@ -128,7 +129,7 @@ def test_a_block_equals_torch():
         return x + plain_mlp(inner.reshape(2, 3, -1), *rest).view_as(x)
 
     agree(
-        lambda x, f, b, g, s, *w: compiled.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6, kernels="triton"),
+        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6, kernels="triton"),
         block,
         [*inputs, *weights],
         1,
@@ -147,8 +148,8 @@ def test_networks_equal_the_plain_ones(name, mode):
 
 
 def test_wide_networks_fall_back_where_no_kernel_fits():
-    assert on_gpu.fits(16, 32)
-    assert not on_gpu.fits(96, 384)
+    assert triton_kernels.fits(16, 32)
+    assert not triton_kernels.fits(96, 384)
     stacked = StackedNetworks(ConvNeXt(96, 1, 3, 2, 5, expansion=4), 1, DEVICE, kernels="triton")
     assert not any(type(module).__name__ == "_ConvNeXtBlock" for module in stacked.modules())
 
@@ -197,7 +198,7 @@ def test_images_are_loaded_as_by_augment_and_normalise(changes, mixup):
         share = shares[:, None, None, None, None]
         expected = share * expected + (1 - share) * expected.flip(1)
     given = (None if v is None else v.to(DEVICE) for v in (images, index, draws if draws.numel() else None, shares))
-    found = on_gpu.load_images(*given, (mean.to(DEVICE), std.to(DEVICE)), config, torch.float32)
+    found = triton_kernels.load_images(*given, (mean.to(DEVICE), std.to(DEVICE)), config, torch.float32)
     folded = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
     torch.testing.assert_close(found.cpu(), folded, rtol=1e-6, atol=1e-6)
 

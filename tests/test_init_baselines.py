@@ -10,14 +10,7 @@ from torch import nn
 
 from weightscope import anatomy
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import (
-    delta_orthogonal_,
-    layer_scale_identity_,
-    mimetic_mlp_,
-    mimetic_ssm_,
-    t_fixup_,
-    zero_init_,
-)
+from weightscope.init import delta_orthogonal_, layer_scale_identity_, mimetic_mlp_, mimetic_ssm_, t_fixup_, zero_init_
 from weightscope.init.mlp import anticorrelated
 from weightscope.init.residual import zero_matrix
 from weightscope.networks import ViT

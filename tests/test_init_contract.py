@@ -19,11 +19,12 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import REGISTRY, conv_covariance, get
 from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
-from weightscope.init.impulse import Tokens, attention_map, impulse_matrix, normalised
+from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.positions import sinusoidal_codes, table_codes
 from weightscope.init.residual import zero_matrix
 
@@ -172,9 +173,9 @@ def check_impulse_attention(before: nn.Module, after: nn.Module, loose: float) -
         )
         causal = bool(part.causal)
         if table is None:
-            tokens, codes = Tokens(4, 4), sinusoidal_codes(4, 4, part.width)
+            tokens, codes = TokenGrid(4, 4), sinusoidal_codes(4, 4, part.width)
         else:
-            tokens = Tokens(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
+            tokens = TokenGrid(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
             codes = table.read()
         x = normalised(codes)
         q, k = part.read("q").double(), part.read("k").double()

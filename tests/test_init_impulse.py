@@ -6,15 +6,16 @@ from references_init import impulse_adam, impulse_map
 from torch import nn
 
 from weightscope.anatomy import attention, positions
+from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_
 from weightscope.init._lbfgs import minimise
-from weightscope.init.impulse import Tokens, _Problem, attention_map, impulse_matrix, normalised, solve
+from weightscope.init.impulse import _Problem, attention_map, impulse_matrix, normalised, solve
 from weightscope.init.impulse_attention import filter_offsets
 from weightscope.init.positions import sinusoidal_codes
 from weightscope.networks import ViT
 
-GRID = Tokens(16, 16)
+GRID = TokenGrid(16, 16)
 BOUND = 4e-5  # mean squared error of a 256 x 256 map
 
 
@@ -39,9 +40,9 @@ def error(codes, pair, offset, tokens=GRID):
 
 @pytest.mark.parametrize("offset", [(0, 0), (0, 1), (-2, 1), (3, 0)])
 def test_the_wanted_map_equals_the_naive_one(offset):
-    tokens = Tokens(5, 7)
+    tokens = TokenGrid(5, 7)
     assert torch.equal(impulse_matrix(tokens, offset).double(), impulse_map(5, 7, *offset))
-    with_class = impulse_matrix(Tokens(5, 7, prefix=2), offset)
+    with_class = impulse_matrix(TokenGrid(5, 7, prefix=2), offset)
     assert torch.equal(with_class[2:, 2:], impulse_matrix(tokens, offset))
     assert not with_class[:2].any()
     assert not with_class[:, :2].any()
@@ -74,7 +75,7 @@ def test_a_rotation_of_both_factors_changes_nothing(codes, solved):
 
 def test_gradients_are_those_of_the_objective():
     x = normalised(sinusoidal_codes(4, 5, 16))
-    for tokens in (Tokens(4, 5), Tokens(1, 20, causal=True)):
+    for tokens in (TokenGrid(4, 5), TokenGrid(1, 20, causal=True)):
         problem = _Problem(x, tokens, 0.3, 1)
         a, b = (torch.randn(16, 6, generator=seeded(s), dtype=torch.float64).requires_grad_() for s in (1, 2))
         index = tokens.targets((0, -1))
@@ -116,7 +117,7 @@ def test_random_pseudo_inputs_are_solved_too(kind):
 
 
 def test_class_token_and_narrow_heads():
-    tokens = Tokens(8, 8, prefix=1)
+    tokens = TokenGrid(8, 8, prefix=1)
     x = normalised(torch.cat([torch.zeros(1, 96), sinusoidal_codes(8, 8, 96)]))
     pair = solve(x, tokens, [(1, 0)], 8)[1, 0]
     found = attention_map(x, *pair, 8**-0.5)
@@ -127,7 +128,7 @@ def test_class_token_and_narrow_heads():
 
 
 def test_causal_sequences_look_back():
-    tokens = Tokens(1, 32, causal=True)
+    tokens = TokenGrid(1, 32, causal=True)
     x = normalised(sinusoidal_codes(32, None, 64))
     pair = solve(x, tokens, [(0, -1)], 16)[0, -1]
     found = attention_map(x, *pair, 0.25, causal=True)
@@ -150,7 +151,7 @@ def vit(depth=3, heads=3, width=48, **options):
 
 def offsets_of(model, tokens=None):
     """The offset of the nearest impulse of each head, layer by layer."""
-    tokens = tokens or Tokens(8, 8)
+    tokens = tokens or TokenGrid(8, 8)
     x = normalised(positions(model)[0].read())
     wanted = {o: impulse_matrix(tokens, o) for o in filter_offsets(5, True)}
     out = []
@@ -224,7 +225,7 @@ def test_a_forward_pass_shows_the_impulses():
     part = attention(model)[0]
     logits = (x @ part.read("q")) @ (x @ part.read("k")).mT * part.scale
     peaks = torch.softmax(logits, -1).argmax(-1)
-    inside = (impulse_matrix(Tokens(8, 8), (0, -1)).sum(1) > 0).nonzero()[:, 0]
+    inside = (impulse_matrix(TokenGrid(8, 8), (0, -1)).sum(1) > 0).nonzero()[:, 0]
     assert all(torch.equal(head[inside], inside - 1) for head in peaks)
 
 
@@ -261,6 +262,6 @@ def test_no_positions_need_a_grid():
 
 def test_solve_refuses_codes_that_do_not_fit():
     with pytest.raises(UsageError, match="one row for each of 4 tokens"):
-        solve(torch.ones(5, 8), Tokens(2, 2), [(0, 0)], 4)
+        solve(torch.ones(5, 8), TokenGrid(2, 2), [(0, 0)], 4)
     with pytest.raises(UsageError, match="found zeros"):
-        solve(torch.zeros(4, 8), Tokens(2, 2), [(0, 0)], 4)
+        solve(torch.zeros(4, 8), TokenGrid(2, 2), [(0, 0)], 4)

@@ -7,8 +7,8 @@ import fake_training as fake
 import numpy as np
 import pytest
 
+from weightscope.analysis.inspection import describe
 from weightscope.errors import DataError
-from weightscope.inspect import describe
 from weightscope.population import Population
 
 

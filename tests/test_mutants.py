@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weightscope import anatomy
 from weightscope import init as wi
-from weightscope.audit import audit
+from weightscope.auditing import audit
 from weightscope.networks import ConvMixer, ViT
 from weightscope.networks.positions import sinusoidal_positions
 

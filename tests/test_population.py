@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from weightscope import _atomic
+from weightscope._util import atomic
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population, export, shard_format, shards
 from weightscope.population import manifest as manifests
@@ -267,7 +267,7 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
     manifest, _ = manifests.create_or_match(folder, wanted, grow=True)
     original = {p: p.read_bytes() for p in (folder / "shards").iterdir()}
-    write, steps = _atomic.write, 0
+    write, steps = atomic.write, 0
     for stop in range(4):
         for p, data in original.items():
             p.write_bytes(data)
@@ -281,7 +281,7 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
             write(path, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_atomic, "write", counting)
+            patch.setattr(atomic, "write", counting)
             if stop < 3:
                 with pytest.raises(KeyboardInterrupt):
                     shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")

@@ -11,7 +11,7 @@ import torch
 from weightscope import networks
 from weightscope.data.catalog import CATALOG, dataset_info
 from weightscope.recipe import Recipe
-from weightscope.train.engine import train_tile
+from weightscope.training.engine import train_tile
 
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from scipy import stats
 
 from weightscope import cli, plots
+from weightscope.analysis.attention_products import FactoredProduct, products
 from weightscope.anatomy import attention
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ConvMixer, ViT
-from weightscope.products import FactoredProduct, products
 
 ROOT = Path(__file__).parent.parent
 VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
@@ -515,7 +515,7 @@ def test_the_command(tmp_path: Path) -> None:
 MEASURE = """
 import sys, torch
 from pathlib import Path
-import weightscope.checkpoint, weightscope.products
+import weightscope.checkpoint, weightscope.analysis.attention_products
 torch.set_num_threads(1)
 torch.linalg.eigvalsh(torch.randn(50, 50, dtype=torch.float64))
 def memory(key):

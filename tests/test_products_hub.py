@@ -7,8 +7,8 @@ import torch
 from hub_server import REPOSITORY, Hub, isolate, serving
 from safetensors.torch import save
 
+from weightscope.analysis.attention_products import products
 from weightscope.errors import DataError
-from weightscope.products import products
 
 SOURCE = f"hf://{REPOSITORY}"
 WIDTH, LAYERS = 256, 3

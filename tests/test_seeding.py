@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weightscope.seeding import Purpose, numpy_generator, sequence, torch_seed
+from weightscope._util.seeding import Purpose, numpy_generator, sequence, torch_seed
 
 
 def test_streams_are_stateless_and_distinct() -> None:

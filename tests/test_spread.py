@@ -9,9 +9,9 @@ from pathlib import Path
 import fake_training as fake
 import pytest
 
-from weightscope import _spread
-from weightscope._spread import WorkerDied, spread
 from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.training import workers
+from weightscope.training.workers import WorkerDied, spread
 
 
 @pytest.fixture(params=["loky", "dask", "ray"])
@@ -37,7 +37,7 @@ def test_a_backend(backend: dict[str, object], tmp_path: Path, monkeypatch: pyte
     with pytest.raises(DataError, match=r"^tile 1 is broken$"):
         list(spread(partial(fake.train_tile_or_refuse, fake.recipe()), range(3), **backend))
     # On a busy machine dask may give its workers up altogether; that is said, too.
-    monkeypatch.setattr(_spread, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 30.0)
     with pytest.raises(WorkerDied, match="worker"):
         list(spread(partial(fake.train_tile_and_die, fake.recipe()), range(3), **backend))
 
@@ -52,7 +52,7 @@ def test_a_process_runs_one_task_at_a_time() -> None:
         time.sleep(0.01)
         running.pop()
 
-    threads = [threading.Thread(target=_spread._run, args=(task, i)) for i in range(4)]
+    threads = [threading.Thread(target=workers._run, args=(task, i)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,13 +77,13 @@ class _Cluster:
 
 
 def test_a_cluster_without_workers_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_spread, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(_spread, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
     busy = _Cluster([True] + [False] * 20 + [True], workers=True)
-    assert list(_spread._ready(busy, busy, 2)) == ["future", "future"]
+    assert list(workers._ready(busy, busy, 2)) == ["future", "future"]
     lost = _Cluster([True], workers=False)
     with pytest.raises(WorkerDied, match="no worker for 0 seconds"):
-        list(_spread._ready(lost, lost, 2))
+        list(workers._ready(lost, lost, 2))
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from weightscope.collect import collect
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.collection import collect
 
 ROOT = Path(__file__).parent.parent
 

@@ -10,9 +10,9 @@ from families import FAMILIES
 from torch import nn
 
 from weightscope import init as wi
+from weightscope.auditing.overwritten import track
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import ConvMixer, ViT
-from weightscope.tracking import track
 
 torch.set_num_threads(1)
 

@@ -6,13 +6,13 @@ import torch
 from plain import train_alone
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import load
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.seeding import Purpose, torch_seed
-from weightscope.train import build_network, spec_of, train_tile
-from weightscope.train.engine import TileRun, smooth, swept
-from weightscope.train.optimiser import StackedAdamW, schedule_factor
+from weightscope.training import build_network, spec_of, train_tile
+from weightscope.training.engine import TileRun, smooth, swept
+from weightscope.training.optimiser import StackedAdamW, schedule_factor
 
 BASE = {
     "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},

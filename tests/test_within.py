@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
+from weightscope.analysis.within_network import Within, covariance_within, filter_covariances, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.cli import main
-from weightscope.collect import collect
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
 from weightscope.statistics.slices import centre_focus, slice_moments
-from weightscope.within import Within, covariance_within, filter_covariances, skeleton
+from weightscope.training.collection import collect
 
 ROOT = Path(__file__).parent.parent
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}

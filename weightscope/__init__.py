@@ -5,48 +5,47 @@ matplotlib nor h5py.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from weightscope._version import __version__
 
 if TYPE_CHECKING:
-    from weightscope.attention_maps import attention_maps
-    from weightscope.audit import audit
-    from weightscope.bench import bench
+    from weightscope.analysis.across_networks import covariance
+    from weightscope.analysis.attention_maps import attention_maps
+    from weightscope.analysis.attention_products import products
+    from weightscope.analysis.within_network import covariance_within
+    from weightscope.auditing import audit, track
+    from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
-    from weightscope.closed_form import fit_network
-    from weightscope.collect import collect
-    from weightscope.covariance import covariance
-    from weightscope.fit import fit
+    from weightscope.fitting.network import fit_network
+    from weightscope.fitting.population import fit
+    from weightscope.fitting.source import fit_init
     from weightscope.init import load_init
     from weightscope.population import Population
-    from weightscope.products import products
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.statistics.moments import Moments
-    from weightscope.tracking import track
-    from weightscope.within import covariance_within
+    from weightscope.training.collection import collect
 
 _HOMES = {
-    "Checkpoint": "weightscope.checkpoint",
-    "Moments": "weightscope.statistics.moments",
-    "Population": "weightscope.population",
-    "Recipe": "weightscope.recipe",
-    "TensorSpec": "weightscope.spec",
-    "WeightSpec": "weightscope.spec",
-    "attention_maps": "weightscope.attention_maps",
-    "audit": "weightscope.audit",
-    "bench": "weightscope.bench",
-    "collect": "weightscope.collect",
-    "covariance": "weightscope.covariance",
-    "covariance_within": "weightscope.within",
-    "fit": "weightscope.fit",
-    "fit_network": "weightscope.closed_form",
-    "load_init": "weightscope.init",
-    "products": "weightscope.products",
-    "track": "weightscope.tracking",
+    "Checkpoint": "checkpoint",
+    "Moments": "statistics.moments",
+    "Population": "population",
+    "Recipe": "recipe",
+    "TensorSpec": "spec",
+    "WeightSpec": "spec",
+    "attention_maps": "analysis.attention_maps",
+    "audit": "auditing",
+    "bench": "benchmarking",
+    "collect": "training.collection",
+    "covariance": "analysis.across_networks",
+    "covariance_within": "analysis.within_network",
+    "fit": "fitting.population",
+    "fit_init": "fitting.source",
+    "fit_network": "fitting.network",
+    "load_init": "init",
+    "products": "analysis.attention_products",
+    "track": "auditing",
 }
 
 __all__ = [
@@ -64,6 +63,7 @@ __all__ = [
     "covariance",
     "covariance_within",
     "fit",
+    "fit_init",
     "fit_network",
     "load_init",
     "products",
@@ -75,14 +75,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Package(ModuleType):
-    """Keeps `weightscope.fit` the function, also after the module of the same name was imported."""
-
-    def __getattribute__(self, name: str) -> Any:
-        homes = super().__getattribute__("__dict__").get("_HOMES", {})
-        if name in homes:
-            return getattr(importlib.import_module(homes[name]), name)
-        return super().__getattribute__(name)
-
-
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weightscope' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weightscope.{_HOMES[name]}"), name)

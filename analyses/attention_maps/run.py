@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope import attention_maps
-from weightscope.attention_maps import AttentionMaps
+from weightscope._util.environment import environment
+from weightscope.analysis.attention_maps import AttentionMaps
 from weightscope.data import load
-from weightscope.environment import environment
 from weightscope.init import mimetic_attention_, sinusoidal_positions_
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as the pretrained model wants

@@ -13,10 +13,10 @@ import torch
 from scipy import stats
 
 from weightscope import products
-from weightscope.environment import environment
+from weightscope._util.environment import environment
+from weightscope.analysis.attention_products import ProductsResult
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ViT
-from weightscope.products import ProductsResult
 
 CLIP = 64
 _LEFT_OUT = {"finite", "rotary", "normalised", "name", "kind"}

@@ -10,10 +10,10 @@ import torch
 from scipy.stats import rankdata
 
 from weightscope import Checkpoint, covariance_within
-from weightscope.environment import environment
+from weightscope._util.environment import environment
+from weightscope.analysis.within_network import Layer, Within, skeleton
 from weightscope.init import conv_covariance, conv_covariance_
 from weightscope.init.convolution import PRESETS, covariance_root
-from weightscope.within import Layer, Within, skeleton
 
 HERE = Path(__file__).parent
 PRESET = "imagenet-thawed"

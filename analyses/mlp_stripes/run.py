@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import weightscope
-from weightscope.covariance import CovarianceResult
-from weightscope.environment import environment
+from weightscope._util.environment import environment
+from weightscope.analysis.across_networks.joint_covariance import CovarianceResult
 from weightscope.statistics.group_means import stripes
-from weightscope.statistics.sources import usable_chunks
+from weightscope.statistics.samples import usable_chunks
 
 BOOTSTRAPS = 2000
 STEP = 0.002  # correlations are stored as signed bytes times this: +-0.25 in steps well below their error

@@ -20,34 +20,34 @@ from weightscope.anatomy.attention import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import MLPPart
-from weightscope.anatomy.source import MappingSource, ModuleSource, Source, as_source
 from weightscope.anatomy.ssm import SSMPart
+from weightscope.anatomy.tensors import MappingTensors, ModuleTensors, NamedTensors, named_tensors
 from weightscope.errors import AnatomyError
 
 __all__ = [
     "AttentionPart",
     "DepthwisePart",
     "MLPPart",
-    "MappingSource",
-    "ModuleSource",
+    "MappingTensors",
+    "ModuleTensors",
+    "NamedTensors",
     "PatchEmbedding",
     "PositionEmbedding",
     "SSMPart",
-    "Source",
-    "as_source",
     "attention",
     "depthwise",
     "inventory",
     "mlps",
+    "named_tensors",
     "patch_embeddings",
     "positions",
     "ssms",
 ]
 
-Model = Any  # an nn.Module, a mapping of named tensors, or a Source
+Model = Any  # an nn.Module, a mapping of named tensors, or a NamedTensors
 P = TypeVar("P")
 
-_FINDERS: dict[str, Callable[[Source], list[Any]]] = {
+_FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
     "attention modules": _attention.find,
     "depthwise convolutions": _convolution.find,
     "MLPs": _mlp.find,
@@ -59,7 +59,7 @@ _FINDERS: dict[str, Callable[[Source], list[Any]]] = {
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """How many parts of each kind a model has; a kind whose adapter refuses the model counts 0."""
-    source = as_source(model, config)
+    source = named_tensors(model, config)
     out = {}
     for kind, finder in _FINDERS.items():
         try:
@@ -69,8 +69,10 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
     return out
 
 
-def _some(kind: str, finder: Callable[[Source], list[P]], model: Model, config: Mapping[str, Any] | None) -> list[P]:
-    source = as_source(model, config)
+def _some(
+    kind: str, finder: Callable[[NamedTensors], list[P]], model: Model, config: Mapping[str, Any] | None
+) -> list[P]:
+    source = named_tensors(model, config)
     parts = finder(source)
     if parts:
         return parts
@@ -86,7 +88,7 @@ def attention(model: Model, config: Mapping[str, Any] | None = None) -> list[Att
     """Every attention module of a model, in order.
 
     Args:
-        model: an `nn.Module`, a mapping name -> tensor (state dict, checkpoint), or a `Source`.
+        model: an `nn.Module`, a mapping name -> tensor (state dict, checkpoint), or a `NamedTensors`.
         config: the model's config, for a mapping; `{"num_attention_heads": H}` is enough.
 
     Raises:

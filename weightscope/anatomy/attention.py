@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
-from weightscope.anatomy.source import Slot, Source
+from weightscope.anatomy.tensors import NamedTensors, Slot
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 PartName = Literal["q", "k", "v", "o"]
@@ -59,7 +59,7 @@ class AttentionPart:
     causal: bool | None
     normalised: bool
     scale: float
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
 
@@ -131,7 +131,7 @@ class AttentionPart:
         self._biases[part].write(self._source, value if part == "o" else value.reshape(-1))
 
 
-def find(source: Source) -> list[AttentionPart]:
+def find(source: NamedTensors) -> list[AttentionPart]:
     """All attention modules of a source, in order; an empty list when there is none."""
     parts: list[AttentionPart] = []
     seen: set[Any] = set()
@@ -149,7 +149,7 @@ def find(source: Source) -> list[AttentionPart]:
     return parts
 
 
-def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
+def _anchors(source: NamedTensors) -> Iterator[tuple[str, Scheme]]:
     """Prefix and scheme of each attention module, in order; the first scheme of the list that fits wins."""
     taken: set[str] = set()
     for name in source.names:
@@ -164,7 +164,7 @@ def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
                 break
 
 
-def _output(source: Source, prefix: str, columns: int | None, transposed: bool) -> str | None:
+def _output(source: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
     parent = prefix[:-1].rpartition(".")[0]
     for candidate in OUTPUTS:
         base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
@@ -176,7 +176,7 @@ def _output(source: Source, prefix: str, columns: int | None, transposed: bool) 
     return None
 
 
-def _slots(source: Source, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
+def _slots(source: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
     """Weight slots, bias slots and the number of query rows; None when the names are not an attention module."""
     if f"{prefix}temperature" in source:  # XCiT attends between channels, not between tokens
         return None
@@ -224,7 +224,7 @@ def _interleaved(rows: int, heads: int | None, prefix: str) -> tuple[Tensor, ...
 
 
 def _biases(
-    source: Source, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
+    source: NamedTensors, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
 ) -> dict[str, Slot]:
     out = {}
     whole = _spans((rows["q"], rows["k"], rows["v"]))
@@ -242,7 +242,7 @@ def _biases(
     return out
 
 
-def _kind(source: Source, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
+def _kind(source: NamedTensors, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
     words = prefix[:-1].split(".") if prefix else [""]
     parent = ".".join(words[:-1])
     beside = f"{parent}.self_attn." if parent else "self_attn."
@@ -271,7 +271,7 @@ def _block(path: str) -> str:
 
 
 def _part(
-    source: Source,
+    source: NamedTensors,
     prefix: str,
     layer: int,
     kind: Literal["self", "cross"],
@@ -303,7 +303,7 @@ def _part(
     )
 
 
-def _size(source: Source, slot: Slot) -> tuple[int, int]:
+def _size(source: NamedTensors, slot: Slot) -> tuple[int, int]:
     """(rows, columns) of a slot's (out, in) matrix."""
     shape = source.shape(slot.name)
     rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
@@ -312,7 +312,9 @@ def _size(source: Source, slot: Slot) -> tuple[int, int]:
     return rows if slot.rows is None else len(slot.rows), columns
 
 
-def _heads(source: Source, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]) -> tuple[int, int, int, int]:
+def _heads(
+    source: NamedTensors, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]
+) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head width, value width) from hints, held against every projection's shape."""
     heads, width = source.hint(path, HEADS), source.hint(path, HEAD_WIDTHS)
     if heads is None and width is None:
@@ -337,7 +339,7 @@ def _heads(source: Source, path: str, query_rows: int, sizes: dict[str, tuple[in
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 
 
-def _causal(source: Source, path: str) -> bool | None:
+def _causal(source: NamedTensors, path: str) -> bool | None:
     stated = source.own(path, "is_causal")
     if stated is True or (f"{path}.bias" in source and len(source.shape(f"{path}.bias")) == 4):
         return True
@@ -345,7 +347,7 @@ def _causal(source: Source, path: str) -> bool | None:
     return False if stated is False and "text_model" not in path.split(".") else None
 
 
-def _scale(source: Source, path: str, k: int) -> float:
+def _scale(source: NamedTensors, path: str, k: int) -> float:
     for key in ("scaling", "scale"):
         value = source.own(path, key)
         if isinstance(value, float):

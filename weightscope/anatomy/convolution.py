@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.source import Source, exact_float, put
+from weightscope.anatomy.tensors import NamedTensors, exact_float, put
 
 # A grayscale image has one channel, so its stem looks like a depthwise filter bank to a shape test.
 _STEM = re.compile(
@@ -44,7 +44,7 @@ class DepthwisePart:
     kernel: tuple[int, int]
     dilation: int
     ndim: int
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
 
     @property
@@ -61,7 +61,7 @@ class DepthwisePart:
         put(self._source, self._tensor, value, (self.channels, *self.kernel))
 
 
-def find(source: Source) -> list[DepthwisePart]:
+def find(source: NamedTensors) -> list[DepthwisePart]:
     """All depthwise convolutions, in depth order; an empty list when there is none."""
     found = list(_depthwise(source))
     stages = _stages(source, [name for name, _ in found])
@@ -88,7 +88,7 @@ def find(source: Source) -> list[DepthwisePart]:
     return parts
 
 
-def _depthwise(source: Source) -> Iterator[tuple[str, int]]:
+def _depthwise(source: NamedTensors) -> Iterator[tuple[str, int]]:
     seen: set[Any] = set()
     for name in source.names:
         shape = source.shape(name) if name.endswith("weight") else ()
@@ -104,7 +104,7 @@ def _depthwise(source: Source) -> Iterator[tuple[str, int]]:
             yield name, len(shape) - 2
 
 
-def _stages(source: Source, names: list[str]) -> list[int]:
+def _stages(source: NamedTensors, names: list[str]) -> list[int]:
     keys: list[Any] = []
     for name in names:
         match = next((m.group(1) for pattern in _STAGES if (m := pattern.search(name))), None)
@@ -116,7 +116,7 @@ def _stages(source: Source, names: list[str]) -> list[int]:
     return out
 
 
-def strides(source: Source, path: str) -> tuple[int, ...] | None:
+def strides(source: NamedTensors, path: str) -> tuple[int, ...] | None:
     """The stride of the convolution at `path`, None where the source has no modules."""
     stride = source.own(path, "stride")
     return tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None

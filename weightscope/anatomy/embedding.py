@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.source import Source, exact_float, put
+from weightscope.anatomy.tensors import NamedTensors, exact_float, put
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -39,7 +39,7 @@ class PatchEmbedding:
     width: int
     channels: int
     patch: tuple[int, int]
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
 
     @property
@@ -75,7 +75,7 @@ class PositionEmbedding:
     prefix: int
     grid: tuple[int, int] | None
     trained: bool
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class PositionEmbedding:
         put(self._source, self.name, value, (self.tokens, self.width))
 
 
-def find_patches(source: Source) -> list[PatchEmbedding]:
+def find_patches(source: NamedTensors) -> list[PatchEmbedding]:
     """All patch embeddings; an empty list when there is none.
 
     In a module, a convolution is one when its kernel equals its stride and its name says so, or it is the model's
@@ -115,7 +115,7 @@ def find_patches(source: Source) -> list[PatchEmbedding]:
     return parts
 
 
-def find_positions(source: Source) -> list[PositionEmbedding]:
+def find_positions(source: NamedTensors) -> list[PositionEmbedding]:
     """All position tables; an empty list when there is none."""
     tables = []
     seen: set[Any] = set()
@@ -156,7 +156,7 @@ def _shared(name: str, other: str) -> int:
     return same
 
 
-def _grid(source: Source, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:
+def _grid(source: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:
     """Number of special tokens at the start, and the grid of the rest."""
     scope = patch.name.rpartition(".")[0]
     known = source.hint(scope, ("grid_size",), (tuple, list)) or _from_image(source, scope, patch)
@@ -175,7 +175,7 @@ def _grid(source: Source, name: str, tokens: int, patch: PatchEmbedding) -> tupl
     return 0, None
 
 
-def _from_image(source: Source, scope: str, patch: PatchEmbedding) -> tuple[int, int] | None:
+def _from_image(source: NamedTensors, scope: str, patch: PatchEmbedding) -> tuple[int, int] | None:
     size = source.hint(scope, ("image_size", "img_size", "input_resolution"), (int, tuple, list))
     if size is None:
         return None

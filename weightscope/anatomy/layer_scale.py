@@ -3,7 +3,7 @@
 import math
 
 from weightscope.anatomy.attention import AttentionPart
-from weightscope.anatomy.source import Source
+from weightscope.anatomy.tensors import NamedTensors
 
 _NAMES = (
     *("ls1.gamma", "layer_scale1.lambda1", "layer_scale_1.lambda1", "layer_scale1.gamma", "layer_scale_1.gamma"),
@@ -12,7 +12,7 @@ _NAMES = (
 )
 
 
-def layer_scale(source: Source, part: AttentionPart) -> str | None:
+def layer_scale(source: NamedTensors, part: AttentionPart) -> str | None:
     """The tensor of the LayerScale that multiplies what an attention module adds to the residual stream; None if none.
 
     One number for each of the d channels, often negative for half of them: then it, and not W_V W_O alone, decides

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.source import Slot, Source
+from weightscope.anatomy.tensors import NamedTensors, Slot
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 MLPName = Literal["w1", "w2", "gate"]
@@ -79,7 +79,7 @@ class MLPPart:
     kind: Literal["plain", "gated"]
     width: int
     hidden: int
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
 
@@ -130,7 +130,7 @@ class MLPPart:
         self._biases[part].write(self._source, value)
 
 
-def find(source: Source) -> list[MLPPart]:
+def find(source: NamedTensors) -> list[MLPPart]:
     """All MLPs, in order; an empty list when there is none."""
     parts: list[MLPPart] = []
     seen: set[Any] = set()
@@ -159,7 +159,7 @@ def find(source: Source) -> list[MLPPart]:
     return parts
 
 
-def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
+def _anchors(source: NamedTensors) -> Iterator[tuple[str, Scheme]]:
     taken: set[str] = set()
     for name in source.names:
         for scheme in SCHEMES:
@@ -176,7 +176,7 @@ def _anchors(source: Source) -> Iterator[tuple[str, Scheme]]:
                 break
 
 
-def _slots(source: Source, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
+def _slots(source: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
     """The slots of w1, w2 (and gate); None when the tensors' shapes do not make an MLP."""
     first, second = f"{prefix}{scheme.w1}.weight", f"{prefix}{scheme.w2}.weight"
     shapes = source.shape(first), source.shape(second)
@@ -200,7 +200,7 @@ def _slots(source: Source, prefix: str, scheme: Scheme) -> dict[str, Slot] | Non
     return {"w1": Slot(first, up), "w2": Slot(second), "gate": Slot(first, gate)}
 
 
-def _glu_gate_first(source: Source, prefix: str) -> bool:
+def _glu_gate_first(source: NamedTensors, prefix: str) -> bool:
     last = source.hint(prefix.removesuffix("."), ("gate_last",), bool)
     if last is None:
         raise AnatomyError(
@@ -210,7 +210,7 @@ def _glu_gate_first(source: Source, prefix: str) -> bool:
     return not last
 
 
-def _is_conv1d(source: Source, path: str) -> bool:
+def _is_conv1d(source: NamedTensors, path: str) -> bool:
     """Whether the matrix at `path` is stored (in, out): from the module, its bias, or that an MLP expands."""
     if source.own(path, "nf") is not None:
         return True
@@ -225,12 +225,12 @@ def _is_conv1d(source: Source, path: str) -> bool:
     return columns > rows
 
 
-def _size(source: Source, slot: Slot) -> tuple[int, int]:
+def _size(source: NamedTensors, slot: Slot) -> tuple[int, int]:
     shape = source.shape(slot.name)
     rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
     return (rows if slot.rows is None else slot.rows.stop - slot.rows.start), columns
 
 
-def _bias(source: Source, slot: Slot) -> Slot | None:
+def _bias(source: NamedTensors, slot: Slot) -> Slot | None:
     name = slot.name.removesuffix("weight") + "bias"
     return Slot(name, slot.rows, vector=True) if name in source else None

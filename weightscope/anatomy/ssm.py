@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.source import Slot, Source
+from weightscope.anatomy.tensors import NamedTensors, Slot
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "conv_weight", "conv_bias"]
@@ -35,7 +35,7 @@ class SSMPart:
     channels: int
     heads: int
     groups: int
-    _source: Source = field(repr=False)
+    _source: NamedTensors = field(repr=False)
     _slots: dict[str, Slot] = field(repr=False)
 
     @property
@@ -76,7 +76,7 @@ class SSMPart:
         slot.write(self._source, value)
 
 
-def find(source: Source) -> list[SSMPart]:
+def find(source: NamedTensors) -> list[SSMPart]:
     """All Mamba layers, in order; an empty list when there is none."""
     parts: list[SSMPart] = []
     seen: set[Any] = set()
@@ -90,19 +90,19 @@ def find(source: Source) -> list[SSMPart]:
     return parts
 
 
-def _need(source: Source, prefix: str, *names: str) -> None:
+def _need(source: NamedTensors, prefix: str, *names: str) -> None:
     missing = [f"`{prefix}{n}`" for n in names if prefix + n not in source]
     if missing:
         raise AnatomyError(f"`{prefix}A_log` says that this is a Mamba layer, but {', '.join(missing)} is missing")
 
 
-def _common(source: Source, prefix: str) -> dict[str, Slot]:
+def _common(source: NamedTensors, prefix: str) -> dict[str, Slot]:
     optional = {"D": Slot(f"{prefix}D", vector=True), "conv_bias": Slot(f"{prefix}conv1d.bias", vector=True)}
     slots = {"conv_weight": Slot(f"{prefix}conv1d.weight")}
     return slots | {part: slot for part, slot in optional.items() if slot.name in source}
 
 
-def _mamba1(source: Source, prefix: str, layer: int) -> SSMPart:
+def _mamba1(source: NamedTensors, prefix: str, layer: int) -> SSMPart:
     _need(source, prefix, "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "conv1d.weight")
     channels, state = source.shape(f"{prefix}A_log")
     rank = source.shape(f"{prefix}dt_proj.weight")[1]
@@ -120,7 +120,7 @@ def _mamba1(source: Source, prefix: str, layer: int) -> SSMPart:
     return SSMPart(layer, 1, prefix.removesuffix("."), state, channels, channels, 1, source, slots)
 
 
-def _mamba2(source: Source, prefix: str, layer: int) -> SSMPart:
+def _mamba2(source: NamedTensors, prefix: str, layer: int) -> SSMPart:
     """in_proj's rows are [.. | z | x | B | C | dt] with x, B and C convolved, so shapes alone place B, C and dt."""
     _need(source, prefix, "in_proj.weight", "out_proj.weight", "dt_bias", "conv1d.weight")
     path = prefix.removesuffix(".")

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from weightscope import _atomic
+from weightscope._util import atomic
 
 _MAX_NOTE = 100 << 20
 
@@ -83,8 +83,8 @@ class Cache:
         return self.folder / group / f"{_hash(name)[:24]}{suffix}"
 
     def _write(self, path: Path, pieces: Iterable[bytes]) -> None:
-        _atomic.make_folder(path.parent)
-        _atomic.write(path, pieces)
+        atomic.make_folder(path.parent)
+        atomic.write(path, pieces)
 
 
 def _hash(text: str) -> str:

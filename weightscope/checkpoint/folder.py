@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from weightscope.checkpoint.entries import TORCH, FileEntry, Store
 from weightscope.checkpoint.files import LocalFile, SourceFile, read_bytes
+from weightscope.checkpoint.safetensors_header import json_object, read_header
 from weightscope.checkpoint.torch_files import open_torch
 from weightscope.errors import DataError, UsageError
-from weightscope.safetensors_header import json_object, read_header
 
 CONFIG = "config.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -13,9 +13,9 @@ from weightscope.checkpoint.cache import Cache
 from weightscope.checkpoint.entries import Store
 from weightscope.checkpoint.files import LocalFile, Region
 from weightscope.checkpoint.folder import CANDIDATES, CONFIG, open_folder, plain
+from weightscope.checkpoint.safetensors_header import json_object
 from weightscope.checkpoint.web import Refused, Unreachable, Web
 from weightscope.errors import DataError, UsageError
-from weightscope.safetensors_header import json_object
 
 _NAME = r"[A-Za-z0-9][\w.-]{0,95}"
 _SOURCE = re.compile(rf"hf://((?:{_NAME}/)?{_NAME})(?:@([\w][\w./-]{{0,200}}))?", re.ASCII)

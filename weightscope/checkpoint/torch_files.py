@@ -1,7 +1,7 @@
 """Files of `torch.save`, read without torch's loader: nothing in them is imported, called or allocated on trust.
 
 Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle is followed as data
-(see `weightscope.data.plain_pickle`), which gives each tensor's place in the file; tensors are then read one by
+(see `weightscope._util.restricted_pickle`), which gives each tensor's place in the file; tensors are then read one by
 one, by position. So memory is that of the tensors asked for, and a pickle that needs code ends at the first name
 that it asks for.
 """
@@ -11,10 +11,10 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
+from weightscope._util.restricted_pickle import run
 from weightscope.checkpoint.entries import FileEntry, Store
 from weightscope.checkpoint.files import LocalFile, read_bytes
 from weightscope.checkpoint.torch_pickle import LEGACY_MAGIC, Odd, Recording, TorchMachine, View
-from weightscope.data.plain_pickle import run
 from weightscope.errors import DataError, UsageError
 
 _MAX_PICKLE = 64 << 20

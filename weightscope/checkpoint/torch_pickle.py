@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightscope.data.plain_pickle import Call, Machine
+from weightscope._util.restricted_pickle import Call, Machine
 from weightscope.errors import DataError
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C

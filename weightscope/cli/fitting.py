@@ -50,9 +50,9 @@ def fit_init(
     """
     from click.core import ParameterSource
 
-    from weightscope.fit import FitResult, write_standalone
-    from weightscope.fit_init import fit_init as run
-    from weightscope.fit_init import parsed_options
+    from weightscope.fitting.population import FitResult, write_standalone
+    from weightscope.fitting.source import fit_init as run
+    from weightscope.fitting.source import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     result = run(source, structure, options=parsed_options(texts) or None, **given)

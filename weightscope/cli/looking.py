@@ -29,7 +29,7 @@ def inspect(source: str, json_file: Path | None) -> None:
       weightscope inspect digits.pop
       weightscope inspect vit/model.safetensors
     """
-    from weightscope.inspect import look
+    from weightscope.analysis.inspection import look
 
     description = look(source)
     click.echo(description.text())
@@ -125,13 +125,13 @@ def _across(
     file: Path | None,
 ) -> tuple[Any, Callable[[Path], None]]:
     """A population's covariance, and what draws it."""
-    from weightscope.study import study
+    from weightscope.analysis.across_networks.study import study
 
     kind = "correlation" if correlation else "covariance"
     chosen = select or "*.mlp.fc?.weight"
     options = {"fold_norms": fold_norms, "precision": precision or "float64", "file": file}
     if device == "cuda":
-        from weightscope.train.engine import resolve_device
+        from weightscope.training.engine import resolve_device
 
         options["device"] = resolve_device(device)
     found = study(population_of(source), chosen, kind=kind, computed=compute, **options)
@@ -150,9 +150,9 @@ def _within(
     """Covariances within networks, and what draws them; initialisers are applied to the first one's shapes."""
     import torch
 
+    from weightscope.analysis.within_network import covariance_within, skeleton
     from weightscope.recipe import InitConfig
-    from weightscope.train.initial import resolve
-    from weightscope.within import covariance_within, skeleton
+    from weightscope.training.initial_weights import resolve
 
     if network is not None and not all(map(is_population, sources)):
         raise UsageError("--network: chooses within a population's folder, found another source")
@@ -218,7 +218,7 @@ def products(
       weightscope products hf://openai-community/gpt2 --fold-norms
       weightscope products vit/ mimetic.pt default.pt --num-heads 6 -o depth.png
     """
-    from weightscope.products import products as compute
+    from weightscope.analysis.attention_products import products as compute
 
     config = None if num_heads is None else {"num_attention_heads": num_heads}
     position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
@@ -243,7 +243,7 @@ def audit(source: str, init: str | None, json_file: Path | None) -> None:
     Example:
       weightscope audit vit/ --init mimetic_attention
     """
-    from weightscope.audit import audit as look
+    from weightscope.auditing import audit as look
     from weightscope.checkpoint import Checkpoint
     from weightscope.recipe import InitConfig
 

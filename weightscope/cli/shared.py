@@ -79,9 +79,9 @@ def write_json(path: Path | None, values: Any) -> None:
     """Write what `--json` asked for."""
     if path is None:
         return
-    from weightscope import _atomic
+    from weightscope._util import atomic
 
-    _atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+    atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def recipe_of(source: str) -> "Recipe":

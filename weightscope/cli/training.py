@@ -24,7 +24,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     Example:
       weightscope demo -o weightscope-demo
     """
-    from weightscope.demo import run_demo
+    from weightscope.demo.run import run_demo
 
     report = run_demo(out, networks=networks, epochs=epochs, seeds=seeds, say=click.echo, **options)
     click.echo(f"\nThe report: {report}")
@@ -47,8 +47,8 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     Example:
       weightscope collect populations/digits-convnext.toml -o digits.pop -n 512
     """
-    from weightscope.collect import collect as train
-    from weightscope.inspect import describe
+    from weightscope.analysis.inspection import describe
+    from weightscope.training.collection import collect as train
 
     train(recipe_of(recipe), out, **options)
     click.echo(describe(out).text())
@@ -81,7 +81,7 @@ def bench(recipe: str, inits: tuple[str, ...], out: Path, json_file: Path | None
           --epochs 3 --epochs 10 --seeds 64 -o bench
     """
     from weightscope import plots
-    from weightscope.bench import bench as run
+    from weightscope.benchmarking.run import bench as run
 
     result = run(recipe_of(recipe), inits, out, **options)
     click.echo(result.table())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weightscope.data.operations import Tables, apply, tables
+from weightscope.data.randaugment import Tables, apply, tables
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def augment(images: Tensor, draws: Tensor, config: "AugmentConfig") -> Tensor:
         config: what to do, see `weightscope.recipe.AugmentConfig`. A random crop moves the image by up to
             `crop` pixels along each axis; `cutout` erases a square of that side around a random pixel,
             clipped at the border (DeVries and Taylor 2017); `operations` of strength `magnitude` are
-            chosen as in RandAugment (Cubuk et al. 2020), see `weightscope.data.operations`.
+            chosen as in RandAugment (Cubuk et al. 2020), see `weightscope.data.randaugment`.
 
     Returns:
         float32 (n, c, S, S) in [0, 1]; see `normalise`.

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
 from weightscope.data import fetch
 from weightscope.data.catalog import DatasetInfo
-from weightscope.data.plain_pickle import NUMPY_ARRAY, loads, uint8_array
-from weightscope.data.sources import Arrays, Layout, check_labels, existing, find
+from weightscope.data.locations import Arrays, Layout, check_labels, existing, find
 from weightscope.errors import DataError
 
 Batch = tuple[np.ndarray, np.ndarray]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightscope.data import cifar, digits, fashion_mnist
 from weightscope.data.catalog import DatasetInfo, dataset_info
-from weightscope.data.sources import Arrays
+from weightscope.data.locations import Arrays
 from weightscope.errors import DataError, UsageError
 
 Reader = Callable[[DatasetInfo, Path | None, int, int], Arrays]

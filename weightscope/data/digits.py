@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope.data.catalog import DatasetInfo
-from weightscope.data.sources import Arrays
+from weightscope.data.locations import Arrays
 
 
 def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:

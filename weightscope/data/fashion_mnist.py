@@ -9,7 +9,7 @@ import numpy as np
 
 from weightscope.data import fetch
 from weightscope.data.catalog import DatasetInfo
-from weightscope.data.sources import Arrays, Layout, check_labels, existing, find
+from weightscope.data.locations import Arrays, Layout, check_labels, existing, find
 from weightscope.errors import DataError
 
 UBYTE = 0x08  # the IDX type code of unsigned bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope.data.catalog import DatasetInfo
-from weightscope.data.sources import Arrays, check_labels, missing
+from weightscope.data.locations import Arrays, check_labels, missing
 from weightscope.errors import DataError
 
 TIMEOUT = 5.0  # seconds that the Hub has for a first answer, so that a machine without a network does not hang

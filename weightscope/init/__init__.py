@@ -26,8 +26,8 @@ from weightscope.init.transfer import permute_, transfer_, transfer_singular_
 from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 if TYPE_CHECKING:
-    from weightscope.init.artifact import ArtifactInit, InitReport, load_init
-    from weightscope.init.portable import PortableInit
+    from weightscope.init.from_artifact import ArtifactInit, InitReport, load_init
+    from weightscope.init.from_network_fit import PortableInit
 
 __all__ = [
     "REGISTRY",
@@ -68,11 +68,11 @@ _ARTIFACT = {"ArtifactInit", "InitReport", "load_init"}  # fitted structures nee
 
 def __getattr__(name: str) -> Any:
     if name == "PortableInit":
-        from weightscope.init import portable
+        from weightscope.init import from_network_fit
 
-        return portable.PortableInit
+        return from_network_fit.PortableInit
     if name not in _ARTIFACT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from weightscope.init import artifact
+    from weightscope.init import from_artifact
 
-    return getattr(artifact, name)
+    return getattr(from_artifact, name)

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.names import matching
 from weightscope.errors import AnatomyError, DataError, UsageError
 
 M = TypeVar("M", bound=nn.Module)
@@ -18,49 +18,6 @@ class Initialiser(Protocol):
     """Anything that sets weights in place and returns the module."""
 
     def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module: ...
-
-
-def number(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf) -> float:
-    """`value` as a finite float in [least, most].
-
-    Raises:
-        UsageError: if it is not a number or out of range; names the argument.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UsageError(f"{name}: expected a finite number, found {value!r}")
-    if not least <= value <= most:
-        limits = f">= {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
-        raise UsageError(f"{name}: expected a number {limits}, found {value!r}")
-    return float(value)
-
-
-def positive(name: str, value: Any) -> float:
-    """`value` as a finite float > 0; raises UsageError otherwise."""
-    if number(name, value) <= 0:
-        raise UsageError(f"{name}: expected a number > 0, found {value!r}")
-    return float(value)
-
-
-def count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an integer >= least; raises UsageError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}: expected an integer >= {least}, found {value!r}")
-    return value
-
-
-def choice(name: str, value: Any, options: Iterable[str]) -> str:
-    """`value` if it is one of `options`; raises UsageError with the list otherwise."""
-    options = tuple(options)
-    if not isinstance(value, str) or value not in options:
-        raise UsageError(f"{name}: expected one of {', '.join(map(repr, options))}, found {value!r}")
-    return value
-
-
-def flag(name: str, value: Any) -> bool:
-    """`value` if it is a bool; raises UsageError otherwise."""
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}: expected true or false, found {value!r}")
-    return value
 
 
 def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> set[int]:
@@ -86,28 +43,6 @@ def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> s
     if not out:
         raise UsageError("layers: expected at least one layer, found none")
     return out
-
-
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that match one of the comma-separated shell patterns, in order.
-
-    Raises:
-        UsageError: if one of the patterns matches none of them.
-    """
-    names = list(names)
-    if not isinstance(pattern, str) or not pattern.strip():
-        raise UsageError(f"select: expected a pattern such as '*mlp*', found {pattern!r}")
-    patterns = [p.strip() for p in pattern.split(",")]
-    for p in patterns:
-        if not any(fnmatchcase(name, p) for name in names):
-            raise UsageError(f"select: {p!r} matches none of the {len(names)} tensors: {listing(names)}")
-    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
-
-
-def listing(names: Iterable[str], most: int = 8) -> str:
-    """The first few names, for an error message."""
-    names = list(names)
-    return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:

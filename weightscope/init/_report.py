@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from weightscope.init._common import listing
+from weightscope._util.names import listing
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,3 @@ class InitReport:
         parts = [("set", self.touched), ("left alone", self.untouched), ("not in the module", self.absent)]
         lines = [f"{what} {len(names)} tensors: {listing(names)}" for what, names in parts if names]
         return "; ".join((*lines, *self.notes))
-
-
-def plain(name: str) -> str:
-    """A tensor's name without the prefixes of wrappers."""
-    parts = [part for part in name.split(".") if part != "_orig_mod"]
-    while len(parts) > 1 and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)

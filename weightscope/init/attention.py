@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, Source, attention
+from weightscope._util.checks import choice, number
+from weightscope.anatomy import AttentionPart, NamedTensors, attention
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, chosen_layers, cpu_generator, frame, normal, number
+from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
 from weightscope.init._topk import factors, spectrum
 
 # (alpha_qk, beta_qk, alpha_vo, beta_vo): thesis 3.2.4 and 3.2.6
@@ -73,7 +74,7 @@ def value_output(
 def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Two factors A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k): mean beta I, noise not free.
 
-    Source: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
+    NamedTensors: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
     """
     z = normal(d, k, generator=generator).mul_(math.sqrt(abs(beta) / k))
     return z * math.copysign(1, beta), z
@@ -116,7 +117,7 @@ def mimetic_attention_(
         AnatomyError: if the module has no attention.
         UsageError: if an argument cannot be meant, or there is only cross-attention.
 
-    Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
+    NamedTensors: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
     docstrings of `query_key` and `value_output`).
 
     Example:
@@ -136,7 +137,7 @@ def mimetic_attention_(
     return module
 
 
-def self_attention(module: torch.nn.Module | Source) -> list[AttentionPart]:
+def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart]:
     """The self-attention parts of a module, or of another source of tensors.
 
     Raises:

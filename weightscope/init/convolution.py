@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, count, cpu_generator, normal, number, positive
+from weightscope.init._common import M, cpu_generator, normal
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
     Raises:
         UsageError: if k is not a positive odd integer, or sigma is not positive.
 
-    Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
+    NamedTensors: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
 
     Example:
         >>> conv_covariance(3, 0.5).shape
@@ -195,7 +196,7 @@ def conv_covariance_(
         UsageError: if an argument cannot be meant, sigma is not positive at some layer, or a filter is
             one-dimensional, not square or of even size.
 
-    Source: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
+    NamedTensors: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
 
     Example:
         >>> conv_covariance_(convnext, sigma0=0.15, v=0.25, a=1.0, generator=torch.Generator().manual_seed(0))
@@ -243,7 +244,7 @@ def random_filters_(
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if an argument cannot be meant.
 
-    Source: impulse paper, Proposition 1 and section 5.6.
+    NamedTensors: impulse paper, Proposition 1 and section 5.6.
 
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
@@ -280,7 +281,7 @@ def impulse_filters_(
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if an argument cannot be meant, or a filter is smaller than filter_size or of other parity.
 
-    Source: impulse paper, section 5.6.
+    NamedTensors: impulse paper, section 5.6.
 
     Example:
         >>> impulse_filters_(convmixer, filter_size=3, generator=torch.Generator().manual_seed(0))
@@ -323,7 +324,7 @@ def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | 
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if value is not a finite number.
 
-    Source: impulse paper, section 5.6.
+    NamedTensors: impulse paper, section 5.6.
 
     Example:
         >>> box_filters_(convmixer)

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import DataError, UsageError
-from weightscope.init import _source
-from weightscope.init._common import M, choice, count, cpu_generator, flag
+from weightscope.init import _trained
+from weightscope.init._common import M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 
@@ -79,7 +80,7 @@ def filter_laws(source: Any) -> list[FilterLaw]:
         >>> [law.kernel for law in filter_laws("efficientnet-lite0.pth")][:4]
         [3, 3, 3, 5]
     """
-    parts = checked_filters(depthwise(_source.network(source)), "covariances are carried over for pictures only")
+    parts = checked_filters(depthwise(_trained.network(source)), "covariances are carried over for pictures only")
     depths = relative_depths(parts, "depth")
     return [_law(part, depth) for part, depth in zip(parts, depths, strict=True)]
 
@@ -150,7 +151,7 @@ def _by_stage(
 
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
-    from weightscope.statistics.kronecker_sums import kronecker_sum
+    from weightscope.statistics.kronecker.sums import kronecker_sum
 
     if not covariance.any():
         return covariance
@@ -198,7 +199,7 @@ def covariance_transfer_(
         UsageError: if an argument cannot be meant, or filters are one-dimensional, not square or of even size.
         DataError: if a weight of the source is not finite, or it cannot be read.
 
-    Source: thesis section 3.1.1, Eq. 3.3-3.4, and its "Covariance transfer across width, depth, patch size, and
+    NamedTensors: thesis section 3.1.1, Eq. 3.3-3.4, and its "Covariance transfer across width, depth, patch size, and
         kernel size".
 
     Example:

@@ -9,15 +9,13 @@ logits for every orthogonal R', so heads with one offset share a solution withou
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import UsageError
 from weightscope.init._lbfgs import minimise
-
-Offset = tuple[int, int]
 
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
@@ -25,45 +23,7 @@ _PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the m
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Where tokens lie: `prefix` special ones (class token, registers), then a grid row by row.
-
-    A sequence is a grid of one row.
-
-    Attributes:
-        rows: of the grid.
-        columns: of the grid.
-        prefix: special tokens at the start.
-        causal: whether a token sees itself and earlier ones only.
-    """
-
-    rows: int
-    columns: int
-    prefix: int = 0
-    causal: bool = False
-
-    @property
-    def total(self) -> int:
-        """N, all tokens."""
-        return self.prefix + self.rows * self.columns
-
-    def targets(self, offset: Offset) -> Tensor:
-        """For each token (N,) the index of the one that lies `offset` = (dy, dx) away, -1 where there is none.
-
-        Special tokens look at none.
-        """
-        y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
-        y, x = y + offset[0], x + offset[1]
-        inside = (y >= 0) & (y < self.rows) & (x >= 0) & (x < self.columns)
-        index = torch.where(inside, y * self.columns + x + self.prefix, -1).reshape(-1)
-        index = torch.cat([torch.full((self.prefix,), -1), index])
-        if self.causal:
-            index = torch.where(index > torch.arange(self.total), -1, index)
-        return index
-
-
-def impulse_matrix(tokens: Tokens, offset: Offset) -> Tensor:
+def impulse_matrix(tokens: TokenGrid, offset: Offset) -> Tensor:
     """The wanted attention map H (N, N): row i is 1 at the token `offset` away, zero where that is outside."""
     index = tokens.targets(offset)
     out = torch.zeros(tokens.total, tokens.total)
@@ -85,7 +45,7 @@ def normalised(codes: Tensor, eps: float = 1e-6) -> Tensor:
 
 def solve(
     codes: Tensor,
-    tokens: Tokens,
+    tokens: TokenGrid,
     offsets: Sequence[Offset],
     head_width: int,
     *,
@@ -115,11 +75,11 @@ def solve(
     Raises:
         UsageError: if the codes and tokens do not fit.
 
-    Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
+    NamedTensors: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
 
     Example:
         >>> x = normalised(sinusoidal_codes(16, 16, 192))
-        >>> q, k = solve(x, Tokens(16, 16), [(0, 1)], head_width=64)[0, 1]
+        >>> q, k = solve(x, TokenGrid(16, 16), [(0, 1)], head_width=64)[0, 1]
     """
     if codes.ndim != 2 or len(codes) != tokens.total:
         raise UsageError(f"codes: expected one row for each of {tokens.total} tokens, found {tuple(codes.shape)}")
@@ -163,7 +123,7 @@ def _masked(logits: Tensor) -> Tensor:
 class _Problem:
     """The fit of one attention map in coordinates Y (N, r) of the codes: logits `scale Y A B^T Y^T`."""
 
-    def __init__(self, coordinates: Tensor, tokens: Tokens, scale: float, iterations: int) -> None:
+    def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float, iterations: int) -> None:
         self.y, self.tokens, self.scale, self.iterations = coordinates, tokens, scale, iterations
 
     def start(self, k: int) -> Tensor:
@@ -178,7 +138,7 @@ class _Problem:
     def shift(self, offset: Offset) -> Tensor:
         """The linear map (r, r) that takes codes nearest to those `offset` away: ridge least squares.
 
-        Tokens whose target lies outside go to zero, so that they look at all tokens alike. Left out, they would
+        TokenGrid whose target lies outside go to zero, so that they look at all tokens alike. Left out, they would
         end up at the code of some token near the edge, and the softmax would be too steep there to leave it.
         """
         index = self.tokens.targets(offset)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, positions
+from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import M, choice, chosen_layers, count, cpu_generator, flag, frame, normal
+from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
 from weightscope.init.attention import self_attention
-from weightscope.init.impulse import Offset, Tokens, normalised, solve
+from weightscope.init.impulse import normalised, solve
 from weightscope.init.positions import sinusoidal_codes
 from weightscope.init.univariate import truncated
 
@@ -71,7 +73,7 @@ def impulse_attention_(
         UsageError: if an argument cannot be meant, or queries and keys are rotated by position (RoPE) or
             normalised, so that their product is not the map.
 
-    Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
+    NamedTensors: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
     Example:
         >>> impulse_attention_(vit, filter_size=3, generator=torch.Generator().manual_seed(0))
@@ -97,7 +99,7 @@ def impulse_attention_(
 class _Tower:
     """Self-attention parts that read one position table, and that table's codes and tokens."""
 
-    def __init__(self, codes: Tensor, tokens: Tokens, first: str) -> None:
+    def __init__(self, codes: Tensor, tokens: TokenGrid, first: str) -> None:
         self.codes, self.tokens, self.first = codes, tokens, first
         self.parts: list[AttentionPart] = []
 
@@ -145,17 +147,17 @@ def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbe
 
 def _codes(
     part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
-) -> tuple[Tensor, Tokens]:
+) -> tuple[Tensor, TokenGrid]:
     causal = bool(part.causal)
     if table is not None:
         shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read().cpu(), Tokens(*shape, table.prefix, causal)
+        return table.read().cpu(), TokenGrid(*shape, table.prefix, causal)
     if isinstance(grid, int):
-        return sinusoidal_codes(count("grid", grid, 2), None, part.width), Tokens(1, grid, 0, causal)
+        return sinusoidal_codes(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
     if len(grid) != 2:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     rows, columns = (count("grid", n) for n in grid)
-    return sinusoidal_codes(rows, columns, part.width), Tokens(rows, columns, 0, causal)
+    return sinusoidal_codes(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
 
 
 def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generator | None) -> Tensor:
@@ -175,7 +177,7 @@ class _Dealer:
         self,
         rule: str | Sequence[Sequence[int]],
         filter_size: int,
-        tokens: Tokens,
+        tokens: TokenGrid,
         same_layers: bool,
         generator: torch.Generator | None,
     ) -> None:
@@ -231,7 +233,7 @@ def _offset(item: Sequence[int]) -> Offset:
 
 
 def _solve_and_write(
-    x: Tensor, tokens: Tokens, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]], iterations: int
+    x: Tensor, tokens: TokenGrid, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]], iterations: int
 ) -> None:
     """Solve every offset that the planned heads need, and give each head its rotation of the solution."""
     needs: dict[tuple[int, float, bool], list[Offset]] = {}

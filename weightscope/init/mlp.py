@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, chosen_layers, flag, normal, number
+from weightscope.init._common import M, chosen_layers, normal
 
 _MODES = ("scalar", "rows", "anticorrelated")
 
@@ -56,7 +57,7 @@ def mimetic_mlp_(
         AnatomyError: if the module has no MLP.
         UsageError: if an argument cannot be meant, or `gate` is asked of an MLP without one.
 
-    Source: MLP paper, Eq. 1 and 2.
+    NamedTensors: MLP paper, Eq. 1 and 2.
 
     Example:
         >>> mimetic_mlp_(vit, mode="rows", sigma=1e-4, generator=torch.Generator().manual_seed(0))

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import PositionEmbedding, positions
 from weightscope.errors import UsageError
-from weightscope.init._common import M, choice, number, positive
+from weightscope.init._common import M
 
 TEMPERATURE = 10_000.0  # Vaswani et al. 2017, section 3.5
 
@@ -75,7 +76,7 @@ def sinusoidal_positions_(
         AnatomyError: if the module has no position table.
         UsageError: if an argument cannot be meant, or the width is not a multiple of 4 (2 for a sequence).
 
-    Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
+    NamedTensors: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
 
     Example:
         >>> sinusoidal_positions_(vit, gamma=2.0, special="zero")

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.checks import choice
+from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import attention, mlps, positions
 from weightscope.errors import AnatomyError, SpecError, UsageError
-from weightscope.init import _source
-from weightscope.init._common import M, choice, cpu_generator, listing, put
+from weightscope.init import _trained
+from weightscope.init._common import M, cpu_generator, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -79,16 +81,16 @@ def select_weights_(
             a filter of another size.
         UsageError: if an argument cannot be meant, or nothing is selected.
 
-    Source: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
+    NamedTensors: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
 
     Example:
         >>> select_weights_(vit_tiny, vit_small, generator=torch.Generator().manual_seed(0))
     """
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
-    allowed = _source.chosen_components(components)
-    student = _source.weights(module)
-    kinds = _source.components(module)
+    allowed = _trained.chosen_components(components)
+    student = _trained.weights(module)
+    kinds = _trained.components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
     wanted = {
         name: value
@@ -97,7 +99,7 @@ def select_weights_(
     }
     if not wanted:
         raise UsageError(f"nothing of the module is in {sorted(allowed)} and not in {exclude!r}")
-    source = _source.tensors(teacher)
+    source = _trained.tensors(teacher)
     counterpart = _counterparts(wanted, student, source, layers)
     chooser = _Chooser(elements, cpu_generator(generator))
     layout = _Layout(module, teacher)
@@ -118,12 +120,12 @@ def _counterparts(
     Raises:
         SpecError: if there is none, or the student has more layers.
     """
-    theirs = {_source.bare(name): name for name in source}
-    mine, large = _numbered(map(_source.bare, student)), _numbered(theirs)
+    theirs = {unwrapped(name): name for name in source}
+    mine, large = _numbered(map(unwrapped, student)), _numbered(theirs)
     out = {}
     missing = []
     for name in wanted:
-        path = _path(_source.bare(name), mine, large, rule)
+        path = _path(unwrapped(name), mine, large, rule)
         if path not in theirs:
             missing.append(name)
         else:
@@ -168,7 +170,7 @@ def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int
 
 @dataclass(frozen=True)
 class _Table:
-    """Tokens of a position table: special ones, then a grid (or a sequence, one row)."""
+    """TokenGrid of a position table: special ones, then a grid (or a sequence, one row)."""
 
     prefix: int
     rows: int
@@ -194,7 +196,7 @@ class _Layout:
                 firsts = [group[0] for key, group in named.items() if key != "w2"]
                 self.blocks |= {name: firsts.count(name) for name in firsts if firsts.count(name) > 1}
         self.tables = {p.name: _table(p) for p in _found(positions, student)}
-        self.larger = {_source.bare(p.name): _table(p) for p in _found(positions, teacher)}
+        self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
 
 
 def _uneven(part: Any, student: nn.Module) -> str | None:
@@ -211,7 +213,7 @@ def _uneven(part: Any, student: nn.Module) -> str | None:
 
 def _found(finder: Any, model: Any) -> list[Any]:
     try:
-        return finder(model if isinstance(model, nn.Module) else _source.tensors(model))
+        return finder(model if isinstance(model, nn.Module) else _trained.tensors(model))
     except AnatomyError:
         return []
 
@@ -240,7 +242,7 @@ class _Chooser:
             raise SpecError(
                 f"`{name}` packs queries, keys and values head by head or unevenly; leave it out by exclude="
             )
-        table, bigger = layout.tables.get(name), layout.larger.get(_source.bare(name))
+        table, bigger = layout.tables.get(name), layout.larger.get(unwrapped(name))
         tokens = None
         if table is not None and bigger is not None and table != bigger:
             tokens = _tokens(name, table, bigger)

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import flag, positive
 from weightscope.anatomy import SSMPart, ssms
-from weightscope.init._common import M, chosen_layers, flag, positive
+from weightscope.init._common import M, chosen_layers
 
 # softplus(b) = 1 for b = log(e - 1) = 0.5413
 UNIT_STEP = math.log(math.e - 1)
@@ -64,7 +65,7 @@ def mimetic_ssm_(
         AnatomyError: if the module has no state-space layer.
         UsageError: if an argument cannot be meant.
 
-    Source: thesis 3.3.2 and Fig. 3.26.
+    NamedTensors: thesis 3.3.2 and Fig. 3.26.
 
     Example:
         >>> mimetic_ssm_(mamba, c=8, layers=3)

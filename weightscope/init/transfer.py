@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice, count, number
+from weightscope._util.names import listing, matching, unwrapped
 from weightscope.errors import SpecError, UsageError
-from weightscope.init import _source
-from weightscope.init._common import M, choice, count, cpu_generator, listing, matching, matrices, number, put
+from weightscope.init import _trained
+from weightscope.init._common import M, cpu_generator, matrices, put
 
 
 def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str, Tensor]:
     """The module's tensors that match the patterns and belong to the components."""
-    everything = _source.weights(module)
-    kinds = _source.components(module)
-    allowed = _source.chosen_components(components)
+    everything = _trained.weights(module)
+    kinds = _trained.components(module)
+    allowed = _trained.chosen_components(components)
     names = [name for name in matching(select, everything) if kinds[name] in allowed]
     if not names:
         raise UsageError(f"nothing is both in {sorted(allowed)} and matches {select!r}")
@@ -28,12 +30,12 @@ def _taken(source: Any, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         SpecError: listing the tensors that are missing or misshapen.
     """
-    there = _source.tensors(source)
-    known = {_source.bare(name): name for name in there}
-    missing = [name for name in wanted if _source.bare(name) not in known]
+    there = _trained.tensors(source)
+    known = {unwrapped(name): name for name in there}
+    missing = [name for name in wanted if unwrapped(name) not in known]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; select what it has, or use select_weights_")
-    out = {name: torch.as_tensor(there[known[_source.bare(name)]]) for name in wanted}
+    out = {name: torch.as_tensor(there[known[unwrapped(name)]]) for name in wanted}
     for name, value in out.items():
         if value.shape != wanted[name].shape:
             raise SpecError(
@@ -64,7 +66,7 @@ def transfer_(
         SpecError: if the source lacks one of the tensors or has another shape; nothing is copied then.
         UsageError: if nothing is selected.
 
-    Source: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
+    NamedTensors: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
 
     Example:
         >>> transfer_(new, trained, components="attention")
@@ -109,7 +111,7 @@ def transfer_singular_(
         SpecError: if the source lacks one of the tensors or has another shape.
         UsageError: if not exactly one of rank and fraction is given, or nothing is selected.
 
-    Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
+    NamedTensors: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
     Example:
         >>> transfer_singular_(new, trained, fraction=0.1, remainder="keep", components="mlp")
@@ -172,7 +174,7 @@ def permute_(
         AnatomyError: if the module has no matrix.
         UsageError: if an argument cannot be meant, or nothing is selected.
 
-    Source: thesis 4.1 (random permutations that keep statistics).
+    NamedTensors: thesis 4.1 (random permutations that keep statistics).
 
     Example:
         >>> permute_(transfer_(new, trained), mode="rows", select="*mlp*")

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from weightscope.init._common import M, choice, each_matrix, fans, normal, number, positive, uniform
+from weightscope._util.checks import choice, number, positive
+from weightscope.init._common import M, each_matrix, fans, normal, uniform
 
 _BIASES = ("uniform", "zero", "keep")
 
@@ -48,7 +49,7 @@ def kaiming_uniform_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    Source: He et al. 2015, section 2.2; MLP paper, section 3.
+    NamedTensors: He et al. 2015, section 2.2; MLP paper, section 3.
 
     Example:
         >>> kaiming_uniform_(vit, select="*mlp*", generator=torch.Generator().manual_seed(0))
@@ -86,7 +87,7 @@ def xavier_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    Source: Glorot and Bengio 2010, Eq. 12 and 16.
+    NamedTensors: Glorot and Bengio 2010, Eq. 12 and 16.
 
     Example:
         >>> xavier_(vit, distribution="normal", generator=torch.Generator().manual_seed(0))
@@ -128,7 +129,7 @@ def trunc_normal_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    Source: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
+    NamedTensors: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
 
     Example:
         >>> trunc_normal_(vit, generator=torch.Generator().manual_seed(0))

@@ -65,7 +65,7 @@ class SpatialMean(nn.Module):
 
 
 class TokenPool(nn.Module):
-    """Tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token).
+    """TokenGrid (B, N, d) to one vector (B, d): their average, or the first one (the class token).
 
     Args:
         first: take the first token instead of the average.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure, SubFigure
 
-from weightscope import _atomic
+from weightscope._util import atomic
 from weightscope.errors import UsageError
 from weightscope.plots._style import DPI, themed
 
@@ -47,4 +47,4 @@ def save(figure: Figure | SubFigure, path: str | Path) -> None:
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in _METADATA:
         raise UsageError(f"{path}: a figure's name must end in {', '.join('.' + s for s in _METADATA)}")
-    _atomic.write(path, render(figure, suffix))
+    atomic.write(path, render(figure, suffix))

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from weightscope import _atomic, _toml
+from weightscope._util import atomic, toml
 from weightscope.errors import UsageError
 from weightscope.population.reading import Population
 from weightscope.spec import WeightSpec
@@ -43,7 +43,7 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
         raise UsageError(f"{path} is a folder; give the name of a file")
     sub = population.spec.select(select)
     layout, offset = _lay_out(population, sub)
-    with _atomic.replacing(path) as file:
+    with atomic.replacing(path) as file:
         for start, piece in layout.pieces:
             file.seek(start)
             file.write(piece)
@@ -70,7 +70,7 @@ def _lay_out(population: Population, sub: WeightSpec) -> tuple["_Recorder", int 
         columns |= {f"metrics/{name}": values for name, values in population.metrics.items()}
         texts = {
             "spec": sub.to_json(),
-            "recipe": _toml.dumps(population.recipe.to_dict()),
+            "recipe": toml.dumps(population.recipe.to_dict()),
             "environment": json.dumps(population.environment),
         }
         for name, values in columns.items():

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weightscope import _atomic, _toml
+from weightscope._util import atomic, toml
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -28,7 +28,7 @@ class Manifest:
         recipe: what every network of it was trained with; `recipe.population.networks` is how many there
             are to be.
         spec: of one network.
-        environment: of the machine that began it; see `weightscope.environment`.
+        environment: of the machine that began it; see `weightscope._util.environment`.
         sizes: every number of networks that was ever asked for, rising; the last is the present one. Only a
             tile in which an earlier size ended can hold fewer networks than it should.
         inputs: hash of everything that the recipe names and does not contain: the data set's images, the
@@ -101,7 +101,7 @@ class Manifest:
                     "tile": self.tile,
                     "sizes": list(self.sizes),
                     "recipe": values,
-                    "recipe_toml": _toml.dumps(values),
+                    "recipe_toml": toml.dumps(values),
                     "inputs": self.inputs,
                     "spec": json.loads(self.spec.to_json()),
                     "environment": self.environment,
@@ -184,8 +184,8 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
     others = _others(path)
     if not (path / NAME).exists():
         _refuse_other_folder(path, others)
-        _atomic.make_folder(path / SHARDS)
-        _atomic.write(path / NAME, wanted.to_bytes())
+        atomic.make_folder(path / SHARDS)
+        atomic.write(path / NAME, wanted.to_bytes())
         return wanted, True
     there = read(path)
     match(path, there, wanted)
@@ -196,7 +196,7 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
         )
     if wanted.networks > there.networks:
         there = there.grown(wanted.networks)
-        _atomic.write(path / NAME, there.to_bytes())
+        atomic.write(path / NAME, there.to_bytes())
     return there, False
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import h5py
 import numpy as np
 
+from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.errors import DataError
 from weightscope.population.manifest import Manifest
-from weightscope.seeding import Purpose, torch_seed
 
 AGAIN = "run `weightscope collect` again, which trains it anew"
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import h5py
 
-from weightscope import _atomic
+from weightscope._util import atomic
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 from weightscope.population.shard_format import AGAIN, TrainedTile, check_structure, encode, foreign
@@ -81,7 +81,7 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> t
     old = [_digest(file)] if there.kind == "short" else []
     _write_hashes(file, [digest, *old])
     try:
-        _atomic.write(file, data)
+        atomic.write(file, data)
     except WeightscopeError:
         if there.kind == "missing":
             _hash_file(file).unlink(missing_ok=True)
@@ -200,4 +200,4 @@ def _listed(file: Path) -> list[str]:
 
 def _write_hashes(file: Path, digests: list[str]) -> None:
     unique = dict.fromkeys(digests)
-    _atomic.write(_hash_file(file), "".join(f"{d}  {file.name}\n" for d in unique).encode())
+    atomic.write(_hash_file(file), "".join(f"{d}  {file.name}\n" for d in unique).encode())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightscope import _atomic
+from weightscope._util import atomic
 from weightscope.errors import UsageError
 from weightscope.report.page import TEMPLATE, Page
 from weightscope.report.parts import (
@@ -131,5 +131,5 @@ class Report:
         header += f'<p class="lead">{page.inline(lead)}</p>' if any(lead) else ""
         body = "\n".join(part(page) for part in self._parts)
         text = TEMPLATE.format(title=html.escape(self.title), style=CSS, header=header, body=body)
-        _atomic.write(path, text.encode())
+        atomic.write(path, text.encode())
         return path

@@ -8,7 +8,7 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.kronecker import matrix_normal
+from weightscope.statistics.kronecker.factorisation import matrix_normal
 from weightscope.structures.base import (
     Structure,
     checked,
@@ -25,7 +25,7 @@ class Kronecker(Structure):
 
     A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
     filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
-    maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
+    maximum likelihood (`weightscope.statistics.kronecker.factorisation.matrix_normal`).
 
     Args:
         spec: of the D entries.

@@ -1,0 +1,50 @@
+"""Checks of arguments, with errors that name the argument, what is allowed and what was found."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from weightscope.errors import UsageError
+
+
+def number(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf) -> float:
+    """`value` as a finite float in [least, most].
+
+    Raises:
+        UsageError: if it is not a number or out of range; names the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UsageError(f"{name}: expected a finite number, found {value!r}")
+    if not least <= value <= most:
+        limits = f">= {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+        raise UsageError(f"{name}: expected a number {limits}, found {value!r}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a finite float > 0; raises UsageError otherwise."""
+    if number(name, value) <= 0:
+        raise UsageError(f"{name}: expected a number > 0, found {value!r}")
+    return float(value)
+
+
+def count(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an integer >= least; raises UsageError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}: expected an integer >= {least}, found {value!r}")
+    return value
+
+
+def choice(name: str, value: Any, options: Iterable[str]) -> str:
+    """`value` if it is one of `options`; raises UsageError with the list otherwise."""
+    options = tuple(options)
+    if not isinstance(value, str) or value not in options:
+        raise UsageError(f"{name}: expected one of {', '.join(map(repr, options))}, found {value!r}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is a bool; raises UsageError otherwise."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}: expected true or false, found {value!r}")
+    return value

@@ -1,0 +1,75 @@
+"""Names of tensors: without the wrappers' parts, matched by patterns, listed in messages."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from weightscope.errors import UsageError
+
+# Components that wrappers add: torch.compile, FSDP, activation checkpointing. `module` is DataParallel's and DDP's,
+# and only at the start; further in, it can be a submodule of that name.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name without the components that wrappers add, wherever they stand.
+
+    Example:
+        >>> unwrapped("module.blocks.0.mlp._orig_mod.fc1.weight")
+        'blocks.0.mlp.fc1.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> list[str]:
+    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated text or as a sequence.
+
+    Raises:
+        UsageError: if there is none, or one is not a text.
+    """
+    parts = pattern.split(",") if isinstance(pattern, str) else list(pattern)
+    if not parts or not all(isinstance(p, str) and p.strip() for p in parts):
+        raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {pattern!r}")
+    return [p.strip() for p in parts]
+
+
+def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:
+    """The names that match any of the patterns, in their order.
+
+    Raises:
+        UsageError: if one of the patterns matches none of them; lists the names, the nearest first.
+    """
+    names, patterns = list(names), split_patterns(pattern, argument)
+    for p in patterns:
+        if not any(fnmatchcase(name, p) for name in names):
+            ordered = dict.fromkeys([*difflib.get_close_matches(p, names, cutoff=0.3), *names])
+            raise UsageError(f"{argument}: {p!r} matches none of the {len(names)} tensors: {listing(ordered)}")
+    return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+
+
+def listing(names: Iterable[str], most: int = 8) -> str:
+    """The first few names, for a message.
+
+    Example:
+        >>> listing(["a", "b", "c"], most=2)
+        '`a`, `b` and 1 more'
+    """
+    names = list(names)
+    return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """The message about a name that does not exist: the nearest one, or all of them.
+
+    Example:
+        >>> unknown("initialiser", "mimetic_atention", ["mimetic_attention", "mimetic_mlp"])
+        "no initialiser 'mimetic_atention'; did you mean 'mimetic_attention'?"
+    """
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75) if isinstance(name, str) else []
+    if near:
+        return f"no {kind} {name!r}; did you mean {near[0]!r}?"
+    return f"no {kind} {name!r}; there are {', '.join(known)}"

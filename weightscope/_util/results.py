@@ -1,0 +1,45 @@
+"""What every result offers: text for the terminal, records for pandas, a short `repr`, HTML for notebooks."""
+
+import html
+from abc import abstractmethod
+from typing import Any
+
+from weightscope._util.tables import html_table
+from weightscope.errors import UsageError
+
+
+class Result:
+    """Base class of results. A subclass has `text`, `rows` and `summary`; most have `to_dict` and `plot` as well."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """For the terminal."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as records: one flat dictionary for each row, with the same keys."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """One line that says what this is and how much there is of it."""
+
+    def to_pandas(self) -> Any:
+        """`rows()` as a `pandas.DataFrame`.
+
+        Raises:
+            UsageError: if pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
+        return pandas.DataFrame(self.rows())
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self.summary())}</p>{html_table(self.rows())}"

@@ -1,0 +1,260 @@
+"""What `attention_maps` answers: mean maps, statistics, the rank condition, text and pictures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.errors import DataError, UsageError
+
+Kind = Literal["maps", "expected", "offsets", "ranks"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMaps:
+    """One attention layer on a batch of B images with n tokens.
+
+    Attributes:
+        layer: number in the order in which the model calls its layers, from 0.
+        name: path of the attention module.
+        maps: (H, n, n), attention probabilities, mean over images; rows (queries) sum to 1.
+        entropy: (H,), mean entropy of single images' rows, in units of log n: 1 for uniform attention.
+        beta: (H,), `tr(W_Q W_K^T) / d`, the least-squares beta of `W_Q W_K^T ~ alpha Z + beta I`.
+        expected: (H, n, n), thesis Eq. 3.19 with these beta; None without a table of positions.
+        stable_ranks: (B,), of what the layer reads, patch tokens only (see `AttentionMaps.condition`).
+        width: D.
+    """
+
+    layer: int
+    name: str
+    maps: np.ndarray
+    entropy: np.ndarray
+    beta: np.ndarray
+    expected: np.ndarray | None
+    stable_ranks: np.ndarray
+    width: int
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return len(self.maps)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    """Mean attention maps of every layer and head, with what they should be compared with.
+
+    Attributes:
+        layers: in the order of the model's calls.
+        tokens: where the tokens lie: special ones first, then the grid row by row.
+        images: B.
+        filter_size: f, of the neighbourhood and the rank condition.
+        positions: where Eq. 3.19 has its P from; "none" where there is no table.
+        skipped: path of an attention module -> why it is left out.
+    """
+
+    layers: tuple[LayerMaps, ...]
+    tokens: TokenGrid
+    images: int
+    filter_size: int
+    positions: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """One row for each layer and head.
+
+        - self: mean weight of a patch token on itself;
+        - near: on the f x f tokens around it, itself included;
+        - special: on the special tokens (class token, registers);
+        - entropy: see `LayerMaps`;
+        - beta: see `LayerMaps`;
+        - expected_r: correlation of the entries of the mean map and of Eq. 3.19, patch tokens only; None without one.
+        """
+        near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
+        rows = []
+        for layer in self.layers:
+            for head in range(layer.heads):
+                block = layer.maps[head, patches, patches]
+                row = {"layer": layer.layer, "head": head, "self": float(np.trace(block) / len(block))}
+                row["near"] = float((block * near).sum() / len(block))
+                row["special"] = float(layer.maps[head, patches, : self.tokens.prefix].sum() / len(block))
+                row |= {"entropy": float(layer.entropy[head]), "beta": float(layer.beta[head])}
+                other = None if layer.expected is None else layer.expected[head, patches, patches]
+                rows.append(row | {"expected_r": None if other is None else _correlation(block, other)})
+        return rows
+
+    def condition(self) -> list[dict[str, Any]]:
+        """One row for each layer: does D >= k f^2 hold (impulse paper, Eq. 3)?
+
+        k is the stable rank `sum s_i^2 / s_1^2` of the layer's input X (n patches, D), as in Remark 1: not larger than
+        the rank, and dominated by the mean token, because X is not centred. Proposition 1 counts channels: any output
+        of f x f filters can be had by mixing channels if D >= k f^2. For attention with H heads, whose maps are shared
+        by D/H channels each, the paper reads it as two conditions: H >= f^2 different maps, D/H >= k copies of each.
+
+        Keys: `stable_rank` (mean over images) with `low` and `high` (5 % and 95 %), `needed` (k f^2), `width` (D),
+        `holds`, `share` (of images for which it holds), `largest_f` (largest odd f for which it holds, 0 for none),
+        `enough_heads`, `enough_copies`.
+        """
+        rows = []
+        for layer in self.layers:
+            k, square = float(layer.stable_ranks.mean()), self.filter_size**2
+            low, high = np.quantile(layer.stable_ranks, [0.05, 0.95])
+            reach = math.isqrt(int(layer.width / k))
+            rows.append(
+                {
+                    "layer": layer.layer,
+                    "stable_rank": k,
+                    "low": float(low),
+                    "high": float(high),
+                    "needed": k * square,
+                    "width": layer.width,
+                    "holds": layer.width >= k * square,
+                    "share": float(np.mean(layer.width >= layer.stable_ranks * square)),
+                    "largest_f": reach - (reach + 1) % 2 if reach else 0,
+                    "enough_heads": layer.heads >= square,
+                    "enough_copies": layer.width / layer.heads >= k,
+                }
+            )
+        return rows
+
+    def offsets(self) -> np.ndarray:
+        """Mean weight by relative place, (L, H, 2 rows - 1, 2 columns - 1); the middle is the token itself.
+
+        Entry (dy, dx) is the mean of `maps[(y, x), (y + dy, x + dx)]` over the patch tokens for which that is inside.
+
+        Raises:
+            DataError: if layers have different numbers of heads.
+        """
+        return _by_offset(_stack([layer.maps for layer in self.layers]), self.tokens)
+
+    def text(self) -> str:
+        """A table with one line for each layer, heads averaged, and a verdict."""
+        f, grid = self.filter_size, self.tokens
+        where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
+        head = f"means over heads and {self.images} images, {where}"
+        names = ["layer", "self", f"{f}x{f}", "special", "entropy", "beta", "r(3.19)", "k", f"{f * f} k", "D"]
+        table, statistics = [names], self.statistics()
+        for layer, row in zip(self.layers, self.condition(), strict=True):
+            mine = [s for s in statistics if s["layer"] == layer.layer]
+            mean = {key: np.mean([s[key] for s in mine]) for key in ("self", "near", "special", "entropy", "beta")}
+            known = [s["expected_r"] for s in mine if s["expected_r"] is not None]
+            cells = [f"{mean[key]:.3f}" for key in ("self", "near", "special", "entropy")]
+            cells += [f"{mean['beta']:+.3f}", f"{np.mean(known):.2f}" if known else "-"]
+            cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
+            table.append([str(layer.layer), *cells, "" if row["holds"] else "D < k f^2"])
+        widths = [max(len(line[i]) for line in table) for i in range(len(names))]
+        rows = ("  ".join([c.rjust(w) for c, w in zip(x, widths, strict=False)] + x[len(names) :]) for x in table)
+        lines = [head, "", *(row.rstrip() for row in rows)]
+        lines += ["", self.finding()]
+        return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
+
+    def finding(self) -> str:
+        """One sentence about the rank condition."""
+        rows, f = self.condition(), self.filter_size
+        good = sum(row["holds"] for row in rows)
+        heads = sum(row["enough_heads"] for row in rows)
+        return (
+            f"D >= k f^2 holds in {good} of {len(rows)} layers for f = {f}; "
+            f"{heads} of {len(rows)} have the f^2 = {f * f} heads that as many filters need"
+        )
+
+    def _title(self, kind: str) -> str:
+        """A picture's finding in numbers."""
+        if kind == "ranks":
+            return self.finding().replace(">=", "≥").replace("^2", "²")
+        f, rows = self.filter_size, self.statistics()
+        if kind == "expected":
+            r = [row["expected_r"] for row in rows if row["expected_r"] is not None]
+            known = f"; correlation with the real maps {np.mean(r):.2f}" if r else ""
+            return f"Attention that positions alone predict (thesis Eq. 3.19){known}"
+        near, flat = np.mean([row["near"] for row in rows]), _near(self.tokens, f).sum() / self.tokens.total
+        where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
+        return (
+            f"Mean attention over {self.images} images{where}; {near:.0%} of the weight lies on the {f} × {f} tokens "
+            f"around a query (uniform attention: {flat / (self.tokens.rows * self.tokens.columns):.0%})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, without the maps."""
+        grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
+        return {
+            "images": self.images,
+            "tokens": grid,
+            "filter_size": self.filter_size,
+            "positions": self.positions,
+            "heads": self.statistics(),
+            "layers": [{"name": a.name} | b for a, b in zip(self.layers, self.condition(), strict=True)],
+            "skipped": dict(self.skipped),
+        }
+
+    def plot(self, path: str | Path, kind: Kind = "maps", *, title: str | None = None) -> None:
+        """Write a picture (thesis Fig. 3.18, per head).
+
+        Args:
+            path: a .png, .pdf or .svg file.
+            kind: `"maps"`, or `"expected"` for Eq. 3.19: layers across, heads down; `"offsets"` the same by relative
+                place; `"ranks"`: stable ranks against the layer.
+            title: instead of the finding in numbers.
+
+        Raises:
+            UsageError: if the kind is another one, or there is no Eq. 3.19 to draw.
+            DataError: if layers have different numbers of heads.
+        """
+        from weightscope import plots
+
+        if kind not in get_args(Kind):
+            raise UsageError(f"kind must be one of {get_args(Kind)}, found {kind!r}")
+        if kind == "ranks":
+            ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
+            plots.save(plots.rank_condition(ranks, max(widths), title=title or self._title(kind)).figure, path)
+            return
+        if kind == "expected" and any(layer.expected is None for layer in self.layers):
+            raise UsageError("there is no table of positions, so there is no map to expect from Eq. 3.19")
+        if kind == "offsets":
+            panels = self.offsets()
+        else:
+            panels = _stack([layer.maps if kind == "maps" else layer.expected for layer in self.layers])
+        labels = [f"layer {layer.layer}" for layer in self.layers], [f"head {h}" for h in range(panels.shape[1])]
+        grid = plots.attention_grid(
+            panels.transpose(1, 0, 2, 3),
+            column_labels=labels[0],
+            row_labels=labels[1],
+            uniform=1 / self.tokens.total,
+            title=title or self._title(kind),
+        )
+        plots.save(grid, path)
+
+
+def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
+    if len({m.shape for m in maps}) != 1:
+        raise DataError("layers have different numbers of heads, which makes no grid; draw them apart")
+    return np.stack(maps)
+
+
+def _near(tokens: TokenGrid, f: int) -> np.ndarray:
+    """(patches, patches) bool: the key lies in the f x f window around the query."""
+    y, x = np.divmod(np.arange(tokens.rows * tokens.columns), tokens.columns)
+    return (np.abs(y[:, None] - y) <= f // 2) & (np.abs(x[:, None] - x) <= f // 2)
+
+
+def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
+    """(..., n, n) to means over pairs with one offset (..., 2 rows - 1, 2 columns - 1)."""
+    rows, columns = tokens.rows, tokens.columns
+    y, x = np.divmod(np.arange(rows * columns), columns)
+    place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
+    size = (2 * rows - 1) * (2 * columns - 1)
+    counts = np.bincount(place.ravel(), minlength=size)
+    flat = maps[..., tokens.prefix :, tokens.prefix :].reshape(-1, place.size)
+    sums = np.stack([np.bincount(place.ravel(), weights=m, minlength=size) for m in flat])
+    return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float | None:
+    """Pearson correlation of entries; None where one of them is the same everywhere."""
+    a, b = one.ravel() - one.mean(), other.ravel() - other.mean()
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / scale if scale > 0 else None

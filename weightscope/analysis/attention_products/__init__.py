@@ -1,0 +1,12 @@
+"""`products`: what a trained model's attention does to its residual stream, head by head.
+
+`W_Q W_K^T` of a head says which tokens attend to which, `W_V W_O` of a head or a layer what they pass on, both as
+maps of the d channels of the residual stream, in the row-vector convention. In trained transformers their diagonals
+stand out (thesis Fig. 3.17 and 3.23), which mimetic initialisation copies.
+"""
+
+from weightscope.analysis.attention_products.computing import products
+from weightscope.analysis.attention_products.factored import FactoredProduct
+from weightscope.analysis.attention_products.result import ProductsResult, SourceInfo
+
+__all__ = ["FactoredProduct", "ProductsResult", "SourceInfo", "products"]

@@ -1,0 +1,22 @@
+"""Covariances within one network: filters, rows, columns and patches as samples, layer by layer.
+
+found = covariance_within("efficientnet-lite0.pth", fresh, part="filters", labels=["trained", "default"])
+print(found.text())
+found.plot("filters.png", picture="maps")
+"""
+
+from weightscope.analysis.within_network.covariance import covariance_within
+from weightscope.analysis.within_network.filters import FilterCovariance, filter_covariances
+from weightscope.analysis.within_network.parts import PARTS, Part, skeleton
+from weightscope.analysis.within_network.result import Layer, Within
+
+__all__ = [
+    "PARTS",
+    "FilterCovariance",
+    "Layer",
+    "Part",
+    "Within",
+    "covariance_within",
+    "filter_covariances",
+    "skeleton",
+]

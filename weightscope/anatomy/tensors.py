@@ -1,0 +1,355 @@
+"""Where named tensors come from: a module, or a mapping of tensors with a config.
+
+Every finder of `weightscope.anatomy` asks a `NamedTensors` for names, shapes, tensors and *hints* (the number of
+heads, the state size, ...), so that one adapter serves models in memory and lazily read checkpoints alike.
+Nothing is decided by class: only names, shapes and attributes count.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.errors import AnatomyError, DataError, SpecError
+
+# Words that order the towers of a model whose names carry no registration order (a safetensors file sorts them).
+_RANK = {
+    "encoder": 0,
+    "text_model": 0,
+    "decoder": 1,
+    "vision_model": 1,
+    "self_attn": 0,
+    "encoder_attn": 1,
+    "multihead_attn": 1,
+}
+
+
+class NamedTensors:
+    """Named tensors with hints; see `ModuleTensors` and `MappingTensors`.
+
+    Attributes:
+        names: the tensors' names, in the model's order.
+    """
+
+    names: tuple[str, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    @property
+    def _index(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, without reading it where the source can tell."""
+        raise NotImplementedError
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, detached; it shares memory with the source when the source is writable."""
+        raise NotImplementedError
+
+    def writable(self, name: str) -> None:
+        """Return when writing into `get(name)` changes the source.
+
+        Raises:
+            DataError: when it would be lost.
+        """
+        raise NotImplementedError
+
+    def identity(self, name: str) -> Any:
+        """Equal for two names of one tied tensor."""
+        return name
+
+    def trained(self, name: str) -> bool:
+        """Whether the tensor is a parameter that takes gradients; assumed so where the source does not tell."""
+        return True
+
+    def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
+        """The value of the first of `keys` that is known at `path` or above it, nearest first; None when unknown."""
+        raise NotImplementedError
+
+    def own(self, path: str, key: str) -> Any | None:
+        """The attribute `key` of the module at `path` itself; None when there is none, or no modules."""
+        return None
+
+    def rope(self, path: str) -> bool:
+        """Whether queries and keys at `path` are rotated by position, as far as attributes and names tell."""
+        raise NotImplementedError
+
+
+class ModuleTensors(NamedTensors):
+    """The parameters and buffers of an `nn.Module`, in registration order.
+
+    Tied tensors are known under each of their names and share one `identity`.
+
+    Args:
+        module: any module.
+        config: hints for modules whose attributes do not tell, such as `{"num_heads": 3}`.
+    """
+
+    def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
+        self.module = module
+        self.config = dict(config or {})
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._tensors: dict[str, Tensor] = {}
+        for path, inner in self._modules.items():
+            own = [*inner._parameters.items(), *inner._buffers.items()]
+            self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
+        self.names = tuple(self._tensors)
+
+    @property
+    def _index(self) -> Mapping[str, Any]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `NamedTensors.shape`."""
+        return tuple(self._tensors[name].shape)
+
+    def get(self, name: str) -> Tensor:
+        """See `NamedTensors.get`."""
+        return self._tensors[name].detach()
+
+    def writable(self, name: str) -> None:
+        """See `NamedTensors.writable`."""
+        if self._tensors[name].is_meta:
+            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
+
+    def identity(self, name: str) -> Any:
+        """See `NamedTensors.identity`."""
+        return id(self._tensors[name])
+
+    def trained(self, name: str) -> bool:
+        """See `NamedTensors.trained`."""
+        return self._tensors[name].requires_grad
+
+    def _above(self, path: str) -> Iterable[nn.Module]:
+        while True:
+            if path in self._modules:
+                yield self._modules[path]
+            if not path:
+                return
+            path = path.rpartition(".")[0]
+
+    def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
+        """See `NamedTensors.hint`."""
+        keys = tuple(keys)
+        for module in self._above(path):
+            for holder in (module, getattr(module, "config", None)):
+                value = _first(holder, keys, kind)
+                if value is not None:
+                    return value
+        return next((v for k in keys if _is(v := self.config.get(k), kind)), None)
+
+    def own(self, path: str, key: str) -> Any | None:
+        """See `NamedTensors.own`."""
+        return getattr(self._modules.get(path), key, None)
+
+    def rope(self, path: str) -> bool:
+        """See `NamedTensors.rope`."""
+        # Attributes of a single block belong to its own attention; higher up, one rotation serves the whole tower.
+        for module in self._above(path):
+            config = getattr(module, "config", None)
+            if any(getattr(module, key, None) is not None for key in _ROPE_MODULES):
+                return True
+            if config is not None:
+                return _rope_config(config.to_dict() if hasattr(config, "to_dict") else vars(config))
+        return False
+
+
+class MappingTensors(NamedTensors):
+    """Tensors by name (a state dict, or anything lazily read) with the model's config.
+
+    A mapping may offer `shape(name)` so that shapes cost no reading, and `config`.
+
+    Args:
+        tensors: name -> tensor.
+        config: the model's `config.json` as a dictionary; sub-configs (`text_config`, ...) are found by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+        self._tensors = tensors
+        self.config = dict(config if config is not None else getattr(tensors, "config", None) or {})
+        self.names = tuple(sorted(tensors, key=natural))
+
+    @property
+    def _index(self) -> Mapping[str, Any]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `NamedTensors.shape`."""
+        known = getattr(self._tensors, "shape", None)
+        return tuple(known(name) if callable(known) else self._tensors[name].shape)
+
+    def get(self, name: str) -> Tensor:
+        """See `NamedTensors.get`."""
+        return torch.as_tensor(self._tensors[name]).detach()
+
+    def writable(self, name: str) -> None:
+        """See `NamedTensors.writable`."""
+        value = self._tensors[name]
+        kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
+        if not kept or not isinstance(value, Tensor) or value.is_meta:
+            raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
+
+    def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
+        for key, inner in self.config.items():
+            if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
+                yield inner
+        yield self.config
+
+    def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
+        """See `NamedTensors.hint`."""
+        side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
+        keys = tuple(keys)
+        for scope in self._scopes(path):
+            for key in keys:
+                sided = f"{side}_{key.removeprefix('num_')}" if side else key
+                for value in (scope.get(sided), scope.get(key)):
+                    if _is(value, kind):
+                        return value
+        return None
+
+    def rope(self, path: str) -> bool:
+        """See `NamedTensors.rope`."""
+        tower = path.split(".")[0]
+        tables = (name for name in self.names if re.search(r"(rotary_emb|rope)\b.*(inv_freq|freqs)", name))
+        if any(name.split(".")[0] == tower for name in tables):
+            return True
+        return any(_rope_config(scope) for scope in list(self._scopes(path))[:1])
+
+
+# Attributes under which a module holds the rotation of queries and keys (transformers, timm, others).
+_ROPE_MODULES = ("rotary_emb", "rotary_embed", "rope", "rope_embeddings", "rotary_pos_emb", "rotary_position_embedding")
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+# Old configs of these models do not name the rotation at all.
+_ROPE_TYPES = {
+    "llama",
+    "mistral",
+    "mixtral",
+    "gpt_neox",
+    "gptj",
+    "codegen",
+    "qwen2",
+    "gemma",
+    "phi",
+    "stablelm",
+    "olmo",
+}
+
+
+def _rope_config(config: Mapping[str, Any]) -> bool:
+    kind = config.get("position_embedding_type", config.get("position_embeddings_type"))
+    if kind is not None:
+        return kind in ("rotary", "rope")
+    return any(key in config for key in _ROPE_KEYS) or config.get("model_type") in _ROPE_TYPES
+
+
+def _first(holder: Any, keys: Iterable[str], kind: type | tuple[type, ...]) -> Any | None:
+    if holder is None:
+        return None
+    for key in keys:
+        value = getattr(holder, key, None)
+        if _is(value, kind):
+            return value
+    return None
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """isinstance, without counting a bool as an integer."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key that puts `layer.2` before `layer.10`, encoders before decoders, self before cross attention."""
+    parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]
+    return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]
+
+
+def named_tensors(model: Any, config: Mapping[str, Any] | None = None) -> NamedTensors:
+    """The `NamedTensors` of a module, a mapping, or a `NamedTensors`.
+
+    Raises:
+        AnatomyError: for anything else.
+    """
+    if isinstance(model, NamedTensors):
+        return model
+    if isinstance(model, nn.Module):
+        return ModuleTensors(model, config)
+    if isinstance(model, Mapping):
+        return MappingTensors(model, config)
+    raise AnatomyError(f"expected a module or a mapping of named tensors, found {type(model).__name__}")
+
+
+def exact_float(tensor: Tensor) -> Tensor:
+    """A copy in float32, or in the tensor's own type when that holds more."""
+    wide = tensor.is_floating_point() and tensor.element_size() >= 4
+    return tensor.to(tensor.dtype if wide else torch.float32, copy=True)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows of a matrix that lies in a tensor.
+
+    Attributes:
+        name: the tensor.
+        rows: which rows of the (out, in) matrix, as a slice or an index tensor; None for all.
+        transposed: the tensor stores (in, out), as transformers' Conv1D does.
+        vector: the tensor is a vector (a bias), read as it is.
+    """
+
+    name: str
+    rows: Any = None
+    transposed: bool = False
+    vector: bool = False
+
+    def _view(self, source: NamedTensors) -> Tensor:
+        tensor = source.get(self.name)
+        if self.vector:
+            return tensor
+        return tensor.T if self.transposed else tensor.flatten(1)
+
+    def read(self, source: NamedTensors) -> Tensor:
+        """A copy of the rows, (rows, columns) or (rows,), float32 or better."""
+        view = self._view(source)
+        return exact_float(view if self.rows is None else view[self.rows])
+
+    @torch.no_grad()
+    def write(self, source: NamedTensors, value: Tensor) -> None:
+        """Put rows back, cast to the tensor's type and device.
+
+        Raises:
+            SpecError: if the shape is another than `read`'s.
+            DataError: if the source cannot be written, or a finite number overflows in the tensor's type.
+        """
+        source.writable(self.name)
+        view = self._view(source)
+        rows = slice(None) if self.rows is None else self.rows
+        wanted = tuple(view[rows].shape)
+        if tuple(value.shape) != wanted:
+            raise SpecError(f"`{self.name}`: expected values of shape {wanted}, found {tuple(value.shape)}")
+        view[rows] = _cast(self.name, value, view)
+
+
+@torch.no_grad()
+def put(source: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
+    """Write a whole tensor of a source, given in the shape that its view has.
+
+    Raises:
+        SpecError: if the value's shape is not `shape`.
+        DataError: if the source cannot be written, or a finite number overflows in the tensor's type.
+    """
+    if tuple(value.shape) != tuple(shape):
+        raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
+    source.writable(name)
+    target = source.get(name)
+    target.copy_(_cast(name, value, target).reshape(target.shape))
+
+
+def _cast(name: str, value: Tensor, target: Tensor) -> Tensor:
+    cast = value.detach().to(device=target.device, dtype=target.dtype)
+    if cast.dtype != value.dtype and bool((cast.isinf() & value.to(cast.device).isfinite()).any()):
+        raise DataError(f"`{name}`: the values overflow in {target.dtype}; use a wider type or a smaller scale")
+    return cast

@@ -1,0 +1,47 @@
+"""Where the tokens of a vision transformer or a sequence model lie."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Offset = tuple[int, int]
+"""(dy, dx): token (y, x) refers to the one at (y + dy, x + dx)."""
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Where tokens lie: `prefix` special ones (class token, registers), then a grid row by row.
+
+    A sequence is a grid of one row.
+
+    Attributes:
+        rows: of the grid.
+        columns: of the grid.
+        prefix: special tokens at the start.
+        causal: whether a token sees itself and earlier ones only.
+    """
+
+    rows: int
+    columns: int
+    prefix: int = 0
+    causal: bool = False
+
+    @property
+    def total(self) -> int:
+        """N, all tokens."""
+        return self.prefix + self.rows * self.columns
+
+    def targets(self, offset: Offset) -> Tensor:
+        """For each token (N,) the index of the one that lies `offset` = (dy, dx) away, -1 where there is none.
+
+        Special tokens look at none.
+        """
+        y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
+        y, x = y + offset[0], x + offset[1]
+        inside = (y >= 0) & (y < self.rows) & (x >= 0) & (x < self.columns)
+        index = torch.where(inside, y * self.columns + x + self.prefix, -1).reshape(-1)
+        index = torch.cat([torch.full((self.prefix,), -1), index])
+        if self.causal:
+            index = torch.where(index > torch.arange(self.total), -1, index)
+        return index

@@ -1,0 +1,113 @@
+"""A Python file that applies an artifact and needs torch and safetensors only."""
+
+from pathlib import Path
+
+from weightscope._util import atomic
+from weightscope.artifacts.population_fit import FitResult, load_artifact
+from weightscope.errors import UsageError
+
+_TEMPLATE = '''\
+"""Initialise {touched} from {artifact}, which lies beside this file.
+
+    {module}.init_(network, generator=torch.Generator().manual_seed(0))
+
+{summary}
+"""
+
+import json
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+
+@torch.no_grad()
+def init_(module, generator=None):
+    """Set the artifact's tensors in place; everything else stays as it is."""
+    with safe_open(Path(__file__).with_name({artifact!r}), "pt") as file:
+        groups = json.loads(file.metadata()["weightscope"])["groups"]
+        arrays = {{key: file.get_tensor(key) for key in file.keys()}}
+    own = {{k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}}
+    for i, group in enumerate(groups):
+        a = {{key.removeprefix(f"{{i}}."): value for key, value in arrays.items() if key.startswith(f"{{i}}.")}}
+        x = _sample(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
+        if "varying" in a:  # entries that are the same in every network
+            x = a["values"].masked_scatter(a["varying"].bool(), x)
+        for name, shape, _ in group["spec"]:
+            own[name].copy_(x[: prod(shape)].reshape(shape))
+            x = x[prod(shape) :]
+    return module
+
+
+def _sample(group, a, randn):
+    """One sample of a group's entries that vary: its mean plus a linear map of standard normal noise."""
+    x = a.get("mean", torch.zeros(0, dtype=torch.float64)).clone()
+    if "variance" in a:
+        x += a["variance"].sqrt() * randn(len(x))
+    if "factor" in a:
+        x += a["factor"] @ randn(a["factor"].shape[1])
+    matrices = group["matrices"] if group["form"] != "affine" else []
+    start = 0
+    for j, (p, n) in enumerate(matrices):
+        z = randn(p, n)
+        if group["form"] == "kronecker":
+            z = a[f"rows.{{j}}"] @ z @ a[f"columns.{{j}}"].T
+        else:  # residual, row, column and grand means, each scaled by its own standard deviation
+            row, column, grand = z.mean(1, keepdim=True), z.mean(0, keepdim=True), z.mean()
+            parts = z - row - column + grand, row - grand, column - grand, grand
+            z = sum(root * part for root, part in zip(a["eigenvalues"][j].sqrt(), parts))
+        x[start : start + p * n] += z.flatten()
+        start += p * n
+    return x
+'''
+
+
+def write_standalone(artifact: FitResult | str | Path, file: str | Path) -> Path:
+    """Write a Python file with one function, `init_(module, generator=None)`, that applies an artifact.
+
+    The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an
+    artifact from elsewhere is copied there, a result is saved there as `file` with the suffix `.safetensors`. For the
+    same generator it gives what `load_init` gives, up to float64 rounding.
+
+    Args:
+        artifact: a `FitResult`, or the path of its artifact.
+        file: to write, ending in `.py`.
+
+    Returns:
+        the path of the Python file.
+
+    Raises:
+        UsageError: if the name is not one that Python can import.
+        DataError: if the artifact is not sound.
+        WeightscopeError: if a file cannot be written.
+
+    Example:
+        >>> write_standalone("digits-mlp.safetensors", "digits_mlp.py")
+    """
+    file = Path(file)
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise UsageError(
+            f"a standalone initialiser needs a file name that Python can import (name.py), found {file.name!r}"
+        )
+    if isinstance(artifact, FitResult):
+        result, beside = artifact, file.with_suffix(".safetensors")
+        result.save(beside)
+    else:
+        result, beside = load_artifact(artifact), file.with_name(Path(artifact).name)
+        if beside.resolve() != Path(artifact).resolve():
+            atomic.write(beside, Path(artifact).read_bytes())
+    atomic.write(file, _source(result, file.stem, beside.name).encode())
+    return file
+
+
+def _source(result: FitResult, module: str, artifact: str) -> str:
+    names = result.spec.names
+    touched = ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more tensors"
+    kinds = sorted({group.label for group in result.groups})
+    summary = f"Fitted to {result.networks} networks; structures: {', '.join(kinds)}."
+    safe = {
+        key: text.replace("\\", "/").replace('"""', "'''")
+        for key, text in {"touched": touched, "summary": summary}.items()
+    }
+    return _TEMPLATE.format(module=module, artifact=artifact, **safe)

@@ -1,0 +1,277 @@
+"""What `mimetic_attention_` promises: products of weights near a multiple of the identity, and how far off.
+
+All is said about the effective operators `W_Q W_K^T` of a head and `sum_h W_V W_O` of a layer, in the row-vector
+convention, so any construction with the same products passes, whatever its code. One promise is about the factors:
+that the singular values are shared evenly between them.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.anatomy.attention import find
+from weightscope.auditing.intervals import Interval, predicted
+from weightscope.auditing.report import Check
+from weightscope.errors import AnatomyError
+from weightscope.init._common import chosen_layers
+from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
+
+_DRAWS = 48  # of the simulated null; the t quantile of LEVEL is then 5.6
+_LARGEST = 192  # width that is simulated; fluctuations above it are scaled
+_PROBES = 16  # random vectors that stand for a d x d matrix when heads are compared
+_SEED = 0x5EED  # of the simulation and the probes, so that an audit answers the same twice
+
+STATISTICS = ("diagonal mean", "diagonal std", "off-diagonal", "alpha", "asymmetry", "participation")
+
+
+def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
+    """Statistics of `M = A B^T` for A, B (d, r), without forming M where r < d.
+
+    - diagonal mean: `tr M / d`, which is also the least-squares beta of `M ~ alpha Z + beta I`;
+    - diagonal std: the spread of the diagonal's d entries;
+    - off-diagonal: Frobenius norm off the diagonal, over sqrt(d);
+    - alpha: `||M - beta I||_F / sqrt(d)`, the least-squares alpha, since ||Z||_F is sqrt(d);
+    - asymmetry: `||M - M^T||_F / (sqrt(2) ||M||_F)`, 0 for a symmetric M, 1 for independent entries;
+    - participation: `(sum s^2)^2 / (r sum s^4)` over the singular values s, 1 when all are equal.
+    """
+    d, r = a.shape
+    diagonal = (a * b).sum(1)  # (d,)
+    beta = diagonal.mean()
+    if r < d:
+        gram_a, gram_b, mixed = a.T @ a, b.T @ b, b.T @ a  # (r, r)
+        square, cross = (gram_a * gram_b).sum(), (mixed * mixed.T).sum()
+        chain = gram_a @ gram_b
+        fourth = (chain * chain.T).sum()
+    else:
+        m = a @ b.T
+        square, cross = m.square().sum(), (m * m.T).sum()
+        fourth = (m.T @ m).square().sum()
+    off = (square - diagonal.square().sum()).clamp_min(0)
+    around = (square - d * beta.square()).clamp_min(0)
+    values = (
+        beta,
+        diagonal.std(correction=0),
+        (off / d).sqrt(),
+        (around / d).sqrt(),
+        ((square - cross).clamp_min(0) / square).sqrt(),
+        square.square() / (min(r, d) * fourth),
+    )
+    return dict(zip(STATISTICS, map(float, values), strict=True))
+
+
+def imbalance(a: Tensor, b: Tensor) -> float:
+    """`||A^T A - B^T B||_F / ||B^T B||_F` for factors (n, d, r) of n products that share r singular values.
+
+    The Gram matrices are averaged over the n products on the side that has them, and zero means that both sides have
+    the square roots of the singular values.
+    """
+    gram_a = torch.einsum("hdr,hds->rs", a, a) / len(a)
+    gram_b = torch.einsum("hdr,hds->rs", b, b) / len(b)
+    return float((gram_a - gram_b).norm() / gram_b.norm())
+
+
+@dataclass(frozen=True)
+class Null:
+    """The shape and the numbers of a correct construction.
+
+    Attributes:
+        width: d.
+        rank: r of the product.
+        group: products that share one factor (query heads per key head).
+        alpha: noise.
+        beta: diagonal, with its sign.
+        construction: "svd" or "same-random".
+    """
+
+    width: int
+    rank: int
+    group: int
+    alpha: float
+    beta: float
+    construction: str
+
+    def scaled(self) -> "Null":
+        """The same with a width that is cheap to simulate, and the same rank / width."""
+        most = _LARGEST if self.group == 1 else _LARGEST // 2
+        if self.width <= most:
+            return self
+        exact = [d for d in range(most, most // 2, -1) if self.rank * d % self.width == 0]
+        d = exact[0] if exact else most
+        return Null(d, max(1, round(self.rank * d / self.width)), self.group, self.alpha, self.beta, self.construction)
+
+
+@lru_cache(maxsize=256)
+def intervals(null: Null) -> dict[str, Interval]:
+    """Statistic -> the interval that the correct construction keeps to with probability 1 - LEVEL.
+
+    `diagonal std` scales as 1/sqrt(d) and fluctuates by 1/d; the others converge, with fluctuations of 1/d.
+    """
+    small = null.scaled()
+    g = torch.Generator().manual_seed(_SEED)
+    draws = [product_statistics(*_draw(small, g)) for _ in range(_DRAWS)]
+    ratio = small.width / null.width
+    scale = max(null.alpha, abs(null.beta))
+    # Half precision, an approximate SVD, and the finite width of the simulation.
+    base = 2e-3 + (1 / small.width if ratio < 1 else 0)
+    out = {}
+    for name in STATISTICS:
+        values = [draw[name] for draw in draws]
+        if name == "diagonal std":
+            root = math.sqrt(ratio)
+            out[name] = predicted([v * root for v in values], shrink=root, slack=base * scale * root)
+        else:
+            relative = name in ("asymmetry", "participation")
+            out[name] = predicted(values, shrink=ratio, slack=base * (1 if relative else scale))
+    return out
+
+
+def _draw(null: Null, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Factors A, B (d, r) of one correct product; by plain singular value decompositions."""
+    d, r = null.width, min(null.rank, null.width)
+    if null.construction == "same-random":
+        z = torch.randn(d, null.rank, generator=g) * math.sqrt(abs(null.beta) / null.rank)
+        return z * math.copysign(1, null.beta), z
+    if null.alpha == 0:
+        basis = torch.linalg.qr(torch.randn(d, r, generator=g))[0]
+        return basis * null.beta, basis
+    noise = torch.randn(null.group, d, d, generator=g) * (null.alpha / math.sqrt(d))
+    wanted = (noise + null.beta * torch.eye(d)).reshape(-1, d)
+    if r == d:
+        return wanted[:d], torch.eye(d)
+    u, s, vh = torch.linalg.svd(wanted, full_matrices=False)
+    return u[:d, :r] * s[:r], vh[:r].T
+
+
+def mimetic_attention(
+    source: NamedTensors,
+    *,
+    alpha_qk: float,
+    beta_qk: float,
+    alpha_vo: float,
+    beta_vo: float,
+    preset: str | None,
+    construction: str,
+    parts: str,
+    layers: int | list[int] | None,
+) -> list[Check]:
+    """Checks of every head's query-key product and every layer's value-output product.
+
+    Raises:
+        AnatomyError: if there is no self-attention.
+    """
+    choice("construction", construction, CONSTRUCTIONS)
+    choice("parts", parts, PARTS)
+    if preset is not None:
+        choice("preset", preset, PRESETS)
+    a1, b1, a2, b2 = PRESETS[preset] if preset is not None else (alpha_qk, beta_qk, alpha_vo, beta_vo)
+    found = [part for part in find(source) if part.kind == "self"]
+    if not found:
+        raise AnatomyError("expected self-attention, found none")
+    wanted = chosen_layers(layers, (part.layer for part in found))
+    found = [part for part in found if part.layer in wanted]
+    checks: list[Check] = []
+    seen: dict[str, list[Signature]] = {"qk": [], "vo": []}
+    for part in found:
+        if parts != "vo":
+            checks += _query_key(part, a1, b1, construction, seen["qk"])
+        if parts != "qk":
+            checks += _value_output(part, a2, -b2, construction, seen["vo"])
+    return _with_resemblance(checks, seen)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What tells one product's noise from another's.
+
+    Attributes:
+        vector: (16 d,), see `_signature`.
+        group: products of the same group share a factor.
+    """
+
+    vector: Tensor
+    group: tuple[str, int]
+
+
+def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]) -> list[Check]:
+    q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
+    group = part.heads // part.kv_heads
+    null = Null(part.width, part.head_width, group, alpha, beta, construction)
+    promised = intervals(null)
+    checks = []
+    for head in range(part.heads):
+        key = k[part.kv_head(head)]
+        found = product_statistics(q[head], key)
+        first = head // group * group
+        checks += _checks("qk", part, head, found, promised, imbalance(q[first : first + group], key[None]))
+        vector = _signature(q[head], key, found["diagonal mean"])
+        seen.append(Signature(vector, (part.name, part.kv_head(head))))
+    return checks
+
+
+def _value_output(
+    part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]
+) -> list[Check]:
+    v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
+    group, d = part.heads // part.kv_heads, part.width
+    shared = o.reshape(part.kv_heads, group, -1, d).permute(1, 3, 0, 2).reshape(group, d, -1)  # (group, d, kv k)
+    values = v.permute(1, 0, 2).reshape(d, -1)  # (d, kv k)
+    outputs = shared.sum(0)  # query heads of one group add up behind the value head that they share
+    null = Null(d, part.kv_heads * part.value_width, 1, alpha, beta, construction)
+    found = product_statistics(values, outputs)
+    seen.append(Signature(_signature(values, outputs, found["diagonal mean"]), (part.name, 0)))
+    return _checks("vo", part, None, found, intervals(null), imbalance(values[None], shared * math.sqrt(group)))
+
+
+def _checks(
+    kind: str,
+    part: AttentionPart,
+    head: int | None,
+    found: dict[str, float],
+    promised: dict[str, Interval],
+    uneven: float,
+) -> list[Check]:
+    # Half precision rounds each factor by 0.2 %; swapped roots differ by tens of per cent.
+    rows = [(name, found[name], *promised[name]) for name in STATISTICS] + [("imbalance", uneven, 0.0, 0.02)]
+    return [Check("mimetic_attention", kind, part.layer, head, part.name, *row) for row in rows]
+
+
+def _signature(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """`(M - beta I)` applied to fixed random vectors, normalised: close for heads with the same noise only."""
+    probes = torch.randn(len(b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(a)
+    image = (a @ (b.T @ probes) - beta * probes).flatten()
+    return image / image.norm().clamp_min(1e-30)
+
+
+def _with_resemblance(checks: list[Check], seen: dict[str, list[Signature]]) -> list[Check]:
+    """Append to each product its largest absolute correlation with another one: near 1 when noise was reused.
+
+    Query heads with one key share a part of their products by construction, and are not compared.
+    """
+    found = {kind: iter(_resemblances(mine)) for kind, mine in seen.items()}
+    out = []
+    for check in checks:
+        out.append(check)
+        if check.statistic == "imbalance":
+            value, high = next(found[check.part])
+            out.append(replace(check, statistic="resemblance", found=value, low=0.0, high=high))
+    return out
+
+
+def _resemblances(seen: list[Signature]) -> list[tuple[float, float]]:
+    """(largest absolute correlation with a head of another group, what is allowed) for each signature."""
+    out = [0.0] * len(seen)
+    for length in {len(s.vector) for s in seen}:
+        index = [i for i, s in enumerate(seen) if len(s.vector) == length]
+        stack = torch.stack([seen[i].vector for i in index])
+        cosines = (stack @ stack.T).abs()
+        groups = [seen[i].group for i in index]
+        cosines[torch.tensor([[a == b for b in groups] for a in groups])] = 0
+        for i, value in zip(index, cosines.amax(1).tolist(), strict=True):
+            out[i] = value
+    # The noise of two independent heads has a correlation of deviation about 1/d.
+    return [(x, min(0.9, max(0.3, 8 * _PROBES / len(s.vector)))) for x, s in zip(out, seen, strict=True)]

@@ -1,0 +1,201 @@
+"""What the initialisers of depthwise filters promise: a covariance for each layer, or fixed patterns."""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import choice, positive
+from weightscope.anatomy import DepthwisePart, NamedTensors
+from weightscope.anatomy.convolution import find
+from weightscope.auditing.intervals import LEVEL, Interval, chi_squared, normal, predicted, skewed_limit
+from weightscope.auditing.report import Check
+from weightscope.errors import AnatomyError
+from weightscope.init.convolution import checked_filters, conv_covariance, covariance_root, relative_depths, settings
+
+_DRAWS = 48
+
+
+def _depthwise(source: NamedTensors) -> list[DepthwisePart]:
+    parts = find(source)
+    if not parts:
+        raise AnatomyError("expected depthwise convolutions, found none")
+    return parts
+
+
+def conv_covariance_promise(
+    source: NamedTensors,
+    *,
+    sigma0: float | None,
+    v: float | None,
+    a: float | None,
+    preset: str | None,
+    scale: float,
+    psd: str,
+    schedule: str,
+) -> list[Check]:
+    """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`.
+
+    The filters are whitened by the promised covariance, `y = S^(-1/2) E^T f`; a correct layer then has independent
+    standard normal coordinates, so energies are chi-squared and every wrong direction stands out, however little
+    variance it has.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution.
+        UsageError: if the filters or the parameters do not fit the construction.
+    """
+    curve = settings(preset, sigma0, v, a)
+    positive("scale", scale)
+    choice("psd", psd, ("abs", "clip"))
+    choice("schedule", schedule, ("depth", "sawtooth"))
+    parts = checked_filters(_depthwise(source), "the covariance is a bump around a centre pixel of an image")
+    checks: list[Check] = []
+    for part, depth in zip(parts, relative_depths(parts, schedule), strict=True):
+        k = part.kernel[0]
+        filters = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
+        for statistic, found, (low, high) in covariance_statistics(filters, k, curve(depth), psd, scale):
+            checks.append(Check("conv_covariance", "filters", part.layer, None, part.name, statistic, found, low, high))
+    return checks
+
+
+def covariance_statistics(
+    x: np.ndarray, k: int, sigma: float, psd: str, scale: float = 1.0
+) -> list[tuple[str, float, Interval]]:
+    """Statistics of filters (C, k^2) and their promised intervals.
+
+    - distance: `||F^T F / C - Sigma||_F / ||Sigma||_F`;
+    - energy: mean square of the whitened coordinates, 1;
+    - strongest, weakest: the whitened direction with the most and the least energy;
+    - correlation: `||Y^T Y / C - I||_F / sqrt(r)`, what correlations between whitened coordinates add;
+    - mean: squared norm of the whitened mean, times C / r;
+    - outside: share of the energy in directions without promised variance.
+    """
+    values, vectors = _spectrum(k, sigma, psd)
+    values = scale**2 * values
+    channels, total = len(x), float(values.sum())
+    # What the storage type rounds away lands in every direction, also in those without variance.
+    rounding = (_precision(x) ** 2 / 12) * float(np.mean(x**2))
+    inside = values > 100 * max(rounding, 1e-14 * total)
+    y = (x @ vectors)[:, inside] / np.sqrt(values[inside] + rounding)  # (C, r)
+    r = y.shape[1]
+    energies = np.mean(y**2, axis=0)  # (r,)
+    single = chi_squared(channels, level=LEVEL / r)
+    sample, sigma_matrix = x.T @ x / channels, (vectors * values) @ vectors.T
+    norm = float(np.linalg.norm(sigma_matrix))
+    distances, correlations = _null(k, sigma, psd, channels), _white_null(channels, r)
+    outside = float(np.mean(np.sum((x @ vectors[:, ~inside]) ** 2, axis=1))) / total if r < len(values) else 0.0
+    rest = 10 * (float(values[~inside].sum()) + rounding * (len(values) - r)) / total
+    return [
+        ("distance", float(np.linalg.norm(sample - sigma_matrix)) / norm, (0.0, skewed_limit(distances) + 0.01)),
+        ("energy", float(energies.mean()), chi_squared(channels * r, slack=1e-3)),
+        ("strongest", float(energies.max()), (0.0, single[1] + 1e-3)),
+        ("weakest", float(energies.min()), (single[0] - 1e-3, math.inf)),
+        ("correlation", _correlation(y), predicted(correlations, slack=1e-3)),
+        ("mean", channels * float(np.sum(y.mean(0) ** 2)) / r, chi_squared(r)),
+        ("outside", outside, (0.0, rest)),
+    ]
+
+
+def _correlation(y: np.ndarray) -> float:
+    channels, r = y.shape
+    return float(np.linalg.norm(y.T @ y / channels - np.eye(r))) / math.sqrt(r)
+
+
+def _precision(x: np.ndarray) -> float:
+    """The relative spacing of the narrowest type that holds every number: weights may have been stored in it."""
+    tensor = torch.from_numpy(x)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(tensor.to(dtype).double(), tensor):
+            return torch.finfo(dtype).eps
+    return torch.finfo(torch.float64).eps
+
+
+@lru_cache(maxsize=512)
+def _spectrum(k: int, sigma: float, psd: str) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues, none negative, and eigenvectors of the promised covariance."""
+    root = covariance_root(conv_covariance(k, sigma), psd)
+    values, vectors = np.linalg.eigh(root @ root.T)
+    return np.maximum(values, 0), vectors
+
+
+@lru_cache(maxsize=512)
+def _null(k: int, sigma: float, psd: str, channels: int) -> tuple[float, ...]:
+    """Distances between sample and promised covariance, of correct layers."""
+    values, _ = _spectrum(k, sigma, psd)
+    promised, rng = np.diag(values), np.random.default_rng(0)
+    norm = float(np.linalg.norm(promised))
+    out = []
+    for _ in range(_DRAWS):
+        y = rng.standard_normal((channels, len(values))) * np.sqrt(values)
+        out.append(float(np.linalg.norm(y.T @ y / channels - promised)) / norm)
+    return tuple(out)
+
+
+@lru_cache(maxsize=512)
+def _white_null(channels: int, r: int) -> tuple[float, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(_correlation(rng.standard_normal((channels, r))) for _ in range(_DRAWS))
+
+
+def random_filters_promise(source: NamedTensors, *, distribution: str, gain: float) -> list[Check]:
+    """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
+    choice("distribution", distribution, ("normal", "uniform"))
+    fourth = 3.0 if distribution == "normal" else 1.8
+    checks = []
+    for part in _depthwise(source):
+        size = math.prod(part.kernel)
+        x = part.read().cpu().double().reshape(part.channels, -1) * (math.sqrt(size) / gain)
+        n = x.numel()
+        rows = [
+            ("variance", float(x.square().mean()), normal(1.0, math.sqrt((fourth - 1) / n), slack=2e-3)),
+            ("mean", float(x.mean()), normal(0.0, 1 / math.sqrt(n))),
+            ("correlation", _correlation(x.numpy()), predicted(_white_null(part.channels, size), slack=0.02)),
+        ]
+        if distribution == "uniform":
+            rows.append(("largest", float(x.abs().max()), (0.0, math.sqrt(3) * 1.01)))
+        checks += [_row("random_filters", part, name, found, limits) for name, found, limits in rows]
+    return checks
+
+
+def impulse_filters_promise(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
+    """Checks that every filter is one pixel of 1, all central ones dealt out evenly."""
+    checks = []
+    for part in _depthwise(source):
+        x = part.read().cpu()
+        flat = x.reshape(part.channels, -1)
+        sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
+        margins = [(n - f) // 2 for n, f in zip(part.kernel, sizes, strict=True)]
+        central = x[:, margins[0] : margins[0] + sizes[0], margins[1] : margins[1] + sizes[1]]
+        counts = (central > 0.5).reshape(part.channels, -1).sum(0)
+        even = part.channels // math.prod(sizes)
+        rows = [
+            ("largest entry", flat.amax(1), (1.0, 1.0)),
+            ("sum", flat.abs().sum(1), (1.0, 1.0)),
+            ("central sum", central.reshape(part.channels, -1).sum(1), (1.0, 1.0)),
+            ("uses of a pixel", counts.float(), (float(even), float(even + (part.channels % math.prod(sizes) > 0)))),
+        ]
+        for name, found, limits in rows:
+            checks.append(_row("impulse_filters", part, name, _worst(found, limits), limits))
+    return checks
+
+
+def box_filters_promise(source: NamedTensors, *, value: float) -> list[Check]:
+    """Checks that every entry of every filter is the value."""
+    checks = []
+    for part in _depthwise(source):
+        slack = abs(value) * 0.004  # half precision
+        limits = (value - slack, value + slack)
+        checks.append(_row("box_filters", part, "entry", _worst(part.read().cpu(), limits), limits))
+    return checks
+
+
+def _worst(found: Tensor, limits: Interval) -> float:
+    """The entry that lies farthest outside the limits, or the mean when all lie inside."""
+    outside = torch.maximum(limits[0] - found, found - limits[1])
+    return float(found.flatten()[outside.argmax()]) if bool((outside > 0).any()) else float(found.mean())
+
+
+def _row(initialiser: str, part: DepthwisePart, statistic: str, found: float, limits: Interval) -> Check:
+    return Check(initialiser, "filters", part.layer, None, part.name, statistic, found, *limits)

@@ -1,0 +1,137 @@
+"""What `sinusoidal_positions_` and `impulse_attention_` promise: inner products of codes, and attention maps."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope.anatomy import AttentionPart, NamedTensors, PositionEmbedding
+from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy.embedding import find_positions
+from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.auditing.report import Check
+from weightscope.errors import AnatomyError
+from weightscope.init._common import chosen_layers
+from weightscope.init.impulse import attention_map, impulse_matrix, normalised
+from weightscope.init.impulse_attention import filter_offsets
+from weightscope.init.positions import sinusoidal_codes, table_codes
+
+
+def sinusoidal_positions(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
+    """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which no order of the features changes.
+
+    Raises:
+        AnatomyError: if there is no table of positions.
+    """
+    choice("special", special, ("keep", "zero"))
+    tables = find_positions(source)
+    if not tables:
+        raise AnatomyError("expected position embeddings, found none")
+    checks = []
+    for i, table in enumerate(tables):
+        value = table.read().cpu().double()
+        codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
+        mine, theirs = ordinary @ ordinary.T, codes @ codes.T
+        scale = float((mine * theirs).sum() / theirs.square().sum())
+        distance = float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
+        rows = [
+            ("gamma", math.sqrt(max(scale, 0.0)), (0.99 * abs(gamma), 1.01 * abs(gamma))),
+            ("distance of inner products", distance, (0.0, 0.01)),
+        ]
+        if special == "zero" and table.prefix:
+            rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
+        checks += [Check("sinusoidal_positions", "positions", i, None, table.name, *r[:2], *r[2]) for r in rows]
+    return checks
+
+
+def impulse_attention(
+    source: NamedTensors,
+    *,
+    filter_size: int,
+    offsets: str | Sequence[Sequence[int]],
+    pseudo_input: str,
+    following: str | None,
+    normalise: bool,
+    grid: int | Sequence[int] | None,
+    layers: int | list[int] | None,
+) -> list[Check]:
+    """Checks of every head's attention map on the position codes.
+
+    - peaks: of the tokens whose target lies in the image, how many look at it most;
+    - weight: the mean attention that these pay to it;
+    - error: mean squared error of the map against the impulse matrix, times the number of tokens;
+    - repeats: how often the layer has the head's offset already before every offset is used.
+
+    The offset of a head is the one that most of its tokens look at. Maps of layers that were solved for another
+    pseudo input than positions are not promised on the codes and not checked.
+
+    Raises:
+        AnatomyError: if there is no self-attention, or no position table and no `grid`.
+    """
+    found = [part for part in find_attention(source) if part.kind == "self"]
+    if not found:
+        raise AnatomyError("expected self-attention, found none")
+    wanted = chosen_layers(layers, (part.layer for part in found))
+    tables = find_positions(source)
+    checks: list[Check] = []
+    for i, part in enumerate(found):
+        kind = pseudo_input if i == 0 or following is None else following
+        if part.layer in wanted and kind == "positions":
+            codes, tokens = _codes(part, tables, grid)
+            known = filter_offsets(filter_size, tokens.rows > 1) if isinstance(offsets, str) else [*map(tuple, offsets)]
+            known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
+            checks += _maps(part, normalised(codes) if normalise else codes.double(), tokens, known)
+    if not checks:
+        raise AnatomyError("expected layers that were solved for positions, found none to check")
+    return checks
+
+
+def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]) -> list[Check]:
+    q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
+    targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
+    used: dict[Offset, int] = {}
+    checks = []
+    for head in range(part.heads):
+        found = attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
+        hits = (targets == found.argmax(1)) & (targets >= 0)
+        best = int((hits.sum(1) / (targets >= 0).sum(1).clamp_min(1)).argmax())
+        valid = (targets[best] >= 0).nonzero()[:, 0]
+        weight = float(found[valid, targets[best][valid]].mean())
+        wanted = impulse_matrix(tokens, known[best]).double()
+        error = float((found - wanted).square().mean()) * tokens.total
+        used[known[best]] = used.get(known[best], 0) + 1
+        allowed = math.ceil(part.heads / len(known))
+        rows = [
+            ("peaks", float(hits[best].sum()) / len(valid), (0.95, 1.0)),
+            ("weight", weight, (0.5, 1.0)),
+            ("error", error, (0.0, 0.5)),
+            ("uses of the offset", float(used[known[best]]), (1.0, float(allowed))),
+        ]
+        name = f"{part.name} {known[best]}"
+        checks += [Check("impulse_attention", "map", part.layer, head, name, *r[:2], *r[2]) for r in rows]
+    return checks
+
+
+def _codes(
+    part: AttentionPart, tables: list[PositionEmbedding], grid: int | Sequence[int] | None
+) -> tuple[Tensor, TokenGrid]:
+    """The codes of the tokens that a part reads: the nearest table by name, or sinusoidal codes of a stated grid."""
+    fitting = [table for table in tables if table.width == part.width]
+    if fitting:
+        words = part.name.split(".")
+
+        def shared(table: PositionEmbedding) -> int:
+            pairs = zip(table.name.split("."), words, strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(words))
+
+        table = max(fitting, key=shared)
+        shape = table.grid or (1, table.tokens - table.prefix)
+        return table.read().cpu(), TokenGrid(*shape, table.prefix, bool(part.causal))
+    if grid is None:
+        raise AnatomyError("expected a position table, found none; give grid=(rows, columns) or grid=length")
+    rows, columns = (1, grid) if isinstance(grid, int) else grid
+    codes = sinusoidal_codes(grid, None, part.width) if isinstance(grid, int) else None
+    codes = sinusoidal_codes(rows, columns, part.width) if codes is None else codes
+    return codes, TokenGrid(rows, columns, 0, bool(part.causal))

@@ -1,0 +1,106 @@
+"""What the baselines for residual networks promise: zeros, identities, isometries and scaled branches."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.checks import choice
+from weightscope.anatomy import NamedTensors
+from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.auditing.report import Check
+from weightscope.auditing.univariate import Row, selected, uniform_entries
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init.residual import _FACTOR as FACTOR
+from weightscope.init.residual import zero_matrix
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def zero_init(source: NamedTensors, *, parts: str) -> list[Check]:
+    """Checks of identities (or parts of a Hadamard matrix) in front and zeros at the end of every branch."""
+    choice("parts", parts, ("attention", "mlp", "both"))
+    checks: list[Check] = []
+
+    def add(layer: int, name: str, part: str, statistic: str, found: Tensor, high: float) -> None:
+        checks.append(Check("zero_init", part, layer, None, name, statistic, float(found.abs().max()), 0.0, high))
+
+    for attention in find_attention(source) if parts != "mlp" else []:
+        for letter in "qkv":
+            matrix = attention.read(letter).cpu().mT.flatten(0, 1)  # (out, in)
+            add(attention.layer, attention.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
+        add(attention.layer, attention.name, "o", "largest", attention.read("o").cpu(), 0.0)
+    for mlp in find_mlps(source) if parts != "attention" else []:
+        for letter in mlp.names:
+            matrix = mlp.read(letter).cpu()
+            if letter == "w2":
+                add(mlp.layer, mlp.name, letter, "largest", matrix, 0.0)
+            else:
+                add(mlp.layer, mlp.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
+    if not checks:
+        raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
+    return checks
+
+
+def t_fixup(source: NamedTensors, *, kind: str) -> list[Check]:
+    """Checks of Xavier-uniform entries, scaled down along the residual branches by the number of layers."""
+    choice("kind", kind, ("encoder", "decoder"))
+    attention, mlps = find_attention(source), find_mlps(source)
+    if not attention or not mlps:
+        raise AnatomyError(f"expected attention and MLPs, found {len(attention)} and {len(mlps)}")
+    layers = len({part.layer for part in attention if part.kind == "self"})
+    if not layers:
+        raise AnatomyError("expected self-attention, found cross-attention only")
+    scale = (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
+    checks: list[Check] = []
+    for part in attention:
+        for letter in "qkvo":
+            w = part.read(letter).cpu()
+            widths = w.shape[0] * w.shape[1 if letter == "o" else 2] + w.shape[2 if letter == "o" else 1]
+            rows = uniform_entries(w, math.sqrt(6 / widths) * (scale if letter in "vo" else 1.0))
+            checks += [Check("t_fixup", letter, part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
+    for mlp in mlps:
+        for letter in mlp.names:
+            w = mlp.read(letter).cpu()
+            rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
+            checks += [Check("t_fixup", letter, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
+    return checks
+
+
+def delta_orthogonal(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
+    """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
+    found = [m for m in selected(source, "delta_orthogonal", select) if isinstance(m.layer, _CONVOLUTIONS)]
+    if not found:
+        raise AnatomyError("expected convolutions, found none")
+    checks = []
+    for i, matrix in enumerate(found):
+        w = matrix.weight.detach().cpu().double() / gain
+        centre = w[(slice(None), slice(None), *(n // 2 for n in w.shape[2:]))]  # (out, in)
+        blocks = torch.stack(centre.chunk(matrix.layer.groups))
+        gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
+        rest = (w.square().sum() - centre.square().sum()).clamp_min(0) / w.square().sum().clamp_min(1e-300)
+        rows: list[Row] = [
+            ("off-centre energy", float(rest), (0.0, 1e-9)),
+            ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02)),
+        ]
+        checks += [Check("delta_orthogonal", "convolution", i, None, matrix.name, *r[:2], *r[2]) for r in rows]
+    return checks
+
+
+def layer_scale_identity(source: NamedTensors, *, value: float, where: str) -> list[Check]:
+    """Checks of LayerScale's factors; scaled matrices of a network without them leave no mark to check."""
+    choice("where", where, ("auto", "factors", "matrices"))
+    names = [name for name in source.names if FACTOR.search(name)]
+    if where == "matrices" or not names:
+        raise UsageError(
+            "layer_scale_identity: scaled matrices look like any others; only LayerScale factors can be audited, "
+            f"found {len(names)}"
+        )
+    checks = []
+    for i, name in enumerate(names):
+        factors = source.get(name).cpu().double().flatten()
+        worst = float(factors[(factors - value).abs().argmax()])
+        limits = (0.99 * value, 1.01 * value)
+        checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits))
+    return checks

@@ -1,0 +1,121 @@
+"""What `mimetic_ssm_` promises: slow decay, unit steps, correlated read-out and write, an identity convolution."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weightscope.anatomy import NamedTensors, SSMPart
+from weightscope.anatomy.ssm import find
+from weightscope.auditing.intervals import Interval, normal
+from weightscope.auditing.report import Check
+from weightscope.errors import AnatomyError
+from weightscope.init._common import chosen_layers
+
+# log U for U uniform in [1, 16], as mamba_ssm draws A in Mamba-2: mean and deviation, by integration.
+_A_RANGE = 16.0
+_LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
+_LOG_SQUARE = (_A_RANGE * (math.log(_A_RANGE) ** 2 - 2 * math.log(_A_RANGE) + 2) - 2) / (_A_RANGE - 1)
+_LOG_STD = math.sqrt(_LOG_SQUARE - _LOG_MEAN**2)
+
+Row = tuple[str, float, Interval]
+
+
+def mimetic_ssm(
+    source: NamedTensors,
+    *,
+    c: float,
+    a: bool,
+    delta: bool,
+    cb: bool,
+    convolution: bool | None,
+    layers: int | list[int] | None,
+) -> list[Check]:
+    """Checks of every state-space layer.
+
+    - decay factor: c such that A_log = -c log(A_0), with A_0 as Mamba starts it (1 .. N, 1 .. H, or U(1, 16));
+    - slowest, fastest: the range of A = -exp(A_log);
+    - W_Delta, Delta: the largest entry of W_Delta, and softplus(b_Delta) farthest from 1;
+    - C on B: slope of W_C on W_B, 1/2, and their correlation, 1/sqrt(2);
+    - current tap, other taps: of the convolution.
+
+    Raises:
+        AnatomyError: if there is no state-space layer.
+    """
+    parts = find(source)
+    if not parts:
+        raise AnatomyError("expected state-space layers, found none")
+    wanted = chosen_layers(layers, (part.layer for part in parts))
+    checks = []
+    for part in parts:
+        if part.layer not in wanted:
+            continue
+        rows = _decay(part, c) if a else []
+        rows += _step(part) if delta else []
+        rows += _correlation(part) if cb else []
+        rows += _taps(part) if (part.version == 2 if convolution is None else convolution) else []
+        checks += [Check("mimetic_ssm", "ssm", part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
+    return checks
+
+
+def _decay(part: SSMPart, c: float) -> list[Row]:
+    a_log = part.read("A_log").cpu().double()
+    rate = a_log.exp()
+    floor = float(_A_RANGE) if part.version == 2 else float(part.state)
+    top = max(floor, float(part.heads)) if part.version == 2 else floor
+    factor, limits = _factor(part, a_log, c)
+    # A lies between the largest starting value to the power -c, and 1.
+    return [
+        ("decay factor", factor, limits),
+        ("slowest -A", float(rate.min()), (0.98 * top**-c, 1.02)),
+        ("fastest -A", float(rate.max()), (0.98 * top**-c, 1.02)),
+    ]
+
+
+def _factor(part: SSMPart, a_log: Tensor, c: float) -> tuple[float, Interval]:
+    """The c that A_log shows, and where it must lie for the way that A was started."""
+    count = part.state if part.version == 1 else part.heads
+    counted = torch.arange(1, count + 1, dtype=torch.float64).log()
+    if count > 1:
+        slope = -float((a_log * counted).sum() / (counted.square().sum() * (a_log.numel() / count)))
+        error = float((a_log + slope * counted).abs().max())
+        if part.version == 1 or error < 0.01 * c * float(counted[-1]):
+            spoilt = error > 0.02 * c * float(counted[-1])  # not proportional to log(1 .. N): no factor at all
+            return (math.nan if spoilt else slope), (0.99 * c, 1.01 * c)
+    mean = -float(a_log.mean()) / _LOG_MEAN
+    return mean, normal(c, c * _LOG_STD / (_LOG_MEAN * math.sqrt(count)), slack=0.01 * c)
+
+
+def _step(part: SSMPart) -> list[Row]:
+    step = F.softplus(part.read("dt_bias").cpu().double())
+    return [
+        ("W_Delta", float(part.read("dt_weight").cpu().abs().max()), (0.0, 0.0)),
+        ("Delta", float(step[(step - 1).abs().argmax()]), (0.99, 1.01)),
+    ]
+
+
+def _correlation(part: SSMPart) -> list[Row]:
+    write, read = part.read("B").cpu().double().flatten(), part.read("C").cpu().double().flatten()
+    write, read = write - write.mean(), read - read.mean()
+    slope = float((write * read).sum() / write.square().sum())
+    rest = float((read - slope * write).square().mean())
+    error = math.sqrt(rest / float(write.square().sum())) if float(write.square().sum()) else math.inf
+    r = float((write * read).sum() / (write.norm() * read.norm()).clamp_min(1e-300))
+    # d r = (1 - r^2) / sqrt(n) for normal entries; uniform ones fluctuate less.
+    return [
+        ("C on B", slope, normal(0.5, error, slack=0.005)),
+        ("C-B correlation", r, normal(math.sqrt(0.5), 0.5 / math.sqrt(len(write)), slack=0.01)),
+    ]
+
+
+def _taps(part: SSMPart) -> list[Row]:
+    taps = part.read("conv_weight").cpu()
+    current = taps[:, -1]
+    others = torch.cat(
+        [taps[:, :-1].flatten(), part.read("conv_bias").cpu() if "conv_bias" in part.parts else taps[:0, 0]]
+    )
+    return [
+        ("current tap", float(current[(current - 1).abs().argmax()]), (0.999, 1.001)),
+        ("other taps and bias", float(others.abs().max()) if len(others) else 0.0, (0.0, 1e-6)),
+    ]

@@ -1,0 +1,101 @@
+"""What the baselines promise: independent entries with a scale that depends on the layer's widths."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from weightscope._util.names import matching
+from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.auditing.intervals import Interval, normal
+from weightscope.auditing.report import Check
+from weightscope.errors import UsageError
+from weightscope.init._common import Matrix, fans, matrices
+
+Row = tuple[str, float, Interval]
+
+# Standardised moments 4, 6, 8.
+_UNIFORM = (9 / 5, 27 / 7, 9.0)
+_NORMAL = (3.0, 15.0, 105.0)
+
+
+def kaiming_uniform(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
+    """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
+    gain = math.sqrt(6 / (1 + slope**2))
+    return _each(source, "kaiming_uniform", select, bias, lambda w: uniform_entries(w, gain / math.sqrt(fans(w)[0])))
+
+
+def xavier(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
+    """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
+
+    def rows(w: Tensor) -> list[Row]:
+        std = gain * math.sqrt(2 / sum(fans(w)))
+        return uniform_entries(w, math.sqrt(3) * std) if distribution == "uniform" else entries(w, std, _NORMAL)
+
+    return _each(source, "xavier", select, bias, rows)
+
+
+def trunc_normal(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
+    """Checks of normal entries of deviation `std` given that they lie in [-cut, cut]."""
+    edge = cut / std
+    # E z^2k given |z| <= edge, by parts: m_k = (2 k - 1) m_(k-1) - edge^(2k-1) 2 phi(edge) / P.
+    inside = math.erf(edge / math.sqrt(2))
+    tail = 2 * math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi) / inside
+    raw = [1.0]
+    for k in range(1, 5):
+        raw.append((2 * k - 1) * raw[-1] - edge ** (2 * k - 1) * tail)
+    moments = tuple(raw[k] / raw[1] ** k for k in (2, 3, 4))
+    return _each(source, "trunc_normal", select, bias, lambda w: entries(w, std * math.sqrt(raw[1]), moments, cut))
+
+
+def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
+    """The weights of linear and convolutional layers whose names match the patterns.
+
+    Raises:
+        AnatomyError: if there is none.
+        UsageError: if the source is no module, or the patterns match nothing.
+    """
+    if not isinstance(source, ModuleTensors):
+        raise UsageError(f"{name}: needs a module, because fan-in and fan-out depend on what a tensor is used for")
+    found = matrices(source.module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    return [matrix for matrix in found if matrix.name in wanted]
+
+
+def _each(source: NamedTensors, name: str, select: str, bias: str, rows: Callable[[Tensor], list[Row]]) -> list[Check]:
+    checks = []
+    for i, matrix in enumerate(selected(source, name, select)):
+        blocks = matrix.split(matrix.weight.cpu())
+        for number, block in enumerate(blocks):
+            part = None if len(blocks) == 1 else number
+            checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.float())]
+        if matrix.bias is not None and bias != "keep":
+            limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
+            largest = float(matrix.bias.detach().abs().max())
+            checks.append(Check(name, "weight", i, None, matrix.name, "largest bias", largest, 0.0, limit))
+    return checks
+
+
+def uniform_entries(w: Tensor, bound: float) -> list[Row]:
+    """`entries` for `U(-bound, bound)`."""
+    return entries(w, bound / math.sqrt(3), _UNIFORM, bound)
+
+
+def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
+    """Mean, variance and kurtosis of entries, over what is promised, with their sampling errors."""
+    n = w.numel()
+    m4, m6, m8 = moments
+    squares = w.square()
+    square = float(squares.mean())
+    rows = [
+        ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
+        ("variance", square / std**2, normal(1.0, math.sqrt((m4 - 1) / n), slack=2e-3)),
+    ]
+    if n >= 1000:  # below, the sample kurtosis is far from normal
+        error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
+        rows.append(
+            ("kurtosis", float(squares.square().mean()) / max(square**2, 1e-300), normal(m4, error, slack=0.02))
+        )
+    if largest < math.inf:
+        rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
+    return rows

@@ -1,0 +1,1 @@
+"""The whole chain on embedded data, with a report."""

@@ -1,0 +1,247 @@
+"""`weightscope demo`: the whole chain on data that come with the installation, and a report of what it found.
+
+Each step writes its result beside the report and is skipped when that result is there already, so a demo that was
+stopped goes on where it was. Nothing in the report is typed in: every number comes from a file beside it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weightscope import plots
+from weightscope._util import atomic
+from weightscope.analysis.across_networks.study import Study, study
+from weightscope.analysis.inspection import describe
+from weightscope.benchmarking.run import BenchResult, bench, summarise
+from weightscope.errors import UsageError
+from weightscope.fitting.population import FitResult, fit
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
+from weightscope.training.collection import collect
+
+SELECT = "*.mlp.fc?.weight"
+BLOCK = "stages.0.blocks.1.mlp.fc?.weight"
+BENCH_SEED = 1_000_000  # the benchmark's networks share no seed with the population's
+BENCH_EPOCHS = (3,)
+SMALLEST_POPULATION = 16
+
+
+def run_demo(
+    out: str | Path,
+    *,
+    networks: int = 256,
+    epochs: int = 12,
+    seeds: int = 64,
+    say: Callable[[str], None] = print,
+    **options: Any,
+) -> Path:
+    """Collect a population, study it, fit initialisers, benchmark them, write the report.
+
+    Args:
+        out: the folder for everything, made when it does not exist.
+        networks: size of the population.
+        epochs: of the population's training.
+        seeds: paired seeds of the benchmark.
+        say: called with one line before each step.
+        options: passed on to `collect` (`workers`, `device`, `data`).
+
+    Returns:
+        The path of `report.html`.
+
+    Raises:
+        UsageError: if there are too few networks or seeds to say anything.
+        Resumable: if it was interrupted.
+    """
+    if networks < SMALLEST_POPULATION:
+        raise UsageError(f"networks: the demo needs at least {SMALLEST_POPULATION}, found {networks}")
+    out = Path(out)
+    recipe = Recipe.load(Path(__file__).with_name("demo.toml")).replace(
+        {"training.epochs": epochs, "population.networks": networks}
+    )
+    say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
+    collect(recipe, out / "digits.pop", **options)
+    population = Population(out / "digits.pop")
+
+    say(f"2/5  the covariance of [vec W1, vec W2] -> {out / 'covariance.json'}")
+    whole, block = study(population, SELECT), study(population, BLOCK)
+    _write_json(out / "covariance.json", whole.to_dict())
+    block.save_matrix(out / "covariance-block-1.npz")
+
+    say(f"3/5  fitting structures -> {out / 'fitted.safetensors'}")
+    fitted = fit(population, SELECT)
+    fitted.save(out / "fitted.safetensors")
+    fit(population, SELECT, structure="diagonal").save(out / "diagonal.safetensors")
+    _write_json(out / "structures.json", fitted.to_dict())
+
+    say(f"4/5  benchmark: default, fitted and diagonal, {seeds} paired seeds -> {out / 'benchmark'}")
+    inits = ["default", str(out / "fitted.safetensors"), str(out / "diagonal.safetensors")]
+    measured = bench(
+        recipe.replace({"population.seed": BENCH_SEED}),
+        inits,
+        out / "benchmark",
+        epochs=BENCH_EPOCHS,
+        seeds=seeds,
+        **options,
+    )
+    _write_json(out / "population.json", describe(out / "digits.pop").to_dict())
+    _write_json(out / "fitted-against-diagonal.json", _against(measured, "fitted", "diagonal"))
+    say(f"5/5  the report -> {out / 'report.html'}")
+    return _report(out, population, whole, block, fitted, measured)
+
+
+def _write_json(path: Path, values: Any) -> None:
+    atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def _against(measured: BenchResult, init: str, reference: str) -> dict[str, Any]:
+    """One arm of the benchmark compared with another than the first."""
+    runs = [[run for run in measured.runs if run["init"] == name] for name in (reference, init)]
+    return summarise([*runs[0], *runs[1]])[1]
+
+
+def _report(
+    out: Path, population: Population, whole: Study, block: Study, fitted: FitResult, measured: BenchResult
+) -> Path:
+    """Write `report.html`, whose numbers are read from the files that the steps before left."""
+    fitted_row = next(row for row in measured.summary if row["init"] == "fitted")
+    finding = _judgement(fitted_row)
+    report = Report(
+        "Weights of tiny ConvNeXts, and an initialiser made from them",
+        [f"In {BENCH_EPOCHS[0]}-epoch training on the digits, the fitted initialiser is ", finding, "."],
+    )
+    _population_part(report, population)
+    _structure_part(report, whole, block)
+    _fit_part(report, fitted)
+    _bench_part(report, measured)
+    return report.save(out / "report.html")
+
+
+def _judgement(row: dict[str, Any]) -> Sourced:
+    words = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["n"])
+    words = words.replace("no significant difference:", "not significantly different:", 1)
+    return Sourced(f"{words}, against the default", "benchmark/results.json")
+
+
+def _population_part(report: Report, population: Population) -> None:
+    facts = "population.json"
+    report.heading("The population").text(
+        "Networks of one recipe, trained from different seeds on scikit-learn's handwritten digits, 8 x 8 pixels. "
+        "Every one is a sample of the distribution of trained weights."
+    )
+    report.numbers(
+        {
+            "networks": Number(facts, "/done", "d"),
+            "weights in each": Number(facts, "/dimension", ",d"),
+            "median test accuracy, %": Number(facts, "/quantiles/test_accuracy/0.5", ".1f", scale=100),
+            "diverged": Number(facts, "/diverged", "d"),
+        }
+    )
+    curves = plots.training_curves(population.metrics["test_accuracy_per_epoch"], quantity="test accuracy")
+    report.figure(
+        curves.figure,
+        "Test accuracy after each epoch: median and the middle 90 % of the networks.",
+        alt="A line that rises from chance to the final accuracy, with a narrowing band around it.",
+        source="digits.pop",
+    )
+
+
+def _structure_part(report: Report, whole: Study, block: Study) -> None:
+    found = block.covariance
+    report.heading("The structure").text(
+        "If the entries of W1 were independent of each other, the mean of a column (over hidden units, one for each "
+        "input channel) would vary over networks by a known amount. The ratio below is what it really varies by."
+    )
+    title = "Covariance of [vec W1, vec W2], second block"
+    picture = plots.covariance_map(found.matrix, found.blocks, title=title, diagonal="mask")
+    report.figure(
+        picture.figure,
+        "Covariance over networks of the MLP weights of one block, entry by entry (MLP paper, Fig. 1). With so few "
+        "networks most of it is noise.",
+        alt="A square map with two blocks on its diagonal, W1 and W2.",
+        source="covariance-block-1.npz",
+    )
+    title = "The same, averaged over pairs of hidden units"
+    picture = plots.covariance_map(found.matrix, found.blocks, title=title, groups=block.groups())
+    report.figure(
+        picture.figure,
+        "Hidden units are exchangeable, so averaging over pairs of them keeps the structure and removes noise. A "
+        "diagonal in W1's block means that weights from one input to different hidden units vary together: stripes.",
+        alt="A square map with two blocks; the diagonal of W1's block stands out if there are stripes.",
+        source="covariance-block-1.npz",
+    )
+    rows = [
+        (name, f"{kind} means", ratio.value, *ratio.ci95)
+        for name, result in whole.stripes.items()
+        for kind, ratio in (("column", result.column), ("row", result.row))
+    ]
+    report.figure(
+        plots.stripe_ratios(rows, title="Variance of group means, relative to independent entries").figure,
+        "Right of the line, means of columns or rows vary more than independent entries would let them; left of it, "
+        "less. 95 % intervals over networks.",
+        alt="Ratios with intervals for every MLP matrix, around a line at one.",
+        source="covariance.json",
+    )
+
+
+def _fit_part(report: Report, fitted: FitResult) -> None:
+    report.heading("The initialiser").text(
+        "Structures were fitted to ",
+        Number("structures.json", "/networks", "d"),
+        " networks' MLP weights (",
+        Sourced(SELECT, "structures.json"),
+        ") and chosen in each block by the log-likelihood of ",
+        Number("structures.json", "/settings/held_out", "d"),
+        " networks held out. Norms, biases, convolutions and the rest keep the network's own initialisation.",
+    )
+    rows = [row for row in fitted.table if row["group"] == "(all)" and row["failed"] is None]
+    columns = [
+        Column("structure", "structure"),
+        Column("parameters", "parameters", ",d"),
+        Column("log_prob", "held-out log-likelihood, nats per network", ",.1f"),
+        Column("difference", "difference to the best", ",.1f"),
+        Column("difference_se", "standard error", ".1f"),
+    ]
+    report.table(rows, columns, "All blocks together.", source="structures.json")
+    report.figure(
+        plots.heldout_scores(fitted.table, title="Held-out log-likelihood, relative to the best").figure,
+        "Higher is better; differences are paired over the networks held out.",
+        alt="One point with an interval for each structure.",
+        source="structures.json",
+    )
+
+
+def _bench_part(report: Report, measured: BenchResult) -> None:
+    source = "benchmark/results.json"
+    report.heading("Does it help?").text(
+        "Network k of every arm starts from the same default weights, sees the same batches in the same order, and "
+        "differs in its initialiser alone. None shares a seed with the population; the images are the same. "
+        "p-values are adjusted for the number of comparisons (Holm)."
+    )
+    for row in measured.summary:
+        if row["difference"] is not None:
+            report.text(f"The initialiser {row['init']} is ", _judgement(row), ".")
+    columns = [
+        Column("init", "initialiser"),
+        Column("epochs", "epochs", "d"),
+        Column("n", "seeds", "d"),
+        Column("mean", "accuracy, %", ".2f", scale=100),
+        Column("difference", "difference, points", "+.2f", scale=100),
+        Column("p_holm", "p (Holm)", ".2g"),
+    ]
+    report.table(Rows(source, "/summary"), columns, "Test accuracy after the last epoch.")
+    report.figure(
+        plots.paired_differences(measured.runs, title="Paired differences to the default").figure,
+        "One point for each seed, with the mean and its 95 % interval.",
+        alt="Clouds of differences around their means, and a line at zero.",
+        source=source,
+    )
+    row = _against(measured, "fitted", "diagonal")
+    words = verdict(row["difference"], row["difference_ci95"], row["p"], n=row["n"])
+    report.text(
+        "`fitted` samples from the chosen structures; `diagonal` keeps each entry's mean and variance and drops "
+        "every correlation. What structure adds, fitted against diagonal: ",
+        Sourced(words, "fitted-against-diagonal.json"),
+        ".",
+    )

@@ -1,0 +1,1 @@
+"""From a population, or one network, to an artifact."""

@@ -1,0 +1,235 @@
+"""Alpha and beta of `mimetic_attention_` from a network's products of queries and keys, values and outputs."""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.anatomy.layer_scale import layer_scale
+from weightscope.artifacts.network_fit import IdentityProduct, Portable, ProductFit, ProductLayer
+from weightscope.auditing.attention import product_statistics
+from weightscope.errors import DataError
+from weightscope.init import _trained
+from weightscope.init.attention import PARTS, self_attention
+
+_SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
+_DRAWS = 4
+_ANGLES = 33
+_SEED = 0x5EED
+
+
+def fit_identity_product(
+    source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
+) -> Portable:
+    """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
+
+        queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
+        values and outputs   sum_h W_V W_O ~ alpha Z - beta I    per layer
+
+    A product of rank r < d cannot be `alpha Z + beta I`; `mimetic_attention_` takes its best part of rank r. So alpha
+    and beta are those for which that part has the product's own diagonal mean `tr M / d` and norm `|M|_F`: two
+    equations in two unknowns, solved by a table of simulated products with the same r / d and number of query heads
+    for each key head. For r = d they are the least-squares ones, `beta = tr M / d` and
+    `alpha = |M - beta I|_F / sqrt(d)`; both kinds stand in the artifact.
+
+    Goodness of fit: `R2 = d (tr M / d)^2 / |M|_F^2`, the share of the squared norm that the identity explains, at
+    most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the recipe.
+
+    Biases, normalisation gains and position rotations do not take part: these are numbers for the weights. For
+    rotary models the product is that at relative position 0.
+
+    Args:
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
+        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. It decides what the layer adds to
+            the residual stream, its sign too, and belongs to the numbers for a network that has none.
+        config: the model's config, for tensors that come without: `{"num_attention_heads": 6}` is enough.
+
+    Raises:
+        AnatomyError: if there is no attention.
+        UsageError: if there is only cross-attention, or `parts` is another word.
+        DataError: if a weight is not finite, or a product is zero.
+
+    NamedTensors: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
+
+    Example:
+        >>> fit_identity_product("hf://facebook/dinov2-small").numbers.layers[0].qk.beta
+        0.9
+    """
+    choice("parts", parts, PARTS)
+    network = _trained.network(source, config)
+    found = self_attention(network)
+    scales = [layer_scale(network, part) for part in found]
+    layers = []
+    for i, part in enumerate(found):
+        depth = i / (len(found) - 1) if len(found) > 1 else 0.0
+        scale = _scale(network, scales[i]) if fold_scales else None
+        fits = {"qk": _query_key(part), "vo": _value_output(part, scale)}
+        layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, **fits))
+    state = "none" if not any(scales) else "folded" if fold_scales else "left out"
+    return Portable(IdentityProduct(parts=parts, layer_scale=state, layers=tuple(layers)))
+
+
+def _query_key(part: AttentionPart) -> ProductFit:
+    q, k = (_finite(part, name) for name in "qk")  # (H, d, r), (kv, d, r)
+    group = part.heads // part.kv_heads
+    fits = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in range(part.heads)]
+    return _joined(fits, 1.0)
+
+
+def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductFit:
+    v, o = (_finite(part, name) for name in "vo")  # (kv, d, r), (H, r, d)
+    group = part.heads // part.kv_heads
+    values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
+    outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
+    outputs = outputs if scale is None else outputs * scale[:, None]
+    # The sign of `mimetic_attention_`: its beta_vo is minus the diagonal.
+    return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")], -1.0)
+
+
+def _finite(part: AttentionPart, name: str) -> Tensor:
+    return _checked(part.parameters[name][0], part.read(name))
+
+
+def _scale(network: NamedTensors, name: str | None) -> Tensor | None:
+    """LayerScale's numbers (d,)."""
+    return None if name is None else _checked(name, network.get(name)).flatten()
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    value = value.cpu().double()
+    if bad := int((~value.isfinite()).sum()):
+        raise DataError(
+            f"`{name}`: {bad} of {value.numel()} weights are NaN or infinite; "
+            "products need a network that did not diverge"
+        )
+    return value
+
+
+def _joined(fits: list[dict[str, float]], sign: float) -> ProductFit:
+    """The mean over heads; beta and its spread with the sign."""
+    means = {key: float(np.mean([fit[key] for fit in fits])) for key in fits[0]}
+    spread = float(np.std([fit["beta"] for fit in fits]))
+    return ProductFit(**{**means, "beta": sign * means["beta"], "beta_std": spread})
+
+
+def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
+    """The numbers of one product `A B^T` of factors (d, r)."""
+    d, r = a.shape[0], min(a.shape)
+    found = product_statistics(a, b)
+    diagonal, noise = found["diagonal mean"], found["alpha"]
+    norm = math.hypot(diagonal, noise)  # |M|_F / sqrt(d)
+    if norm == 0:
+        raise DataError(f"{where}: the product is zero; there is nothing to fit")
+    limits = _limits(group)
+    alpha, beta = limits.solve(diagonal / norm, r / d)
+    spectrum = limits.spectrum(alpha, beta, r, r / d)
+    values = _singular_values(a, b)[:r].numpy() / (norm * math.sqrt(d))
+    return {
+        "alpha": norm * alpha,
+        "beta": norm * beta,
+        "diagonal": diagonal,
+        "noise": noise,
+        "r2": min(1.0, (diagonal / norm) ** 2),
+        "attainable": r / d,
+        "residual": float(np.linalg.norm(values - spectrum) / np.linalg.norm(values)),
+    }
+
+
+def _singular_values(a: Tensor, b: Tensor) -> Tensor:
+    """Of `A B^T`, largest first, without forming it where the rank is small."""
+    if a.shape[1] >= a.shape[0]:
+        return torch.linalg.svdvals(a @ b.T)
+    return torch.linalg.svdvals(torch.linalg.qr(a)[1] @ torch.linalg.qr(b)[1].T)
+
+
+class _Limits:
+    """Best parts of rank r of `cos(t) Z + sin(t) I` for angles t from 0 to 90 degrees, in the limit of large d.
+
+    Args:
+        group: products that are stacked and share a factor (query heads of one key head).
+
+    Attributes:
+        angles: (G,).
+        trace: (G, n + 1), `tr M_r / d` at rank r of n.
+        square: (G, n + 1), `|M_r|_F^2 / d`.
+        size: n.
+    """
+
+    def __init__(self, group: int) -> None:
+        n = _SIZE if group == 1 else _SIZE // 2
+        self.group, self.size = group, n
+        self.angles = np.linspace(0, math.pi / 2, _ANGLES)
+        traces, squares = [], []
+        g = torch.Generator().manual_seed(_SEED)
+        eye = torch.eye(n, dtype=torch.float64).repeat(group, 1)
+        noises = [torch.randn(group * n, n, generator=g, dtype=torch.float64) / math.sqrt(n) for _ in range(_DRAWS)]
+        for angle in self.angles[:-1]:
+            rows = [_ranked(math.cos(angle) * z + math.sin(angle) * eye, eye) for z in noises]
+            trace, square = (np.mean([row[i] for row in rows], axis=0) for i in range(2))
+            # Without an identity the trace is chance.
+            traces.append(trace * (angle > 0))
+            squares.append(square)
+        # Without noise any r directions are as good as any other.
+        share = np.linspace(0, 1, n + 1)
+        self.trace = np.stack([*traces, share])
+        self.square = np.stack([*squares, share])
+
+    def _at(self, table: np.ndarray, share: float) -> np.ndarray:
+        """Columns of a table (G, n + 1) at rank share * n: (G,)."""
+        n = table.shape[1] - 1
+        low = min(int(share * n), n - 1)
+        part = share * n - low
+        return (1 - part) * table[:, low] + part * table[:, low + 1]
+
+    def solve(self, cosine: float, share: float) -> tuple[float, float]:
+        """Alpha and beta whose part of rank share * d has norm sqrt(d) and this cosine with the identity, over 1."""
+        norms = np.sqrt(self._at(self.square, share))
+        cosines = np.maximum.accumulate(self._at(self.trace, share) / norms)
+        # |tr M| <= sqrt(rank) |M|_F, with equality for a projection: the last of the table.
+        angle = float(np.interp(abs(cosine), cosines, self.angles))
+        scale = 1 / float(np.interp(angle, self.angles, norms))
+        return scale * math.cos(angle), math.copysign(scale * math.sin(angle), cosine)
+
+    def spectrum(self, alpha: float, beta: float, rank: int, share: float) -> np.ndarray:
+        """Singular values (rank,) of one product of the recipe, over |M|_F."""
+        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(len(self.angles))))
+        low = min(int(place), len(self.angles) - 2)
+        small = max(1, round(share * self.size))
+        rows = [_block_values(self.group, self.size, float(self.angles[i]), small) for i in (low, low + 1)]
+        row = (low + 1 - place) * rows[0] + (place - low) * rows[1]
+        out = np.interp((np.arange(rank) + 0.5) / rank * small - 0.5, np.arange(small), row)
+        return out / np.linalg.norm(out)
+
+
+@lru_cache(maxsize=1024)
+def _block_values(group: int, size: int, angle: float, rank: int) -> np.ndarray:
+    """Singular values (rank,) of one of `group` products of that rank which share a factor, largest first."""
+    if angle > math.pi / 2 - 1e-9:
+        return np.ones(rank)
+    z = torch.randn(group * size, size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    eye = torch.eye(size, dtype=torch.float64).repeat(group, 1)
+    u, s, _ = torch.linalg.svd(math.cos(angle) / math.sqrt(size) * z + math.sin(angle) * eye, full_matrices=False)
+    # For one product these are s itself; a block of several has others, since a block of u is not orthonormal.
+    return s[:rank].numpy() if group == 1 else torch.linalg.svdvals(u[:size, :rank] * s[:rank]).numpy()
+
+
+@lru_cache(maxsize=8)
+def _limits(group: int) -> _Limits:
+    return _Limits(group)
+
+
+def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Traces and squared norms (n + 1,) of the best parts of each rank, per block and over n."""
+    u, s, vh = torch.linalg.svd(stack, full_matrices=False)
+    n = len(s)
+    group = len(stack) // n
+    overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
+    pairs = (torch.cat([torch.zeros(1, dtype=x.dtype), x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
+    return tuple(x.numpy() for x in pairs)

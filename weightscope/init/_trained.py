@@ -1,0 +1,120 @@
+"""Where initialisers that copy weights get them from, and which component a tensor belongs to."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from weightscope.anatomy import NamedTensors, attention, depthwise, mlps, named_tensors, patch_embeddings, positions
+from weightscope.errors import AnatomyError, UsageError
+
+COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
+_HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
+_TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
+
+
+def tensors(source: Any) -> Mapping[str, Any]:
+    """Named tensors of a module, a state dict, a checkpoint, or the path of one.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    if isinstance(source, nn.Module):
+        return source.state_dict()
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, (str, Path)):
+        from weightscope.checkpoint import Checkpoint  # reads files; not needed by those who pass modules
+
+        return Checkpoint(source)
+    raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
+
+
+def network(source: Any, config: Mapping[str, Any] | None = None) -> NamedTensors:
+    """What the finders of `weightscope.anatomy` read, of a module, a mapping of tensors, a checkpoint or a path.
+
+    Args:
+        source: as for `tensors`.
+        config: the model's config, for a mapping.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    # A module tells its groups and head counts, which names and shapes alone do not.
+    whole = isinstance(source, (nn.Module, NamedTensors))
+    return named_tensors(source if whole else tensors(source), config)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and floating-point buffers of a module by name, tied ones once."""
+    out: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_floating_point() and id(value) not in seen:
+            seen.add(id(value))
+            out[name] = value
+    persistent = module.state_dict().keys()
+    return {name: value for name, value in out.items() if name in persistent}
+
+
+def components(module: nn.Module) -> dict[str, str]:
+    """Name of each parameter and buffer -> its component, one of `COMPONENTS`."""
+    out: dict[str, str] = {}
+    for kind, found in _anatomical(module):
+        for name in found:
+            out.setdefault(name, kind)
+    layers = dict(module.named_modules())
+    for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
+        path = name.rpartition(".")[0]
+        kind = type(layers.get(path)).__name__
+        if "Norm" in kind:
+            out[name] = "norm"
+        elif isinstance(layers.get(path), nn.Embedding) or _TOKEN.search(name):
+            out.setdefault(name, "embedding")
+        elif _HEAD.search(path):
+            out.setdefault(name, "head")
+        out.setdefault(name, "other")
+    return out
+
+
+def _anatomical(module: nn.Module) -> list[tuple[str, list[str]]]:
+    """(component, tensor names) as the anatomy sees them; a bias belongs where its weight does."""
+    out: list[tuple[str, list[str]]] = []
+    finders = (
+        ("attention", attention),
+        ("mlp", mlps),
+        ("convolution", depthwise),
+        ("embedding", patch_embeddings),
+        ("embedding", positions),
+    )
+    for kind, finder in finders:
+        try:
+            parts = finder(module)
+        except AnatomyError:
+            continue
+        for part in parts:
+            named = part.names if kind == "mlp" else part.parameters
+            groups = named.values() if isinstance(named, Mapping) else [named]
+            names = [name for group in groups for name in group]
+            names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
+            if kind == "attention":
+                names += [name for group in part.bias_parameters.values() for name in group]
+            out.append((kind, names))
+    return out
+
+
+def chosen_components(wanted: str | Sequence[str]) -> set[str]:
+    """The components meant by a name or several; "all" for all.
+
+    Raises:
+        UsageError: if one is unknown; lists those that there are.
+    """
+    names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for name in names:
+        if name not in COMPONENTS:
+            raise UsageError(f"components: expected 'all' or some of {', '.join(COMPONENTS)}, found {name!r}")
+    if not names:
+        raise UsageError("components: expected at least one, found none")
+    return set(names)

@@ -1,0 +1,1 @@
+"""Kronecker factorisations of covariances: one product, sums of products, tests of separability."""

@@ -1,0 +1,139 @@
+"""Where weight vectors come from: anything with a spec that yields rows, and plain arrays made into one."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from weightscope.errors import SpecError
+from weightscope.spec import TensorSpec, WeightSpec
+
+T = TypeVar("T")
+
+
+class WeightSamples(Protocol):
+    """N weight vectors that are read in blocks of rows; a `Population` is one.
+
+    A source may also have `diverged`, booleans (N,): networks whose weights mean nothing; and `marked_chunks`, which
+    yields each block with its part of these, where that is quicker than reading all of them first.
+    """
+
+    @property
+    def spec(self) -> WeightSpec:
+        """Names and shapes of one network's tensors, of D entries in all."""
+
+    def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
+        """Blocks of rows (n, D') with the tensors whose names match, in the spec's order."""
+
+
+class WeightArray:
+    """A matrix of weight vectors in memory.
+
+    Args:
+        weights: (N, D).
+        spec: what the D columns are.
+
+    Raises:
+        SpecError: if the array is not (N, spec.size).
+    """
+
+    def __init__(self, weights: Any, spec: WeightSpec) -> None:
+        self.weights = np.asarray(weights)
+        self.spec = spec
+        if self.weights.ndim != 2 or self.weights.shape[1] != spec.size:
+            raise SpecError(f"expected weights (N, {spec.size}) from the spec, found {self.weights.shape}")
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
+        """Blocks of rows (size, D') with the tensors whose names match; by default 1,024 rows."""
+        sub = self.spec.select(select)
+        columns = self.spec.columns(sub)
+        step = size or 1024
+        whole = sub == self.spec
+        for start in range(0, len(self.weights), step):
+            rows = self.weights[start : start + step]
+            yield rows if whole else rows[:, columns]
+
+
+def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
+    """The slices of one tensor along its first axis as samples: the filters of a layer, the rows of a matrix.
+
+    For a depthwise convolution's weight (d, 1, k, k) that is d samples of a k x k filter, which is how
+    thesis 3.1.1 looks at one network.
+
+    Args:
+        tensor: (n, *shape); axes of length 1 are dropped from `shape`.
+        name: of the one tensor in the resulting spec.
+
+    Raises:
+        SpecError: if the tensor is a scalar.
+
+    Example:
+        >>> covariance(slices_as_samples(state["stages.0.blocks.0.conv_dw.weight"])).matrix.shape
+        (49, 49)
+    """
+    array = np.asarray(tensor)
+    if array.ndim == 0:
+        raise SpecError(f"`{name}`: expected a tensor with slices, found a scalar")
+    shape = tuple(n for n in array.shape[1:] if n != 1)
+    return WeightArray(array.reshape(len(array), -1), WeightSpec([TensorSpec(name, shape)]))
+
+
+def literal(names: Sequence[str]) -> list[str]:
+    """Patterns for `select` that match exactly these names, whatever characters they hold."""
+    return ["".join(f"[{c}]" if c in "*?[" else c for c in name) for name in names]
+
+
+def usable_chunks(
+    source: WeightSamples, names: Sequence[str], size: int | None = None
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Blocks of rows without the diverged networks.
+
+    Args:
+        source: where the vectors come from.
+        names: of the tensors to read; columns come in the spec's order.
+        size: rows in a block; buys speed only.
+
+    Yields:
+        rows (n, D'), and how many rows of this block were left out because their network had diverged.
+    """
+    blocks = source.marked_chunks if hasattr(source, "marked_chunks") else partial(_marked_chunks, source)
+    for rows, bad in blocks(select=literal(names), size=size):
+        out = int(bad.sum())
+        yield (rows[~bad] if out else rows), out
+
+
+def _marked_chunks(
+    source: WeightSamples, select: Sequence[str], size: int | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    diverged, start = getattr(source, "diverged", None), 0
+    for rows in source.chunks(select=select, size=size):
+        stop = start + len(rows)
+        yield (
+            rows,
+            np.zeros(len(rows), dtype=bool) if diverged is None else np.asarray(diverged[start:stop], dtype=bool),
+        )
+        start = stop
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, of which the next one is always being made in a thread: reading beside arithmetic.
+
+    The first one is begun at once, so that memory can be prepared meanwhile.
+    """
+    pool = ThreadPoolExecutor(1, thread_name_prefix="reading")
+    return _handed_over(items, pool, pool.submit(next, items, _END))
+
+
+_END: Any = object()
+
+
+def _handed_over(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
+    with pool:
+        while (item := waiting.result()) is not _END:
+            waiting = pool.submit(next, items, _END)
+            yield item

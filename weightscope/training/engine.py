@@ -1,0 +1,391 @@
+"""`train_tile`: train one tile of T networks on one device, from seeds to weights and metrics.
+
+Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes
+from streams that depend on (root seed, k) alone, and a tile is always computed whole, padding included, by one
+thread on a CPU. So network k has the same bits in any population, on any worker, after any interruption (same build of
+torch, same device, and same C compiler where the recipe asks for compiled kernels).
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weightscope import networks
+from weightscope._util.seeding import Purpose, numpy_generator
+from weightscope.data import Dataset, load
+from weightscope.data.augment import augment, draws_needed, normalise
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import UsageError
+from weightscope.recipe import Range, Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training.initial_weights import initial_weights
+from weightscope.training.kernels import functions
+from weightscope.training.kernels.c import build
+from weightscope.training.memory import keep_freed_memory
+from weightscope.training.optimiser import StackedAdamW, schedule_factor
+
+DEFAULT_TILE = 32
+_EVALUATION_IMAGES = 250
+_CALIBRATION_BATCHES = 8
+_STEPS_BEFORE_CAPTURE = 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One trained tile.
+
+    Attributes:
+        index: its number; network k lies in tile k div T at row k mod T.
+        weights: (T, D) float32 in `WeightSpec` order.
+        seeds: (T,) uint64, the seeds of the initial weights.
+        metrics: name -> (T,) array, or (T, E) for the names that end in `_per_epoch`.
+    """
+
+    index: int
+    weights: np.ndarray
+    seeds: np.ndarray
+    metrics: dict[str, np.ndarray]
+
+
+def build_network(recipe: Recipe) -> torch.nn.Module:
+    """One plain network of the recipe, with torch's default initial weights from the global generator."""
+    info = dataset_info(recipe.data.name)
+    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
+
+
+def spec_of(recipe: Recipe) -> WeightSpec:
+    """The `WeightSpec` of the recipe's network."""
+    with torch.device("meta"):
+        return WeightSpec.of(build_network(recipe))
+
+
+def resolve_device(device: str) -> torch.device:
+    """`"auto"` is the GPU where there is one.
+
+    Raises:
+        UsageError: if the device does not exist here.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"no device {device!r}: {error}") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda: torch sees no GPU here; use --device cpu")
+    return resolved
+
+
+def kernels_on(recipe: Recipe, device: torch.device) -> Literal["torch", "c", "triton"]:
+    """Which kernels train the recipe on a device: "compiled" ones are written in C for a CPU, with Triton for a GPU.
+
+    Raises:
+        UsageError: if they cannot run: there is no C compiler, no Triton, or no such precision.
+    """
+    if recipe.training.kernels == "torch":
+        return "torch"
+    if device.type == "cuda":
+        functions.backend("triton").probe(device)
+        return "triton"
+    if device.type != "cpu":
+        raise UsageError(f"kernels 'compiled' are for a CPU or CUDA, and the device is {device}; use kernels 'torch'")
+    if recipe.training.precision != "float32":
+        raise UsageError(
+            f"kernels 'compiled' compute in float32 on a CPU, found precision {recipe.training.precision!r}; "
+            "use kernels 'torch' or float32"
+        )
+    build.library()
+    return "c"
+
+
+def train_tile(
+    recipe: Recipe,
+    tile: int,
+    *,
+    data_root: str | Path | None = None,
+    device: str = "auto",
+    progress: Callable[[float], None] | None = None,
+) -> Tile:
+    """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
+
+    Args:
+        recipe: the population's recipe.
+        tile: which tile, counted from 0.
+        data_root: where to look for the data set first.
+        device: "auto", "cpu" or "cuda".
+        progress: called with the fraction done after each epoch.
+
+    Raises:
+        DataError: if the data set is missing or damaged.
+        UsageError: if the device, the initialiser or a frozen pattern does not exist.
+    """
+    where = resolve_device(device)
+    with _one_thread(), current(where):
+        return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """`device` as the one that kernels are launched on; does nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The number of threads changes the bits of reductions, so a tile is always trained by one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    keep_freed_memory()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+
+
+@lru_cache(maxsize=2)
+def _load_cached(name: str, root: str | None, train: int | None, test: int | None) -> Dataset:
+    return load(name, root, train=train, test=test)
+
+
+def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
+    data = recipe.data
+    return _load_cached(data.name, None if root is None else str(root), data.train, data.test)
+
+
+def swept(value: Any, root: int, k: int, position: int) -> float:
+    """The hyper-parameter of network k: a number, the list's entry k mod length, or a log-uniform draw."""
+    if isinstance(value, Range):
+        draw = numpy_generator(root, k, Purpose.SWEEP).random(position + 1)[position]
+        return float(value.low * (value.high / value.low) ** draw)
+    return float(value[k % len(value)] if isinstance(value, list) else value)
+
+
+class TileRun:
+    """The training of one tile: `train` does all of it, `epoch` one pass over the data."""
+
+    def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
+        self.recipe, self.tile, self.device = recipe, tile, device
+        training, population = recipe.training, recipe.population
+        count = population.tile or DEFAULT_TILE
+        self.ids = range(tile * count, (tile + 1) * count)
+        self.dtype = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
+        self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
+        self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
+        self.mean, self.std = data.mean.to(device), data.std.to(device)
+        self.batch = min(training.batch_size, len(self.images))
+        self.steps_per_epoch = len(self.images) // self.batch
+        with torch.device("meta"):
+            template = build_network(recipe)
+        kernels = kernels_on(recipe, device)
+        self.nets = StackedNetworks(template, count, device, kernels=kernels)
+        start, self.seeds = initial_weights(recipe, self.ids, lambda: build_network(recipe))
+        self.nets.weights.copy_(torch.from_numpy(start))
+        frozen = self.nets.spec.select(training.frozen).names if training.frozen else ()
+        self.nets.freeze(frozen)
+        self.rates = self._per_network(training.learning_rate, 0)
+        self.decays = self._per_network(training.weight_decay, 1)
+        self.optimiser = StackedAdamW(
+            self.nets.weights,
+            self.nets.gradient,
+            self._trained(frozen),
+            learning_rate=torch.from_numpy(self.rates).to(device, torch.float32),
+            weight_decay=torch.from_numpy(self.decays).to(device, torch.float32),
+            betas=training.betas,
+            kernels=kernels,
+        )
+        self.streams = {
+            purpose: [numpy_generator(population.seed, k, purpose) for k in self.ids]
+            for purpose in (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP)
+        }
+        self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
+        self.numbers: dict[str, Tensor] = {}  # of the epoch, one row for each step
+        self.ready: dict[str, Tensor] | None = None  # the next epoch's, still on the host
+        self.sums = torch.zeros(2, count, device=device)  # of losses and of the shares of right answers
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _per_network(self, value: Any, position: int) -> np.ndarray:
+        return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
+
+    def _trained(self, frozen: tuple[str, ...]) -> Tensor:
+        mask = torch.zeros(self.nets.spec.size, dtype=torch.bool)
+        for tensor in self.nets.spec.tensors:
+            mask[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in frozen
+        return mask.to(self.device)
+
+    def train(self, progress: Callable[[float], None] | None) -> Tile:
+        """All epochs, then the weights and metrics of the tile."""
+        training = self.recipe.training
+        history: dict[str, list[np.ndarray]] = {}
+        for epoch in range(training.epochs):
+            found = self.epoch(epoch)
+            if training.evaluate == "epoch" or epoch == training.epochs - 1:
+                found |= self.evaluate()
+            else:
+                found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
+            for name, values in found.items():
+                history.setdefault(name, []).append(values)
+            if progress is not None:
+                progress((epoch + 1) / training.epochs)
+        weights = self.nets.weights.cpu().numpy().copy()
+        metrics = {name: values[-1] for name, values in history.items()}
+        metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
+        finite = (
+            np.isfinite(weights).all(axis=1) & np.isfinite(metrics["train_loss"]) & np.isfinite(metrics["test_loss"])
+        )
+        metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
+        metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
+        return Tile(self.tile, weights, self.seeds, metrics)
+
+    def epoch(self, epoch: int) -> dict[str, np.ndarray]:
+        """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,).
+
+        Everything random comes to the device before the first step and nothing leaves it before the last. While a
+        GPU works on the steps, the host draws the next epoch's random numbers.
+        """
+        training = self.recipe.training
+        self.nets.train()
+        self._upload({**(self.ready or self._draw()), "scalars": self._scalars(epoch)})
+        step = self._step
+        if self.device.type == "cuda" and self.nets.kernels == "triton":
+            step = (self.graph or self._capture()).replay
+        self.now.zero_()
+        self.sums.zero_()
+        for _ in range(self.steps_per_epoch):
+            step()
+        self.ready = self._draw() if epoch + 1 < training.epochs else None
+        loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
+        return {"train_loss": loss, "train_accuracy": right}
+
+    def _upload(self, numbers: dict[str, Tensor]) -> None:
+        """Bring the epoch's numbers to where the steps read them, which stays the same for a graph's sake."""
+        for name, values in numbers.items():
+            if name in self.numbers:
+                self.numbers[name].copy_(values)
+            else:
+                self.numbers[name] = values.to(self.device)
+
+    def _capture(self) -> "torch.cuda.CUDAGraph":
+        """One step as a CUDA graph, which leaves networks and optimiser as they were.
+
+        Warmed up and recorded on one stream, which is this run's own: workspaces and gradient nodes belong to streams.
+        """
+        gc.collect()  # an earlier run's graph must not be freed between here and the last replay
+        state = (self.nets.weights, self.optimiser.first, self.optimiser.second)
+        before = [tensor.clone() for tensor in state]
+        aside = torch.cuda.Stream(self.device)
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):  # tables and kernels are made now, not while the graph is recorded
+            for _ in range(_STEPS_BEFORE_CAPTURE):
+                self.now.zero_()
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=aside):
+            self._step()
+        for tensor, values in zip(state, before, strict=True):
+            tensor.copy_(values)
+        return self.graph
+
+    def _step(self) -> None:
+        """One step of all networks. What changes from step to step is read from tensors on the device alone."""
+        training, data = self.recipe.training, self.recipe.data
+        numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
+        labels = self.labels[numbers["order"]]  # (T, B)
+        targets = smooth(labels, training.label_smoothing, dataset_info(data.name).classes)
+        if "shares" in numbers:
+            share = numbers["shares"][:, None, None]  # (T, 1, 1)
+            targets = share * targets + (1 - share) * targets.flip(1)
+        logits = self._logits(numbers["order"], numbers.get("draws"), numbers.get("shares")).float()  # (T, B, K)
+        losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
+        self.nets.backward(losses.sum())
+        self.optimiser.step(numbers["scalars"], training.clip_norm)
+        self.sums[0] += losses.detach()
+        self.sums[1] += (logits.detach().argmax(2) == labels).float().mean(1)
+        self.now += 1
+
+    def _scalars(self, epoch: int) -> Tensor:
+        """(steps, 3), what the optimiser needs to know of each step."""
+        training, steps = self.recipe.training, self.steps_per_epoch
+        rows = []
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            factor = schedule_factor(training.schedule, step, training.epochs * steps, training.warmup)
+            rows.append(self.optimiser.scalars(step + 1, factor))
+        return torch.tensor(rows, dtype=torch.float32)
+
+    def _draw(self) -> dict[str, Tensor]:
+        """What is random in an epoch, each with the steps first.
+
+        `order` (steps, T, B): indices of training images; the incomplete last batch of an epoch is left out.
+        `draws` (steps, T, B, P): uniform numbers of the augmentation, where there is any.
+        `shares` (steps, T): from Beta(mixup, mixup), with mixup.
+        """
+        steps, kept = self.steps_per_epoch, self.steps_per_epoch * self.batch
+        needed, alpha = draws_needed(self.recipe.data.augment), self.recipe.training.mixup
+        numbers = {
+            "order": [
+                stream.permutation(len(self.images))[:kept].reshape(steps, self.batch)
+                for stream in self.streams[Purpose.ORDER]
+            ]
+        }
+        if needed:
+            shape = (steps, self.batch, needed)
+            numbers["draws"] = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
+        if alpha:
+            numbers["shares"] = [
+                stream.beta(alpha, alpha, steps).astype(np.float32) for stream in self.streams[Purpose.MIXUP]
+            ]
+        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
+
+    def _logits(self, index: Tensor, draws: Tensor | None, shares: Tensor | None) -> Tensor:
+        """(T, B, K) for the training images `index` (T, B), augmented and mixed."""
+        config = self.recipe.data.augment
+        if self.nets.kernels == "triton" and not config.operations:
+            load_images = functions.backend("triton").load_images
+            moments = self.mean, self.std
+            return self.nets.of_folded(load_images(self.images, index, draws, shares, moments, config, self.dtype))
+        raw = self.images[index.reshape(-1)]
+        if draws is not None:
+            raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
+        images = normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
+        if shares is not None:
+            share = shares[:, None, None, None, None]
+            images = share * images + (1 - share) * images.flip(1)
+        return self.nets(images.to(self.dtype))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, np.ndarray]:
+        """`test_accuracy` and `test_loss`, each (T,)."""
+        calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
+        self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
+        self.nets.eval()
+        loss = torch.zeros(len(self.ids), device=self.device)
+        correct = torch.zeros_like(loss)
+        for start in range(0, len(self.test_images), _EVALUATION_IMAGES):
+            part = slice(start, start + _EVALUATION_IMAGES)
+            images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
+            logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
+            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
+            correct += (logits.argmax(2) == labels).float().sum(1)
+        count = len(self.test_images)
+        return {
+            "test_loss": (loss / count).cpu().numpy().astype(np.float64),
+            "test_accuracy": (correct / count).cpu().numpy().astype(np.float64),
+        }
+
+
+def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
+    """Target distributions (..., K): 1 - s + s/K at the label and s/K elsewhere."""
+    off = smoothing / classes
+    targets = torch.full((*labels.shape, classes), off, device=labels.device)
+    return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)

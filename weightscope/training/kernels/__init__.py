@@ -1,0 +1,1 @@
+"""Kernels of the training step: PyTorch's, C's and Triton's, behind one set of differentiable functions."""

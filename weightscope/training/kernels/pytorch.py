@@ -1,0 +1,158 @@
+"""Depthwise convolution of many stacked networks as batched matrix products.
+
+With the batch innermost, an image of one channel is a column of H*W pixels and a batch is the matrix
+X (H*W, B). A depthwise convolution is then one small banded Toeplitz matrix for each channel, applied from the
+left: Y_c = M(w_c) X_c. For small images that wastes few multiplications (none, when the kernel reaches from
+every pixel to every other one), and the weight gradient, which takes most of the time in the library's
+convolution, becomes one more matrix product: dM = dY X^T, gathered along the diagonals that share a tap.
+
+Larger images are cut into blocks of rows: a block of r output rows reads only the r + 2 * reach input rows
+around it, which are contiguous, so a block's operand is a view and nothing is copied.
+"""
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weightscope.training.kernels import functions
+
+# Up to this many pixels one dense (H*W, H*W) matrix for each channel is the fastest form; measured on AVX-512.
+_DENSE_PIXELS = 64
+_BLOCK_ROWS = 2
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dilation: int = 1,
+    kernels: Literal["torch", "c", "triton"] = "torch",
+) -> Tensor:
+    """Stride-1 depthwise convolution with zero padding that keeps the size.
+
+    Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
+
+    Args:
+        x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
+        weight: (C, k, k), k odd.
+        bias: (C,) or None.
+        dilation: the distance between taps, in pixels.
+        kernels: "torch" here, or those of `functions.py`: "c" on a CPU (everything of one type, float32 or float64),
+            "triton" on a GPU (images bfloat16 or float32, filters float32).
+
+    Returns:
+        (C, H, W, B).
+
+    Raises:
+        ValueError: if the kernel is not square and odd, the channels differ, or types do not fit.
+    """
+    if kernels != "torch":
+        none = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device) if bias is None else bias
+        return functions.depthwise_conv2d(x, weight, none, dilation=dilation, kernels=kernels)
+    k = weight.shape[-1]
+    if weight.shape != (x.shape[0], k, k) or k % 2 == 0:
+        raise ValueError(f"expected odd square kernels ({x.shape[0]}, k, k), found {tuple(weight.shape)}")
+    y = _DepthwiseConv2d.apply(x, weight, dilation)
+    return y if bias is None else y + bias[:, None, None, None]
+
+
+class _DepthwiseConv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dilation = dilation
+        return convolve(x, weight, dilation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        grad = grad.contiguous()
+        if ctx.needs_input_grad[0]:  # the transposed convolution is the convolution with the flipped kernel
+            grad_x = convolve(grad, weight.flip(1, 2), ctx.dilation)
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(x, grad, weight.shape[-1], ctx.dilation)
+        return grad_x, grad_weight, None
+
+
+def _block_rows(height: int, width: int) -> int:
+    if height * width <= _DENSE_PIXELS:
+        return height
+    return _BLOCK_ROWS if height % _BLOCK_ROWS == 0 else 1
+
+
+@lru_cache(maxsize=64)
+def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: torch.device) -> Tensor:
+    """One-hot map (k*k, N*K) from taps to the entries of a block's Toeplitz matrix.
+
+    N = rows*width output pixels; K = window*width input pixels, the window being the block's rows and `reach`
+    rows above and below (all rows when the block is the whole image).
+    """
+    reach = dilation * (k - 1) // 2
+    above, window = (0, height) if rows == height else (reach, rows + 2 * reach)
+    y, x, v, u = (
+        axis.reshape(-1)
+        for axis in torch.meshgrid(*(torch.arange(n) for n in (rows, width, window, width)), indexing="ij")
+    )
+    dy, dx = v - above - y + reach, u - x + reach  # distance from the kernel's first tap, in pixels
+    hit = (dy % dilation == 0) & (dx % dilation == 0)
+    dy, dx = dy // dilation, dx // dilation
+    hit &= (dy >= 0) & (dy < k) & (dx >= 0) & (dx < k)
+    onehot = torch.zeros(k * k, y.numel())
+    entry = torch.arange(y.numel())[hit]
+    onehot[(dy * k + dx)[hit], entry] = 1
+    return onehot.to(device)
+
+
+def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int]]:
+    """(first output row, first input row, end of input rows, first row within the window) of each block."""
+    if rows == height:
+        return [(0, 0, height, 0)]
+    out = []
+    for top in range(0, height, rows):
+        low, high = max(0, top - reach), min(height, top + rows + reach)
+        out.append((top, low, high, low - (top - reach)))
+    return out
+
+
+def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+    """The convolution without its derivative."""
+    channels, height, width, batch = x.shape
+    k = weight.shape[-1]
+    rows = _block_rows(height, width)
+    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    matrix = (weight.reshape(channels, k * k).to(x.dtype) @ taps).view(channels, rows * width, -1)  # (C, N, K)
+    x = x.contiguous()
+    blocks = _blocks(height, rows, dilation * (k - 1) // 2)
+    if len(blocks) == 1:
+        return torch.bmm(matrix, x.view(channels, height * width, batch)).view_as(x)
+    out = torch.empty_like(x)
+    for top, low, high, offset in blocks:
+        part = matrix[:, :, offset * width : (offset + high - low) * width]
+        y = torch.bmm(part, x[:, low:high].view(channels, -1, batch))
+        out[:, top : top + rows] = y.view(channels, rows, width, batch)
+    return out
+
+
+def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
+    """The derivative of the filters, (C, k, k)."""
+    channels, height, width, batch = x.shape
+    rows = _block_rows(height, width)
+    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    x = x.contiguous()
+    entries = taps.shape[1] // (rows * width)
+    blocks = _blocks(height, rows, dilation * (k - 1) // 2)
+    total = x.new_zeros(channels, rows * width, entries) if len(blocks) > 1 else None
+    for top, low, high, offset in blocks:
+        g = grad[:, top : top + rows].view(channels, rows * width, batch)
+        xt = x[:, low:high].view(channels, -1, batch).transpose(1, 2)
+        if total is None:
+            total = torch.bmm(g, xt)
+        elif (high - low) * width == entries:
+            total.baddbmm_(g, xt)
+        else:
+            total[:, :, offset * width : (offset + high - low) * width] += torch.bmm(g, xt)
+    return (total.view(channels, -1) @ taps.T).view(channels, k, k)

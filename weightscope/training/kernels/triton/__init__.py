@@ -1,0 +1,46 @@
+"""What a training step on a GPU spends its time on, as Triton kernels; `compiled.py` makes them differentiable.
+
+Activations are bfloat16, float32, or (in Triton's interpreter) float64; weights and their gradients keep their own
+type, float32 in training. Products take the activations' type and are summed in at least float32; everything between
+load and store is at least float32. No kernel adds with atomic operations: sums over the batch go through partial sums
+in a fixed order, so a step has the same bits every time.
+"""
+
+import torch
+
+from weightscope.errors import UsageError
+from weightscope.training.kernels.triton.adamw import adamw
+from weightscope.training.kernels.triton.batch_norm import gelu_norm, gelu_norm_backward
+from weightscope.training.kernels.triton.convolution import blocks, convolve, convolve_backward
+from weightscope.training.kernels.triton.images import load_images
+from weightscope.training.kernels.triton.mlp import fits, mlp, mlp_backward, norm, norm_backward
+
+__all__ = [
+    "adamw",
+    "blocks",
+    "convolve",
+    "convolve_backward",
+    "fits",
+    "gelu_norm",
+    "gelu_norm_backward",
+    "load_images",
+    "mlp",
+    "mlp_backward",
+    "norm",
+    "norm_backward",
+    "probe",
+]
+
+
+def probe(device: torch.device) -> None:
+    """Launch the smallest kernel.
+
+    Raises:
+        UsageError: if Triton cannot build or launch it, for want of a C compiler, say.
+    """
+    try:
+        norm(torch.zeros(1, 1, 1, device=device), *torch.zeros(2, 1, 1, device=device), 1.0)
+    except RuntimeError as error:
+        raise UsageError(
+            f"kernels = 'compiled' need Triton on a GPU, and it does not work here: {error}; use kernels = 'torch'"
+        ) from error

@@ -1,0 +1,115 @@
+"""AdamW over the stacked weight matrix, and learning-rate schedules."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weightscope.training.kernels import functions
+
+
+class StackedAdamW:
+    """AdamW with decoupled weight decay for T networks at once, each with its own rates.
+
+    For every network and every entry that is not frozen, with gradient g, step t, rate eta and decay lambda:
+    `m <- b1 m + (1 - b1) g`, `v <- b2 v + (1 - b2) g^2`,
+    `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
+    Equal to `torch.optim.AdamW` on each network alone. Weight decay applies to every trained entry, biases and
+    norms included, as in `torch.optim.AdamW(model.parameters())`.
+
+    Args:
+        weights: (T, D), updated in place.
+        gradient: (T, D).
+        trained: (D,) bool; other entries (frozen tensors, running statistics) are not touched.
+        learning_rate: (T,).
+        weight_decay: (T,).
+        betas: (b1, b2).
+        eps: added to the root of the second moment.
+        kernels: "triton" for one pass over memory on a GPU; the same formula.
+
+    Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        trained: Tensor,
+        *,
+        learning_rate: Tensor,
+        weight_decay: Tensor,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        kernels: Literal["torch", "c", "triton"] = "torch",
+    ) -> None:
+        self.weights, self.gradient, self.trained = weights, gradient, trained
+        self.rate, self.decay = learning_rate, weight_decay
+        self.betas, self.eps, self.kernels = betas, eps, kernels
+        self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
+
+    def scalars(self, step: int, factor: float) -> tuple[float, float, float]:
+        """What `step` needs to know of step t = 1, 2, ...: `factor`, 1 / (1 - b1^t), 1 / sqrt(1 - b2^t)."""
+        b1, b2 = self.betas
+        return factor, 1 / (1 - b1**step), 1 / math.sqrt(1 - b2**step)
+
+    @torch.no_grad()
+    def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
+        """One update; nothing in it but tensors changes from step to step, so that a CUDA graph can hold it.
+
+        Args:
+            scalars: (3,), those of `scalars`; every rate is multiplied by the first.
+            clip_norm: if positive, each network's gradient counts as scaled to at most that Euclidean norm, as by
+                `torch.nn.utils.clip_grad_norm_`.
+        """
+        clip = None
+        if clip_norm > 0:
+            norm = torch.linalg.vector_norm(self.gradient, dim=1)
+            clip = (clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+        if self.kernels == "triton":
+            clip = torch.ones_like(self.rate) if clip is None else clip
+            functions.backend("triton").adamw(
+                self.weights,
+                self.gradient,
+                (self.first, self.second),
+                self.trained,
+                (self.rate, self.decay),
+                clip,
+                scalars,
+                self.betas,
+                self.eps,
+            )
+            return
+        b1, b2 = self.betas
+        factor, mean, root = scalars
+        g = self.gradient if clip is None else self.gradient * clip[:, None]
+        rate = (self.rate * factor)[:, None] * self.trained
+        self.first.lerp_(g, 1 - b1)
+        self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
+        denominator = self.second.sqrt().mul_(root).add_(self.eps)
+        self.weights.addcmul_(self.weights, rate * self.decay[:, None], value=-1)
+        self.weights.addcmul_(rate * mean, self.first / denominator, value=-1)
+
+
+def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> float:
+    """The learning rate's factor in (0, 1] at one step.
+
+    Over the fraction `warmup` of the steps it rises linearly to 1; after that it stays ("constant"), falls
+    linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). It is evaluated at the middle of
+    the step, so no step has rate 0 and schedules of different lengths are the same curve.
+
+    Raises:
+        ValueError: for another schedule.
+    """
+    progress = (step + 0.5) / steps
+    if progress < warmup:
+        return progress / warmup
+    fall = (progress - warmup) / (1 - warmup)
+    match schedule:
+        case "constant":
+            return 1.0
+        case "triangular":
+            return 1.0 - fall
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * fall))
+    raise ValueError(f"expected schedule triangular, cosine or constant, found {schedule!r}")

@@ -1,0 +1,82 @@
+"""How many networks a tile holds where the recipe does not say.
+
+A tile is part of a population's identity (its padding is trained too, and a GPU sums in an order that depends on
+sizes), so the number is chosen once, when the population is begun, and recorded in its recipe.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from weightscope.data import Dataset
+from weightscope.errors import UsageError
+from weightscope.recipe import Recipe
+from weightscope.training.engine import DEFAULT_TILE, TileRun, current
+
+LARGEST = 1024
+_SHARE = 0.8  # of the free memory; the rest is for what the allocator cannot use and for other processes
+_TRIED = (4, 8)  # tiles whose use of memory is measured; the rest follows, since every network takes as much
+_BATCHES = 2
+
+
+def choose_tile(recipe: Recipe, data: Dataset, device: torch.device) -> int:
+    """T for a population on a device.
+
+    On a CPU 32. On a GPU, the largest power of two of which 80 % of the free memory hold an epoch and its evaluation,
+    as measured in two small tiles, at most 1,024 and no more than the population needs.
+
+    Raises:
+        UsageError: if not even one network fits.
+    """
+    if device.type != "cuda":
+        return DEFAULT_TILE
+    with current(device):
+        try:
+            _peak(recipe, data, device, 1)  # what is allocated once, such as the workspaces of libraries
+            small, large = (_peak(recipe, data, device, tile) for tile in _TRIED)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"{_TRIED[1]} networks at once do not fit the device's memory, so that no size of tiles can be chosen; "
+                "give population.tile, a smaller batch_size, or another device"
+            ) from error
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+    each = (large - small) / (_TRIED[1] - _TRIED[0])
+    return largest_tile(_SHARE * free, small - _TRIED[0] * each, each, recipe.population.networks)
+
+
+def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int:
+    """The largest power of two T with `fixed + T each <= memory`, at most 1,024, and less than twice `networks`.
+
+    Raises:
+        UsageError: if `memory` does not even hold one network.
+    """
+    if fixed + each > memory:
+        raise UsageError(
+            f"one network takes {(fixed + each) / 2**20:.0f} MiB to train, and {memory / 2**20:.0f} MiB of the "
+            "device's memory can be used; use a smaller batch_size, or another device"
+        )
+    tile = 1
+    while tile < min(LARGEST, networks) and fixed + 2 * tile * each <= memory:
+        tile *= 2
+    return tile
+
+
+def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> float:
+    """Bytes of the device that the training of a tile takes at most."""
+    kept = _BATCHES * recipe.training.batch_size
+    few = replace(data, train_images=data.train_images[:kept], train_labels=data.train_labels[:kept])
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    peaks = []
+    run = TileRun(recipe.replace({"population.tile": tile}), 0, few, device)
+    for work in (lambda: run.epoch(0), run.evaluate):
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    # A graph keeps what its step needs while the evaluation takes more.
+    peak = sum(peaks) if run.nets.kernels == "triton" else max(peaks)
+    # A whole epoch's random numbers lie on the device, and all images.
+    whole = len(data.train_images) // run.batch
+    more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
+    return peak + more + data.train_images.nbytes
