@@ -40,7 +40,7 @@ def fit_filters(
         UsageError: if an option cannot be meant, or filters are one-dimensional, not square or of even size.
         DataError: if a weight is not finite.
 
-    NamedTensors: thesis section 3.1.1.
+    Source: thesis section 3.1.1.
 
     Example:
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
@@ -81,7 +81,7 @@ def fit_conv_schedule(source: Any, *, schedule: str = "depth", psd: str = "abs",
         UsageError: if an option cannot be meant, or filters are one-dimensional, not square or of even size.
         DataError: if a weight is not finite, or no layer resembles the closed form.
 
-    NamedTensors: thesis Eq. 3.10-3.11, whose parameters were found by eye and by grid search (B.1).
+    Source: thesis Eq. 3.10-3.11, whose parameters were found by eye and by grid search (B.1).
 
     Example:
         >>> fit_conv_schedule(convnext).numbers.sigma0

@@ -56,7 +56,7 @@ def fit_identity_product(
         UsageError: if there is only cross-attention, or `parts` is another word.
         DataError: if a weight is not finite, or a product is zero.
 
-    NamedTensors: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
+    Source: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
 
     Example:
         >>> fit_identity_product("hf://facebook/dinov2-small").numbers.layers[0].qk.beta

@@ -74,7 +74,7 @@ def value_output(
 def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Two factors A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k): mean beta I, noise not free.
 
-    NamedTensors: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
+    Source: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
     """
     z = normal(d, k, generator=generator).mul_(math.sqrt(abs(beta) / k))
     return z * math.copysign(1, beta), z
@@ -117,7 +117,7 @@ def mimetic_attention_(
         AnatomyError: if the module has no attention.
         UsageError: if an argument cannot be meant, or there is only cross-attention.
 
-    NamedTensors: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
+    Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
     docstrings of `query_key` and `value_output`).
 
     Example:

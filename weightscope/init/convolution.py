@@ -62,7 +62,7 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
     Raises:
         UsageError: if k is not a positive odd integer, or sigma is not positive.
 
-    NamedTensors: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
+    Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
 
     Example:
         >>> conv_covariance(3, 0.5).shape
@@ -196,7 +196,7 @@ def conv_covariance_(
         UsageError: if an argument cannot be meant, sigma is not positive at some layer, or a filter is
             one-dimensional, not square or of even size.
 
-    NamedTensors: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
+    Source: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
 
     Example:
         >>> conv_covariance_(convnext, sigma0=0.15, v=0.25, a=1.0, generator=torch.Generator().manual_seed(0))
@@ -244,7 +244,7 @@ def random_filters_(
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: impulse paper, Proposition 1 and section 5.6.
+    Source: impulse paper, Proposition 1 and section 5.6.
 
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
@@ -281,7 +281,7 @@ def impulse_filters_(
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if an argument cannot be meant, or a filter is smaller than filter_size or of other parity.
 
-    NamedTensors: impulse paper, section 5.6.
+    Source: impulse paper, section 5.6.
 
     Example:
         >>> impulse_filters_(convmixer, filter_size=3, generator=torch.Generator().manual_seed(0))
@@ -324,7 +324,7 @@ def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | 
         AnatomyError: if the module has no depthwise convolution.
         UsageError: if value is not a finite number.
 
-    NamedTensors: impulse paper, section 5.6.
+    Source: impulse paper, section 5.6.
 
     Example:
         >>> box_filters_(convmixer)

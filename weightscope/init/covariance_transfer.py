@@ -199,7 +199,7 @@ def covariance_transfer_(
         UsageError: if an argument cannot be meant, or filters are one-dimensional, not square or of even size.
         DataError: if a weight of the source is not finite, or it cannot be read.
 
-    NamedTensors: thesis section 3.1.1, Eq. 3.3-3.4, and its "Covariance transfer across width, depth, patch size, and
+    Source: thesis section 3.1.1, Eq. 3.3-3.4, and its "Covariance transfer across width, depth, patch size, and
         kernel size".
 
     Example:

@@ -75,7 +75,7 @@ def solve(
     Raises:
         UsageError: if the codes and tokens do not fit.
 
-    NamedTensors: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
+    Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
 
     Example:
         >>> x = normalised(sinusoidal_codes(16, 16, 192))

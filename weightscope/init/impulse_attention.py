@@ -73,7 +73,7 @@ def impulse_attention_(
         UsageError: if an argument cannot be meant, or queries and keys are rotated by position (RoPE) or
             normalised, so that their product is not the map.
 
-    NamedTensors: impulse paper, Algorithm 1 and sections 4.2, 5.4.
+    Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
     Example:
         >>> impulse_attention_(vit, filter_size=3, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,7 @@ def mimetic_mlp_(
         AnatomyError: if the module has no MLP.
         UsageError: if an argument cannot be meant, or `gate` is asked of an MLP without one.
 
-    NamedTensors: MLP paper, Eq. 1 and 2.
+    Source: MLP paper, Eq. 1 and 2.
 
     Example:
         >>> mimetic_mlp_(vit, mode="rows", sigma=1e-4, generator=torch.Generator().manual_seed(0))

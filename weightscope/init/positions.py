@@ -76,7 +76,7 @@ def sinusoidal_positions_(
         AnatomyError: if the module has no position table.
         UsageError: if an argument cannot be meant, or the width is not a multiple of 4 (2 for a sequence).
 
-    NamedTensors: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
+    Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
 
     Example:
         >>> sinusoidal_positions_(vit, gamma=2.0, special="zero")

@@ -21,7 +21,7 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
         P < Q    I*, the first P rows of I
         P > Q    c I* H_m I*,  m = ceil(log2 P), c = 2^(-(m-1)/2), H_m the Hadamard matrix of size 2^m
 
-    NamedTensors: Zhao et al. 2022, Algorithm 1.
+    Source: Zhao et al. 2022, Algorithm 1.
     """
     if rows <= columns:
         return torch.eye(rows, columns)
@@ -47,7 +47,7 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
         AnatomyError: if the module has no such part.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
+    Source: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
 
     Example:
         >>> zero_init_(vit)
@@ -98,7 +98,7 @@ def t_fixup_(
         AnatomyError: if the module has no attention or no MLP.
         UsageError: if an argument cannot be meant, or there is no embedding where it is asked for.
 
-    NamedTensors: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
+    Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
 
     Example:
         >>> t_fixup_(vit, generator=torch.Generator().manual_seed(0))
@@ -151,7 +151,7 @@ def delta_orthogonal_(
         AnatomyError: if the module has no convolution.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: Xiao et al. 2018, Algorithm 1 and section 3.
+    Source: Xiao et al. 2018, Algorithm 1 and section 3.
 
     Example:
         >>> delta_orthogonal_(convmixer, generator=torch.Generator().manual_seed(0))
@@ -199,7 +199,7 @@ def layer_scale_identity_(
         AnatomyError: if the module has neither, or none of the wanted kind.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
+    Source: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
 
     Example:
         >>> layer_scale_identity_(vit, value=1e-5)

@@ -81,7 +81,7 @@ def select_weights_(
             a filter of another size.
         UsageError: if an argument cannot be meant, or nothing is selected.
 
-    NamedTensors: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
+    Source: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
 
     Example:
         >>> select_weights_(vit_tiny, vit_small, generator=torch.Generator().manual_seed(0))

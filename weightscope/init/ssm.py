@@ -65,7 +65,7 @@ def mimetic_ssm_(
         AnatomyError: if the module has no state-space layer.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: thesis 3.3.2 and Fig. 3.26.
+    Source: thesis 3.3.2 and Fig. 3.26.
 
     Example:
         >>> mimetic_ssm_(mamba, c=8, layers=3)

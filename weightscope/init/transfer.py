@@ -66,7 +66,7 @@ def transfer_(
         SpecError: if the source lacks one of the tensors or has another shape; nothing is copied then.
         UsageError: if nothing is selected.
 
-    NamedTensors: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
+    Source: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
 
     Example:
         >>> transfer_(new, trained, components="attention")
@@ -111,7 +111,7 @@ def transfer_singular_(
         SpecError: if the source lacks one of the tensors or has another shape.
         UsageError: if not exactly one of rank and fraction is given, or nothing is selected.
 
-    NamedTensors: thesis 4.1 (as future work, after Neyshabur et al. 2020).
+    Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
     Example:
         >>> transfer_singular_(new, trained, fraction=0.1, remainder="keep", components="mlp")
@@ -174,7 +174,7 @@ def permute_(
         AnatomyError: if the module has no matrix.
         UsageError: if an argument cannot be meant, or nothing is selected.
 
-    NamedTensors: thesis 4.1 (random permutations that keep statistics).
+    Source: thesis 4.1 (random permutations that keep statistics).
 
     Example:
         >>> permute_(transfer_(new, trained), mode="rows", select="*mlp*")

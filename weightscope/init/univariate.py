@@ -49,7 +49,7 @@ def kaiming_uniform_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: He et al. 2015, section 2.2; MLP paper, section 3.
+    Source: He et al. 2015, section 2.2; MLP paper, section 3.
 
     Example:
         >>> kaiming_uniform_(vit, select="*mlp*", generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def xavier_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: Glorot and Bengio 2010, Eq. 12 and 16.
+    Source: Glorot and Bengio 2010, Eq. 12 and 16.
 
     Example:
         >>> xavier_(vit, distribution="normal", generator=torch.Generator().manual_seed(0))
@@ -129,7 +129,7 @@ def trunc_normal_(
         AnatomyError: if there is no such layer.
         UsageError: if an argument cannot be meant.
 
-    NamedTensors: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
+    Source: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
 
     Example:
         >>> trunc_normal_(vit, generator=torch.Generator().manual_seed(0))

@@ -52,7 +52,7 @@ def attention_maps(
         DataError: if images do not fit the model, or an output is not finite or not explained by the map.
         UsageError: if the model is no module or an option cannot be meant.
 
-    NamedTensors: thesis section 3.2.2, Fig. 3.18 and Eq. 3.19; impulse paper, Remark 1 and Proposition 1.
+    Source: thesis section 3.2.2, Fig. 3.18 and Eq. 3.19; impulse paper, Remark 1 and Proposition 1.
 
     Example:
         >>> found = attention_maps(vit, images)
@@ -178,7 +178,7 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     only products with a mean are X X^T, which is d I, and P P^T. The softmax of a mean is not the mean of the softmax,
     so it holds roughly.
 
-    NamedTensors: thesis Eq. 3.19, where the scale is 1 / sqrt(k).
+    Source: thesis Eq. 3.19, where the scale is 1 / sqrt(k).
 
     Example:
         >>> expected_map(codes, np.array([0.7]), 1 / 8).sum(axis=-1)    # rows sum to one

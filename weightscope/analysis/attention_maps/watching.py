@@ -115,7 +115,7 @@ def _projection(part: AttentionPart, name: Any) -> tuple[Tensor, Tensor | None]:
 def stable_ranks(x: Tensor) -> Tensor:
     """`sum s_i^2 / s_1^2` over the singular values of each matrix of (B, n, d): float64 (B,); 0 for a zero matrix.
 
-    NamedTensors: impulse paper, Remark 1.
+    Source: impulse paper, Remark 1.
     """
     wide = x.double()
     gram = wide @ wide.mT if x.shape[1] <= x.shape[2] else wide.mT @ wide

@@ -51,7 +51,7 @@ def covariance_within(
         DataError: if a source cannot be read, or no layer of it has 2 samples that are finite.
         UsageError: if there is no source, or an argument cannot be meant.
 
-    NamedTensors: thesis 3.1.1; MLP paper 3 (rows and columns).
+    Source: thesis 3.1.1; MLP paper 3 (rows and columns).
 
     Example:
         >>> found = covariance_within("efficientnet-lite0.pth")
