@@ -67,9 +67,7 @@ def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: Permuta
         yield centred(np.concatenate(rows, axis=-1), unsigned)
 
 
-def assembled(
-    parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec
-) -> np.ndarray:
+def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
     """The inverse of `invariant_parts`: parts (N, *sizes of S, C) by type to vectors (N, D)."""
     size = len(next(iter(parts.values())))
     out = np.zeros((size, spec.size))

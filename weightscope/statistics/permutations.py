@@ -45,7 +45,9 @@ class View:
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """The view's entries (..., *shape) of its tensor (..., *tensor shape)."""
         lead = tensor.ndim - len(self.shape)
-        return tensor[(slice(None),) * lead + (slice(self.start, self.start + self.shape[0]),)] if self.shape else tensor
+        return (
+            tensor[(slice(None),) * lead + (slice(self.start, self.start + self.shape[0]),)] if self.shape else tensor
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ class PermutationSpec:
         for view in self.views:
             for axis, n in zip(view.axes, view.shape, strict=True):
                 if axis is not None and out.setdefault(bare(axis), n) != n:
-                    raise SpecError(f"`{view.name}`: group {bare(axis)} has {out[bare(axis)]} members elsewhere, found {n}")
+                    raise SpecError(
+                        f"`{view.name}`: group {bare(axis)} has {out[bare(axis)]} members elsewhere, found {n}"
+                    )
         return out
 
     @cached_property
