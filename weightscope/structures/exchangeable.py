@@ -218,10 +218,10 @@ def _correlation(found: TypeCovariance, gain: float | None) -> tuple[np.ndarray,
 
 
 def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
-    """sum Var(r) / sum r^2 over the pairs of a mask, at most 1; at least 1e-6 so that a matrix of rank < C is regular."""
+    """Sum Var(r) / sum r^2 over the pairs of a mask, at most 1; at least 1e-6 so that a matrix of rank < C is regular."""
     mask = np.triu(mask, 1)
     total = float(np.square(correlation[mask]).sum())
-    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 1.0
+    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
 
 
 def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:
@@ -249,5 +249,7 @@ def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
         if wrong:
             raise DataError(f"its views do not cover {wrong[:3]}")
     except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
-        raise DataError(f"`permutations`: expected a permutation specification, found something else: {error}") from error
+        raise DataError(
+            f"`permutations`: expected a permutation specification, found something else: {error}"
+        ) from error
     return permutations
