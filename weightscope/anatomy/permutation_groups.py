@@ -115,10 +115,9 @@ ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
 def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     """The permutation specification of a network whose tensors have known names.
 
-    ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which a
-    pointwise convolution leads to those of the next. ViT: the channels, each MLP's hidden units, and the signed
-    coordinates of each block's queries and keys, values and outputs; the units of different heads need no distinction,
-    since heads are exchangeable and signs leave nothing between two units. RMSNorm networks with gated MLPs: signed
+    ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which
+    a pointwise convolution maps to those of the next. ViT: the channels, each MLP's hidden units, and the signed
+    coordinates of each block's queries and keys, values and outputs. RMSNorm networks with gated MLPs: signed
     channels, up and down signed, the gate not.
 
     Args:
@@ -205,7 +204,7 @@ def apply_permutation(
 ) -> nn.Module:
     """Renumber a network's units at random, in place, such that its function stays the same.
 
-    The joint permutation of hidden units that thesis 4.1 asks for as a control: it changes where weights are and not what
+    The joint permutation of hidden units that thesis 4.1 asks for as a control: it changes where weights are, not what
     the network does.
 
     Args:

@@ -2,9 +2,9 @@
 
 An axis of n renumberable units splits R^n into the trivial part (the mean times sqrt n) and the standard part (the n
 deviations, of dimension n - 1). A tensor splits into one part for each subset S of the groups on its axes. By Schur's
-lemma an invariant covariance couples only parts of the same S, and there by a C x C matrix of copies times the identity
-of dimension d_S (Shah and Chandrasekaran 2012, "Group symmetry and covariance regularization"). So a network of any width is
-described by a few small matrices, each estimated from N d_S samples.
+lemma an invariant covariance couples only parts of the same S, and there by a C x C matrix of copies times the
+identity of dimension d_S (Shah and Chandrasekaran 2012, "Group symmetry and covariance regularization"). So a network
+of any width is described by a few small matrices, each estimated from N d_S samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -142,7 +142,7 @@ class ExchangeableMoments:
         self.spec, self.permutations, self.n = spec, permutations, 0
         self._products = [np.zeros((kind.copies, kind.copies)) for kind in permutations.types]
         self._single = [np.concatenate([np.full(v.copies, v.copies == 1) for v in t.views]) for t in permutations.types]
-        # For each type, over networks with the Gram matrices G of its single copies: sums of G_ab^2, G_ab G_aa, G_aa G_bb.
+        # For each type, with G a network's Gram matrix of single copies: sums of G_ab^2, G_ab G_aa, G_aa G_bb.
         self._squares = [np.zeros((3, int(s.sum()), int(s.sum()))) for s in self._single]
         self._sums: list[np.ndarray] = []  # for each type (*sizes of S, C), over networks
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)

@@ -92,8 +92,8 @@ class PermutationSpec:
 
     Attributes:
         views: the tensors, or parts of tensors.
-        heads: group -> (name, H) for units that attention heads share out: unit i belongs to head i // (n / H). Units stay
-            within their head and heads of one name are permuted together. Statistics do not depend on it: signs
+        heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
+            within their head, and heads of one name are permuted together. Statistics do not depend on it: signs
             leave nothing between two units, and heads are exchangeable.
 
     Raises:
@@ -110,8 +110,8 @@ class PermutationSpec:
             named = [bare(axis) for axis in view.axes if axis is not None]
             if len(set(named)) < len(named):
                 raise SpecError(
-                    f"`{view.name}`: one group on two axes, found {view.axes}; an invariant covariance has further parts "
-                    "there, which are not supported"
+                    f"`{view.name}`: one group on two axes, found {view.axes}; an invariant covariance has further "
+                    "parts there, which are not supported"
                 )
 
     @classmethod

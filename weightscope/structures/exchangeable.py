@@ -1,4 +1,4 @@
-"""Exchangeable: the law of a whole network that does not change when its hidden units are renumbered."""
+"""Exchangeable: a distribution of whole networks that does not change when hidden units are renumbered."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ class Exchangeable(Structure):
 
     A tensor with permuted axes splits into parts, one for each set S of axes whose deviations it holds; an invariant
     covariance couples parts of one S only, in the same way in each of their d_S dimensions (see
-    `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of small
-    matrices that do not depend on its width. Correlations between tensors and, separately, within them are shrunk
-    towards zero by the intensity that minimises the expected squared error (Schaefer and Strimmer 2005, Eq. 10).
+    `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of
+    small matrices that do not depend on its width. Correlations between tensors and, separately, within them are
+    shrunk towards zero by the intensity that minimises the expected squared error (Schaefer and Strimmer 2005).
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
@@ -218,7 +218,7 @@ def _correlation(found: TypeCovariance, gain: float | None) -> tuple[np.ndarray,
 
 
 def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
-    """Sum Var(r) / sum r^2 over the pairs of a mask, at most 1; at least 1e-6 so that a matrix of rank < C is regular."""
+    """Sum Var(r) / sum r^2 over the pairs of a mask, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
     mask = np.triu(mask, 1)
     total = float(np.square(correlation[mask]).sum())
     return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0

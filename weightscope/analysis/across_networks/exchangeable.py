@@ -109,12 +109,14 @@ class ExchangeableCovariance(Result):
         return "\n".join(lines)
 
     def words(self, pair: Pair) -> str:
-        """A pair as a person would say it: `fc1.weight column means and norm.bias, blocks.1`."""
+        """A pair as a person would say it: `blocks.1: norm.bias and mlp.fc1.weight column means`."""
         views = {view.name: view for view in self.permutations.views}
         (where_a, what_a), (where_b, what_b) = (_split(views[name], pair.groups) for name in (pair.a, pair.b))
         if where_a == where_b:
-            return f"{what_a} and {what_b}, {where_a or 'same level'}"
-        return f"{what_a} of {where_a or 'the top level'} and {what_b} of {where_b or 'the top level'}"
+            return f"{where_a}: {what_a} and {what_b}" if where_a else f"{what_a} and {what_b}"
+        return " and ".join(
+            f"{where}: {what}" if where else what for where, what in ((where_a, what_a), (where_b, what_b))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: `types` and `pairs`."""
@@ -158,13 +160,8 @@ class ExchangeableCovariance(Result):
 
         found = self._chosen(groups)
         kind = found.kind
-        order = np.concatenate([np.arange(part.start, part.stop) for part in kind.slices.values()])
-        axes = plots.covariance_map(
-            found.correlation()[np.ix_(order, order)],
-            {name: part for name, part in kind.slices.items()},
-            kind="correlation",
-            title=f"Correlation over {_label(kind.groups)}: {kind.copies} copies, {found.samples:,} samples of {self.n} networks",
-        )
+        title = f"Correlation over {_label(kind.groups)}: {found.samples:,} samples from {self.n} networks"
+        axes = plots.covariance_map(found.correlation(), kind.slices, kind="correlation", title=title)
         if path is not None:
             plots.save(axes.figure, path)
         return axes
