@@ -345,8 +345,15 @@ def test_shards_are_plain_names(hub, shard):
 
 @pytest.mark.parametrize(
     "answer",
-    [b"[]", b"{}", b'{"id": "a/b", "sha": "../../x"}', b"<html>", b'{"id": "a/b", "sha": 3}', b"[" * 100_000]
-    + [b'{"id": "a/b", "sha": "%s", "siblings": [3]}' % COMMIT.encode()],
+    [
+        b"[]",
+        b"{}",
+        b"<html>",
+        b"[" * 100_000,
+        b'{"id": "a/b", "sha": 3}',
+        b'{"id": "a/b", "sha": "../../x"}',
+        b'{"id": "a/b", "sha": "%s", "siblings": [3]}' % COMMIT.encode(),
+    ],
 )
 def test_nonsense_from_the_api(hub, answer):
     hub.answer = answer
@@ -422,7 +429,7 @@ def test_a_damaged_download_fails_verification(hub, tmp_path):
     folder = downloaded(hub.files, tmp_path / "cache/hub")
     blob = (folder / "snapshots" / COMMIT / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match=r"checksum mismatch.*delete this file"):
+    with pytest.raises(DataError, match=r"checksum mismatch.*delete "):
         Checkpoint(SOURCE).verify()
     assert blob.exists()
 

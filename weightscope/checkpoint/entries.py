@@ -257,7 +257,7 @@ def nonfinite(values: Tensor) -> int:
     """The number of entries that are NaN or infinite."""
     if not values.is_floating_point() or values.dtype in EIGHT_BITS:
         return 0
-    # A finite sum proves that all entries are finite, without extra memory; an overflowing one is checked entry by entry.
+    # A finite sum proves that all entries are finite, without extra memory; a sum that overflows proves nothing.
     if math.isfinite(values.sum().item()):
         return 0
     return int((~values.isfinite()).sum())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from weightscope.checkpoint.entries import TORCH, Entry, FileEntry, Store
-from weightscope.checkpoint.files import LocalFile, ByteReader, read_bytes
+from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
 from weightscope.checkpoint.safetensors_header import json_object, read_header
 from weightscope.checkpoint.torch_files import open_torch
 from weightscope.errors import DataError, UsageError

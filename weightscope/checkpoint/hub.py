@@ -173,12 +173,15 @@ class HubFolder:
         return True
 
     def _verify_downloaded(self, name: str, path: Path) -> int:
-        """Compare a file in huggingface_hub's cache with its hash, which names the blob of a large file; 1 if it does."""
+        """Compare a file in huggingface_hub's cache with the sha256 that names its blob; 0 if it is named otherwise."""
         stated = path.resolve().name
         if not _SHA256.fullmatch(stated):
             return 0
         if (found := _sha256([path])) != stated:
-            raise DataError(f"{self.where}: {name}: checksum mismatch in {path}: found {found[:16]}...; delete this file")
+            raise DataError(
+                f"{self.where}: {name}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; "
+                f"delete {path.resolve()}"
+            )
         return 1
 
 

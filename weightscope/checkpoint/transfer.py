@@ -123,7 +123,7 @@ class Transfer:
                 raise ConnectionError(f"the connection was dropped {missing} bytes before the end")
 
     def _open(self, url: str, what: str, span: str) -> Any:
-        """The answer to a request for a range, body unread. Redirects are followed, to other hosts without the token."""
+        """The answer to a request for a range, body unread; redirects to other hosts are followed without the token."""
         session = get_session()
         # Storage addresses are signed; the token is for the endpoint itself.
         token = self.token if urlsplit(url)[:2] == self._origin else False
@@ -233,8 +233,6 @@ def _pause(error: ConnectionError | Refused, failures: int, what: str) -> None:
         if error.status not in _TRANSIENT or failures >= RETRIES:
             raise error
     elif failures >= RETRIES:
-        raise Unreachable(
-            f"{what}: the connection broke {failures} times ({_text(error)}); try again later"
-        ) from error
+        raise Unreachable(f"{what}: the connection broke {failures} times ({_text(error)}); try again later") from error
     log.info("%s: %s; trying again", what, _text(error))
     time.sleep(min(_PAUSE * 2 ** (failures - 1), _MAX_PAUSE))
