@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
 from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.artifacts.network_fit import IdentityProduct, Portable, ProductFit, ProductLayer
 from weightscope.auditing.attention import product_statistics
 from weightscope.errors import DataError
-from weightscope.init import _trained
 from weightscope.init.attention import PARTS, self_attention
 
 _SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
@@ -63,7 +62,7 @@ def fit_identity_product(
         0.9
     """
     choice("parts", parts, PARTS)
-    network = _trained.network(source, config)
+    network = named_tensors(source, config)
     found = self_attention(network)
     scales = [layer_scale(network, part) for part in found]
     layers = []

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weightscope._version import __version__
+from weightscope.anatomy import opened
 from weightscope.artifacts.network_fit import Portable
 from weightscope.errors import UsageError
 from weightscope.fitting.filters import fit_conv_schedule, fit_filters
@@ -53,10 +54,7 @@ def fit_network(source: Any, structure: str, **options: Any) -> Portable:
     known = list(inspect.signature(fit).parameters)[1:]
     if unknown := [key for key in options if key not in known]:
         raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint
-
-        source = Checkpoint(source)
+    source = opened(source)
     with torch.no_grad():
         found = fit(source, **options)
     return Portable(found.numbers, found.arrays, {"weightscope": __version__, **_origin(source)})

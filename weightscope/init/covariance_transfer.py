@@ -10,7 +10,6 @@ from torch import nn
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import DataError, UsageError
-from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
@@ -80,7 +79,7 @@ def filter_laws(source: Any) -> list[FilterLaw]:
         >>> [law.kernel for law in filter_laws("efficientnet-lite0.pth")][:4]
         [3, 3, 3, 5]
     """
-    parts = checked_filters(depthwise(_trained.network(source)), "covariances are carried over for pictures only")
+    parts = checked_filters(depthwise(source), "covariances are carried over for pictures only")
     depths = relative_depths(parts, "depth")
     return [_law(part, depth) for part, depth in zip(parts, depths, strict=True)]
 

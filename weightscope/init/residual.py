@@ -66,7 +66,7 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
         for part in mlps(module):
             for name in part.names:
                 old = part.read(name)
-                part.write(name, torch.zeros_like(old) if name == "w2" else zero_matrix(*old.shape))
+                part.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
             for name in part.bias_names:
                 part.write_bias(name, torch.zeros_like(part.read_bias(name)))
     return module
@@ -217,7 +217,7 @@ def layer_scale_identity_(
             put(factor, torch.full(factor.shape, float(value)))
         return module
     found = 0
-    for finder, last in ((attention, "o"), (mlps, "w2")):
+    for finder, last in ((attention, "o"), (mlps, "fc2")):
         try:
             parts = finder(module)
         except AnatomyError:
