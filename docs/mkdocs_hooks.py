@@ -1,4 +1,4 @@
-"""Pages that the site has and docs/ does not: figures, the files at the root of the repository, the notebook as text."""
+"""What the site has and docs/ does not: figures, pages from the root of the repository, the notebook as text."""
 
 import json
 import re
