@@ -25,7 +25,9 @@ import pytest
 import yaml
 
 import weightscope
+from weightscope._util import toml
 from weightscope.cli import cli
+from weightscope.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -33,14 +35,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 # What needs the network, a big download or another project's models.
 NOT_RUN = {"CONTRIBUTING.md": 8, "look-into-a-model.md": 3, "own-model.md": 2, "initialisers.md": 1, "tutorial.md": 1}
 
-# The tutorial's numbers are those of its tables and figures; here it runs with fewer networks, epochs and seeds.
+# What is smaller here than on the pages, whose numbers are those of their tables and figures.
 SMALLER = {
     "docs/tutorial.md": {
-        '"training.epochs": 6}': '"training.epochs": 1, "population.tile": 8}',
+        '"training.epochs": 6}': '"training.epochs": 1}',
         "networks=256": "networks=16",
         "epochs=[1, 3], seeds=24": "epochs=[1], seeds=2",
-    }
+    },
+    "README.md": {"networks=64": "networks=16"},
 }
+SMALL_RECIPE = {"data.train": 128, "data.test": 50, "population.tile": 4}
 
 _BLOCK = re.compile(
     r"(?:^ *<!-- not run: (?P<why>.+?) -->\n)?"
@@ -92,7 +96,7 @@ def script(page: Path) -> str:
     for large, small in SMALLER.get(named(page), {}).items():
         assert large in text, f"{named(page)} has no longer {large}"
         text = text.replace(large, small)
-    return text
+    return text.replace("digits-convnext", "small.toml")
 
 
 def named(page: Path) -> str:
@@ -116,6 +120,8 @@ def test_the_pages_that_must_have_code_have_some():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=named)
 def test_the_code_of_a_page_runs(page, tmp_path):
+    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(SMALL_RECIPE)
+    (tmp_path / "small.toml").write_text(toml.dumps(recipe.to_dict()))
     file = tmp_path / "page.py"
     file.write_text(script(page))
     environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
