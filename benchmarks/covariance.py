@@ -28,7 +28,7 @@ import numpy as np
 from reporting import memory, write
 
 from weightscope._util.environment import environment, usable_cores
-from weightscope.analysis.across_networks.joint_covariance import covariance
+from weightscope.analysis.across_networks import joint_covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.shard_format import seeds_of
@@ -66,7 +66,7 @@ def make_population(path: Path, networks: int, size: int) -> None:
 
 
 def ours(path: Path, precision: Any) -> Callable[[], np.ndarray]:
-    return lambda: covariance(Population(path), precision=precision).matrix
+    return lambda: joint_covariance(Population(path), precision=precision).matrix
 
 
 def ours_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:

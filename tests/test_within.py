@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import Within, covariance_within, filter_distributions, skeleton
+from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -377,8 +377,7 @@ def test_every_part_has_its_pictures(part: str, picture: str, tmp_path: Path) ->
 
 
 def test_public_names() -> None:
-    assert weightscope.covariance_within is covariance_within
-    assert isinstance(weightscope.covariance_within(convmixer()), Within)
+    assert isinstance(weightscope.covariance(convmixer()), NetworkCovariances)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
