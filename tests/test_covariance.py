@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import references_statistics as naive
 
-from weightscope.analysis.across_networks import joint_covariance
+import weightscope
+from weightscope.analysis.across_networks import PopulationCovariance, joint_covariance
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.group_means import stripes
 from weightscope.statistics.samples import WeightArray, ahead, literal, slices_as_samples
 
 SPEC = WeightSpec(
@@ -122,6 +124,58 @@ def test_bad_input(weights):
         joint_covariance(WeightArray(np.full_like(weights, np.nan), SPEC))
 
 
+def test_the_public_covariance_of_a_population(weights, tmp_path):
+    found = weightscope.covariance(WeightArray(weights, SPEC), "*.fc?.weight", kind="correlation")
+    assert isinstance(found, PopulationCovariance)
+    np.testing.assert_array_equal(
+        found.matrix, joint_covariance(WeightArray(weights, SPEC), "*.fc?.weight", kind="correlation").matrix
+    )
+    fc1 = stripes(weights[:, :12].reshape(-1, 4, 3))
+    assert found.stripes["a.fc1.weight"] == fc1
+    frame = found.to_pandas()
+    assert len(frame) == 6
+    (row,) = [r for r in found.rows() if (r["tensor"], r["means"]) == ("a.fc1.weight", "column")]
+    assert (row["ratio"], row["low"], row["high"]) == (fc1.column.value, *fc1.column.ci95)
+    assert f"{fc1.column.value:.2f} (" in found.text()
+    assert repr(found) == "<PopulationCovariance: correlation of 24 coordinates in 2 tensors over 300 networks>"
+    assert "<table>" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict()))["stripes"]["a.fc1.weight"]["column"]["p"] == fc1.column.p
+    assert found.plot(tmp_path / "c.png", means=True).axes
+    assert (tmp_path / "c.png").exists()
+    found.save_matrix(tmp_path / "c.npz")
+    np.testing.assert_array_equal(np.load(tmp_path / "c.npz")["matrix"], found.matrix)
+
+
+def test_the_default_selection_is_the_mlps_or_everything(weights):
+    assert weightscope.covariance(WeightArray(weights, SPEC)).spec == SPEC
+    tensors = [TensorSpec(t.name.replace("fc", "mlp.fc"), t.shape) for t in SPEC.tensors]
+    found = weightscope.covariance(WeightArray(weights, WeightSpec(tensors)))
+    assert found.spec.names == ("a.mlp.fc1.weight", "a.mlp.fc2.weight")
+
+
+def test_matrices_without_stripes_are_named(weights):
+    weights[:, :12] = 1
+    found = weightscope.covariance(WeightArray(weights, SPEC))
+    assert list(found.stripes) == ["a.fc2.weight"]
+    assert "no stripe ratios of `a.fc1.weight`: stripes: expected matrices that vary" in found.text()
+
+
+def test_options_go_with_their_kind_of_source(weights, tmp_path):
+    source = WeightArray(weights, SPEC)
+    with pytest.raises(UsageError, match="unknown option correlation; expected some of kind"):
+        weightscope.covariance(source, correlation=True)
+    with pytest.raises(UsageError, match="kind: applies to a population, found together with part"):
+        weightscope.covariance(source, part="filters", kind="correlation")
+    with pytest.raises(UsageError, match="WeightArray: it has no networks to build"):
+        weightscope.covariance(source, network=0)
+    with pytest.raises(UsageError, match="select: applies to a population, found for a trained network"):
+        weightscope.covariance({"a": None}, "*.weight")
+    with pytest.raises(UsageError, match=r"network: selects within a population's folder, found x\.pt"):
+        weightscope.covariance("x.pt", network=1)
+    with pytest.raises(UsageError, match="expected a population's folder, made by `weightscope collect`"):
+        weightscope.covariance(tmp_path / "none.pop")
+
+
 def test_reading_ahead_keeps_order_and_errors():
     assert list(ahead(iter(range(50)))) == list(range(50))
     assert list(ahead(iter([]))) == []
@@ -153,6 +207,7 @@ def test_a_population_on_disk_is_a_source(tmp_path):
     assert (result.n, result.excluded) == (len(good), 60 - len(good))
     assert result.excluded > 0
     np.testing.assert_allclose(result.matrix, naive.covariance(good), rtol=1e-10, atol=1e-14)
+    assert weightscope.covariance(str(population.path), "mlp.fc?.weight").n == result.n
     fitted = fit(population, "mlp.fc?.weight", structure="diagonal", joint="all")
     assert (fitted.networks, fitted.excluded) == (result.n, result.excluded)
     assert fitted.provenance["source"] == "a.pop"

@@ -6,7 +6,9 @@ from pathlib import Path
 import fake_training as fake
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+import weightscope
 from weightscope.analysis.inspection import inspect
 from weightscope.errors import DataError
 from weightscope.population import Population
@@ -69,3 +71,17 @@ def test_an_empty_and_a_damaged_population(tmp_path: Path) -> None:
     (path / "shards/00000.h5").write_bytes(b"x")
     with pytest.raises(DataError, match=r"00000.h5: damaged"):
         inspect(path)
+
+
+def test_contents_are_results(tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    found = weightscope.inspect(tmp_path / "a.pop")
+    assert found == inspect(Population(tmp_path / "a.pop"))
+    assert [row["name"] for row in found.rows()] == list(fake.SPEC.names)
+    assert list(found.to_pandas()["stop"])[-1] == fake.SPEC.size
+    assert repr(found) == f"<PopulationContents: {found.summary()}>"
+    save_file({"a.weight": np.zeros((2, 3), np.float32)}, tmp_path / "a.safetensors")
+    contents = weightscope.inspect(tmp_path / "a.safetensors")
+    assert contents.rows() == [{"name": "a.weight", "shape": "2x3", "type": "float32"}]
+    assert "1 tensors, 6 weights" in contents.text()
+    assert contents.text() == inspect(weightscope.Checkpoint(tmp_path / "a.safetensors")).text()

@@ -387,7 +387,7 @@ def test_cross_attention_is_left_out_unless_asked_for() -> None:
 BAD_OPTIONS = {
     "no source": (lambda: products(), "at least one model"),
     "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected 1"),
-    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 different"),
+    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 unique names"),
     "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
     "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
     "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),
@@ -400,7 +400,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_options_that_cannot_be_meant(case: str) -> None:
+def test_invalid_options_are_errors(case: str) -> None:
     call, message = BAD_OPTIONS[case]
     with pytest.raises(UsageError, match=message):
         call()
@@ -468,6 +468,16 @@ def test_rows_are_flat_json_with_the_stated_names() -> None:
         assert all(value is None or isinstance(value, int | float | str) for value in row.values())
     assert written["counts"]["ViT"]["qk_heads"]["n"] == 6
     assert [len(s) if s else None for s in written["spectra"]] == ([16] * 6 + [None]) * 2
+
+
+def test_results_are_for_further_work() -> None:
+    found = products(vit(), labels=["a"])
+    assert len(repr(found)) < 200
+    assert repr(found).startswith("<ProductsResult: 14 products of a; a: QK diagonal")
+    frame = found.to_pandas()
+    assert list(frame["beta"]) == [row["beta"] for row in found.records]
+    assert found._repr_html_().count("<tr>") == 15
+    assert frame["participation"].between(0, 1).all()
 
 
 def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
@@ -94,8 +95,10 @@ def test_filters_of_every_family_equal_numpy(family: str) -> None:
 def test_rows_and_columns_of_every_family_equal_numpy(family: str, part: str) -> None:
     model = families.FAMILIES[family].build()
     found = covariance_within(model, part=part)
-    wanted = [(p.layer, name, p.read(name).numpy()) for p in mlps(model) for name in p.names]
+    labels = {"w1": "fc1", "w2": "fc2"}
+    wanted = [(p.layer, labels.get(name, name), p.read(name).numpy()) for p in mlps(model) for name in p.names]
     assert len(found.layers) == len(wanted)
+    assert {"fc1", "fc2"} <= set(found.groups) <= {"fc1", "fc2", "gate"}
     for layer, (number, name, matrix) in zip(found.layers, wanted, strict=True):
         samples = matrix if part == "mlp-rows" else matrix.T
         assert (layer.layer, layer.group, layer.shape) == (number, name, (samples.shape[1],))
@@ -240,7 +243,7 @@ def test_skeletons_have_the_shapes_and_default_weights() -> None:
         rows = covariance_within(model, skeleton(model, part), part=part)
         first, second = (rows.of(label) for label in rows.labels)
         assert [(x.name, x.group, x.shape) for x in first] == [(x.name, x.group, x.shape) for x in second]
-    with pytest.raises(UsageError, match="expected one of filters, mlp-rows"):
+    with pytest.raises(UsageError, match="expected one of 'filters', 'mlp-rows'"):
         skeleton(model, "heads")
     with pytest.raises(AnatomyError, match="expected MLPs"):
         skeleton(convmixer(), "mlp-rows")
@@ -309,10 +312,10 @@ def test_dead_filters_are_counted() -> None:
     ("arguments", "options", "error", "match"),
     [
         ((), {}, UsageError, "at least one network"),
-        (("model",), {"part": "heads"}, UsageError, "expected one of filters, mlp-rows"),
-        (("model",), {"keep": 0}, UsageError, "keep: expected at least 1, found 0"),
+        (("model",), {"part": "heads"}, UsageError, "expected one of 'filters', 'mlp-rows'"),
+        (("model",), {"keep": 0}, UsageError, "keep: expected an integer >= 1, found 0"),
         (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1"),
-        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected different ones"),
+        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected unique names"),
         (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
         (("vit",), {}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
@@ -321,7 +324,7 @@ def test_dead_filters_are_counted() -> None:
         ((3,), {}, AnatomyError, "int: expected a module or a mapping"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error(arguments: tuple, options: dict, error: type, match: str) -> None:
+def test_invalid_arguments_are_errors(arguments: tuple, options: dict, error: type, match: str) -> None:
     known = {"model": convmixer(), "vit": ViT(16, 4, 24, 2, 3, 5)}
     with pytest.raises(error, match=match):
         covariance_within(*(known.get(a, a) for a in arguments), **options)
@@ -336,15 +339,15 @@ def test_one_filter_is_no_sample() -> None:
 
 def test_pictures_that_cannot_be_drawn_are_errors(tmp_path: Path) -> None:
     found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part="mlp-rows", keep=10)
-    with pytest.raises(UsageError, match="no images"):
+    with pytest.raises(UsageError, match="rows are not images"):
         found.plot(tmp_path / "a.png", "samples")
     with pytest.raises(UsageError, match="no covariance was kept"):
         found.plot(tmp_path / "a.png", "maps")
-    with pytest.raises(UsageError, match="expected one of maps, depth, samples"):
+    with pytest.raises(UsageError, match="expected one of 'maps', 'depth', 'samples'"):
         found.plot(tmp_path / "a.png", "heads")
-    with pytest.raises(UsageError, match=r"written as \.npz"):
+    with pytest.raises(UsageError, match=r"ends in \.npz"):
         found.save_matrix(tmp_path / "a.npy")
-    with pytest.raises(UsageError, match="no network 'b'"):
+    with pytest.raises(UsageError, match=r"label: expected one of .*found 'b'"):
         found.of("b")
 
 
@@ -376,8 +379,36 @@ def test_every_part_has_its_pictures(part: str, picture: str, tmp_path: Path) ->
     assert found.text()
 
 
-def test_public_names() -> None:
-    assert isinstance(weightscope.covariance(convmixer()), NetworkCovariances)
+def test_results_are_for_further_work() -> None:
+    found = weightscope.covariance([convmixer(), convmixer(1)], labels=["a", "b"])
+    assert isinstance(found, NetworkCovariances)
+    frame = found.to_pandas()
+    assert list(frame["source"]) == ["a"] * 3 + ["b"] * 3
+    assert list(frame["variance"]) == [layer.statistics["variance"] for layer in found.layers]
+    assert repr(found) == "<NetworkCovariances: filters of a, b, 6 layers>"
+    assert found._repr_html_().count("<tr>") == 7
+    assert found.plot(picture="depth").axes
+
+
+def test_the_share_of_a_kronecker_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    convolution = torch.nn.Conv2d(400, 400, 3, groups=400)
+    roots = torch.randn(2, 3, 3, generator=generator)
+    with torch.no_grad():
+        convolution.weight[:, 0] = roots[0] @ torch.randn(400, 3, 3, generator=generator) @ roots[1]
+    (layer,) = covariance_within(convolution, separability=39).layers
+    share = kronecker_sum(layer.moments.covariance, same=False)
+    assert layer.statistics["kronecker"] == share.explained > 0.97  # sampling noise of 400 filters
+    wanted = explained_variance(layer.moments.covariance, share.matrix(), diagonal=False)
+    assert layer.statistics["kronecker_dependence"] == wanted > 0.95
+    assert layer.separability.p_value > 0.05
+    with torch.no_grad():
+        convolution.weight[:200, 0] = torch.eye(3) * torch.randn(200, 1, 1, generator=generator)
+    found = covariance_within(convolution, separability=39)
+    assert found.layers[0].statistics["separability_p"] == 1 / 40  # a mixture is not separable
+    assert "p(A(x)B)" in found.text()
+    assert covariance_within(convolution).layers[0].separability is None
+    assert covariance_within(ViT(16, 4, 24, 1, 3, 5), part="patch").layers[0].kronecker is None  # three channels
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -425,13 +456,13 @@ def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "code", "match"),
     [
-        (("--part", "heads"), 2, "expected one of filters"),
+        (("--part", "heads"), 2, "expected one of 'filters'"),
         (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
         (("--select", "*"), 2, "--select: for one population's folder alone"),
         (("--fold-norms", "--means"), 2, "--fold-norms, --means"),
         (("--network", "1"), 2, "--network: chooses within a population"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
-        (("--picture", "heads"), 2, "picture: expected one of maps"),
+        (("--picture", "heads"), 2, "picture: expected one of 'maps'"),
         (("nothing.pth",), 3, "no such file"),
     ],
 )
