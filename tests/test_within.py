@@ -28,7 +28,7 @@ from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum, separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
@@ -401,11 +401,14 @@ def test_the_share_of_a_kronecker_product() -> None:
     assert layer.statistics["kronecker"] == share.explained > 0.97  # sampling noise of 400 filters
     wanted = explained_variance(layer.moments.covariance, share.matrix(), diagonal=False)
     assert layer.statistics["kronecker_dependence"] == wanted > 0.95
-    assert layer.separability.p_value > 0.05
+    direct = separability_test(depthwise(convolution)[0].read().numpy(), draws=39, seed=0)
+    assert layer.statistics["separability_ratio"] == pytest.approx(direct.ratio) == pytest.approx(1, abs=0.75)
+    assert layer.separability.p_value == direct.p_value
     with torch.no_grad():
         convolution.weight[:200, 0] = torch.eye(3) * torch.randn(200, 1, 1, generator=generator)
     found = covariance_within(convolution, separability=39)
     assert found.layers[0].statistics["separability_p"] == 1 / 40  # a mixture is not separable
+    assert found.layers[0].statistics["separability_ratio"] > 10
     assert "p(A(x)B)" in found.text()
     assert covariance_within(convolution).layers[0].separability is None
     assert covariance_within(ViT(16, 4, 24, 1, 3, 5), part="patch").layers[0].kronecker is None  # three channels
