@@ -1,4 +1,4 @@
-"""Do the diagonals of W_Q W_K^T and W_V W_O stand out in trained transformers, and with which sign?
+"""Do the diagonals of W_Q W_K^T and W_V W_O of trained transformers differ from noise, and with which sign?
 
 python analyses/attention_products/run.py VIT MINILM --out analyses/attention_products
 """

@@ -125,13 +125,13 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
     The first one is begun at once, so that it overlaps with the allocation of memory.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="reading")
-    return _handed_over(items, pool, pool.submit(next, items, _END))
+    return _relayed(items, pool, pool.submit(next, items, _END))
 
 
 _END: Any = object()
 
 
-def _handed_over(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
+def _relayed(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
     with pool:
         while (item := waiting.result()) is not _END:
             waiting = pool.submit(next, items, _END)

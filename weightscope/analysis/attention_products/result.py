@@ -165,7 +165,7 @@ class ProductsResult(Result):
                 out.append(f"{info.label}: left out `{name}`{others}: {why}")
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
                 out.append(
-                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, its sign too; "
+                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, including its sign; "
                     "fold_scales=True (--fold-scales) includes it"
                 )
             if any(row["normalised"] for row in self.select("qk", info.label)):
