@@ -15,7 +15,7 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.inspection import look
+from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
 from weightscope.artifacts.network_fit import load_portable
 from weightscope.auditing.attention import product_statistics
@@ -168,7 +168,7 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
         one, other = init(make(), generator=seeded(5)), wi.conv_covariance_(make(), **given, generator=seeded(5))
         for mine, theirs in zip(depthwise(one), depthwise(other), strict=True):
             assert torch.equal(mine.read(), theirs.read())
-    assert f"sigma0={numbers.sigma0:.4g}" in look(str(tmp_path / "schedule.safetensors")).text()
+    assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
 def test_scale_is_a_factor_and_audited():

@@ -64,8 +64,8 @@ def test_nothing_travels_twice_and_it_works_offline_afterwards(hub, monkeypatch)
     again = products(SOURCE, biases=True, fold_norms=False)
     assert again.sources[0].bytes_read == 0
     assert len(hub.requests) == count
-    assert [r["beta"] for r in again.rows] == [r["beta"] for r in everything.rows]
-    assert first.rows == [r for r in everything.rows if r["layer"] == 0]
+    assert [r["beta"] for r in again.records] == [r["beta"] for r in everything.records]
+    assert first.records == [r for r in everything.records if r["layer"] == 0]
 
 
 def test_a_layer_that_is_not_in_the_cache_is_said_to_be_missing_offline(hub, monkeypatch):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from weightscope._version import __version__
 
 if TYPE_CHECKING:
-    from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
-    from weightscope.analysis.within_network import covariance_within
+    from weightscope.analysis.covariances import covariance
+    from weightscope.analysis.inspection import inspect
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
@@ -38,11 +38,11 @@ _HOMES = {
     "audit": "auditing",
     "bench": "benchmarking",
     "collect": "training.collection",
-    "covariance": "analysis.across_networks",
-    "covariance_within": "analysis.within_network",
+    "covariance": "analysis.covariances",
     "fit": "fitting.population",
     "fit_init": "fitting.source",
     "fit_network": "fitting.network",
+    "inspect": "analysis.inspection",
     "load_init": "init",
     "products": "analysis.attention_products",
     "track": "auditing",
@@ -61,10 +61,10 @@ __all__ = [
     "bench",
     "collect",
     "covariance",
-    "covariance_within",
     "fit",
     "fit_init",
     "fit_network",
+    "inspect",
     "load_init",
     "products",
     "track",

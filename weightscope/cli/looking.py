@@ -29,9 +29,9 @@ def inspect(source: str, json_file: Path | None) -> None:
       weightscope inspect digits.pop
       weightscope inspect vit/model.safetensors
     """
-    from weightscope.analysis.inspection import look
+    from weightscope.analysis.inspection import inspect as contents
 
-    description = look(source)
+    description = contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
@@ -125,7 +125,7 @@ def _across(
     file: Path | None,
 ) -> tuple[Any, Callable[[Path], None]]:
     """A population's covariance, and what draws it."""
-    from weightscope.analysis.across_networks.study import study
+    from weightscope.analysis.covariances import covariance as compute_covariance
 
     kind = "correlation" if correlation else "covariance"
     chosen = select or "*.mlp.fc?.weight"
@@ -134,7 +134,7 @@ def _across(
         from weightscope.training.engine import resolve_device
 
         options["device"] = resolve_device(device)
-    found = study(population_of(source), chosen, kind=kind, computed=compute, **options)
+    found = compute_covariance(population_of(source), chosen, kind=kind, computed=compute, **options)
     return found, lambda out: found.plot(out, means=means)
 
 

@@ -47,11 +47,11 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     Example:
       weightscope collect populations/digits-convnext.toml -o digits.pop -n 512
     """
-    from weightscope.analysis.inspection import describe
+    from weightscope.analysis.inspection import inspect
     from weightscope.training.collection import collect as train
 
     train(recipe_of(recipe), out, **options)
-    click.echo(describe(out).text())
+    click.echo(inspect(out).text())
 
 
 @click.command()

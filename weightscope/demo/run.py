@@ -11,8 +11,8 @@ from typing import Any
 
 from weightscope import plots
 from weightscope._util import atomic
-from weightscope.analysis.across_networks.study import Study, study
-from weightscope.analysis.inspection import describe
+from weightscope.analysis.across_networks import PopulationCovariance, covariance_across
+from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking.run import BenchResult, bench, summarise
 from weightscope.errors import UsageError
 from weightscope.fitting.population import FitResult, fit
@@ -65,7 +65,7 @@ def run_demo(
     population = Population(out / "digits.pop")
 
     say(f"2/5  the covariance of [vec W1, vec W2] -> {out / 'covariance.json'}")
-    whole, block = study(population, SELECT), study(population, BLOCK)
+    whole, block = covariance_across(population, SELECT), covariance_across(population, BLOCK)
     _write_json(out / "covariance.json", whole.to_dict())
     block.save_matrix(out / "covariance-block-1.npz")
 
@@ -85,7 +85,7 @@ def run_demo(
         seeds=seeds,
         **options,
     )
-    _write_json(out / "population.json", describe(out / "digits.pop").to_dict())
+    _write_json(out / "population.json", inspect(out / "digits.pop").to_dict())
     _write_json(out / "fitted-against-diagonal.json", _against(measured, "fitted", "diagonal"))
     say(f"5/5  the report -> {out / 'report.html'}")
     return _report(out, population, whole, block, fitted, measured)
@@ -102,7 +102,12 @@ def _against(measured: BenchResult, init: str, reference: str) -> dict[str, Any]
 
 
 def _report(
-    out: Path, population: Population, whole: Study, block: Study, fitted: FitResult, measured: BenchResult
+    out: Path,
+    population: Population,
+    whole: PopulationCovariance,
+    block: PopulationCovariance,
+    fitted: FitResult,
+    measured: BenchResult,
 ) -> Path:
     """Write `report.html`, whose numbers are read from the files that the steps before left."""
     fitted_row = next(row for row in measured.summary if row["init"] == "fitted")
@@ -147,14 +152,13 @@ def _population_part(report: Report, population: Population) -> None:
     )
 
 
-def _structure_part(report: Report, whole: Study, block: Study) -> None:
-    found = block.covariance
+def _structure_part(report: Report, whole: PopulationCovariance, block: PopulationCovariance) -> None:
     report.heading("The structure").text(
         "If the entries of W1 were independent of each other, the mean of a column (over hidden units, one for each "
         "input channel) would vary over networks by a known amount. The ratio below is what it really varies by."
     )
     title = "Covariance of [vec W1, vec W2], second block"
-    picture = plots.covariance_map(found.matrix, found.blocks, title=title, diagonal="mask")
+    picture = plots.covariance_map(block.matrix, block.blocks, title=title, diagonal="mask")
     report.figure(
         picture.figure,
         "Covariance over networks of the MLP weights of one block, entry by entry (MLP paper, Fig. 1). With so few "
@@ -163,7 +167,7 @@ def _structure_part(report: Report, whole: Study, block: Study) -> None:
         source="covariance-block-1.npz",
     )
     title = "The same, averaged over pairs of hidden units"
-    picture = plots.covariance_map(found.matrix, found.blocks, title=title, groups=block.groups())
+    picture = plots.covariance_map(block.matrix, block.blocks, title=title, groups=block.groups())
     report.figure(
         picture.figure,
         "Hidden units are exchangeable, so averaging over pairs of them keeps the structure and removes noise. A "

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
+from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
 from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.artifacts.network_fit import IdentityProduct, Portable, ProductFit, ProductLayer
-from weightscope.auditing.attention import product_statistics
 from weightscope.errors import DataError
 from weightscope.init.attention import PARTS, self_attention
 
@@ -121,8 +121,8 @@ def _joined(fits: list[dict[str, float]], sign: float) -> ProductFit:
 def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
     """The numbers of one product `A B^T` of factors (d, r)."""
     d, r = a.shape[0], min(a.shape)
-    found = product_statistics(a, b)
-    diagonal, noise = found["diagonal mean"], found["alpha"]
+    found = FactoredProduct(a, b).statistics()
+    diagonal, noise = float(found["diagonal_mean"]), float(found["alpha"])
     norm = math.hypot(diagonal, noise)  # |M|_F / sqrt(d)
     if norm == 0:
         raise DataError(f"{where}: the product is zero; there is nothing to fit")

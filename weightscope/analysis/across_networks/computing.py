@@ -1,62 +1,70 @@
-"""`covariance`: the covariance of weights across a population, or of slices within one network."""
+"""The covariance of weights over the networks of a population, in memory or on disk, and its leading eigenpairs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope.errors import UsageError
-from weightscope.spec import WeightSpec
+from weightscope._util.checks import choice
+from weightscope.analysis.across_networks.result import Kind, PopulationCovariance
+from weightscope.errors import DataError, UsageError
 from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.eigen import Eigenpairs, top_eigenpairs
 from weightscope.statistics.gram import Precision
+from weightscope.statistics.group_means import StripeResult, stripes
 from weightscope.statistics.moments import BLOCK, Moments
 from weightscope.statistics.panels import write_covariance
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
 
-Kind = Literal["covariance", "correlation"]
+_MLP = "*.mlp.fc?.weight"
 
 
-@dataclass(frozen=True)
-class CovarianceResult:
-    """A covariance or correlation matrix with what it is of.
+def covariance_across(
+    source: WeightSamples, select: str | Sequence[str] | None = "auto", **options: Any
+) -> PopulationCovariance:
+    """The joint covariance of the selected tensors, and the stripe ratios of those with two axes.
 
-    Attributes:
-        matrix: (D', D'), in the precision of accumulation.
-        mean: (D',) float64.
-        n: networks that count.
-        excluded: networks left out because they diverged or hold a number that is not finite.
-        spec: what the D' coordinates are; its slices are the blocks of the matrix.
-        kind: `"covariance"` (divisor n - 1) or `"correlation"`.
-        diagnostics: plain numbers and texts: `precision`, `folded_norms`, `constant` (coordinates without
-            variance; their correlations are NaN), `rank_bound` (a rank that the matrix cannot exceed).
+    Args:
+        source: a `Population`, or a `WeightArray(weights, spec)`.
+        select: patterns of tensor names; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that has them
+            and all tensors of another one; None for computed coordinates only.
+        options: see `joint_covariance`.
+
+    Raises:
+        UsageError: see `joint_covariance`.
+        DataError: if fewer than 2 networks are usable.
+
+    Source: MLP paper, Fig. 1 and section 3.
+
+    Example:
+        >>> covariance_across(Population("digits.pop")).plot("covariance.png")
     """
-
-    matrix: np.ndarray
-    mean: np.ndarray
-    n: int
-    excluded: int
-    spec: WeightSpec
-    kind: Kind
-    diagnostics: dict[str, Any]
-
-    @property
-    def blocks(self) -> dict[str, slice]:
-        """Name of a tensor -> its rows and columns of the matrix."""
-        return self.spec.slices
-
-    def block(self, rows: str, columns: str | None = None) -> np.ndarray:
-        """The part of the matrix between two tensors (size, size'); a view."""
-        names = (rows, rows if columns is None else columns)
-        for name in names:
-            self.spec[name]  # an unknown name is an error that lists the known ones
-        return self.matrix[self.blocks[names[0]], self.blocks[names[1]]]
+    if select == "auto":
+        select = _MLP if any(fnmatchcase(name, _MLP) for name in source.spec.names) else "*"
+    found = joint_covariance(source, select, **options)
+    ratios: dict[str, StripeResult] = {}
+    problems: dict[str, str] = {}
+    for tensor in found.spec.tensors:
+        if len(tensor.shape) == 2 and tensor.name in source.spec.slices:
+            try:
+                ratios[tensor.name] = stripes(_tensor(source, tensor.name))
+            except DataError as error:  # too few networks, or a tensor that does not vary
+                problems[tensor.name] = str(error)
+    diagnostics = found.diagnostics | ({"without_stripes": problems} if problems else {})
+    return replace(found, stripes=ratios, diagnostics=diagnostics)
 
 
-def covariance(
+def _tensor(source: WeightSamples, name: str) -> np.ndarray:
+    """One tensor of all networks that did not diverge, (N, *shape)."""
+    rows = np.concatenate([rows for rows, _ in usable_chunks(source, [name])])
+    return rows.reshape(-1, *source.spec[name].shape)
+
+
+def joint_covariance(
     source: WeightSamples,
     select: str | Sequence[str] | None = "*",
     *,
@@ -68,15 +76,15 @@ def covariance(
     chunk: int = BLOCK,
     file: str | Path | None = None,
     memory: int = 2 << 30,
-) -> CovarianceResult:
+) -> PopulationCovariance:
     """The joint covariance of any selection of tensors over the networks of a population (MLP paper, Fig. 1).
 
     C = sum over networks of (w - mean)(w - mean)^T / (n - 1). One pass over the file; memory is one
-    D' x D' matrix and a few blocks of rows, whatever N is. Diverged networks and rows that are not finite are
-    left out and counted in the result: print that number.
+    D' x D' matrix and a few blocks of rows, independent of N. Diverged networks and non-finite rows are left out
+    and counted in the result: print that number.
 
     Args:
-        source: a `Population`, an `WeightArray(weights, spec)`, or `slices_as_samples(tensor)` for the
+        source: a `Population`, a `WeightArray(weights, spec)`, or `slices_as_samples(tensor)` for the
             filters or rows within one network.
         select: patterns as in `WeightSpec.select`; None for computed coordinates only.
         kind: `"covariance"` or `"correlation"`.
@@ -85,29 +93,30 @@ def covariance(
         fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
         precision: `"float64"`, or `"float32"` for large D (see `Moments`).
         device: None for the CPU, or a torch device to accumulate on.
-        chunk: rows read at once; buys speed only.
-        file: a `.npy` file on which the matrix is made, for D' beyond memory; the result's `matrix` is then a
-            read-only map of it. The data are read once for every panel that fits into `memory`, and once more.
+        chunk: rows read at once; affects speed only.
+        file: a `.npy` file in which the matrix is computed, for D' beyond memory; the result's `matrix` is then a
+            read-only memory map of it. The data are read once, and once more for every panel that fits into `memory`.
         memory: bytes to use with `file`.
 
     Raises:
-        UsageError: if a pattern or an expression fits nothing, `kind` is unknown, `memory` is too small, or `file` and
-            `device` are both given.
+        UsageError: if a pattern or an expression matches nothing, `kind` is unknown, `memory` is too small, or both
+            `file` and `device` are given.
         DataError: if fewer than 2 networks are usable.
 
     Example:
-        >>> result = covariance(Population("digits.pop"), "stages.0.blocks.0.mlp.fc*.weight")
+        >>> result = joint_covariance(Population("digits.pop"), "stages.0.blocks.0.mlp.fc*.weight")
         >>> result.block("stages.0.blocks.0.mlp.fc1.weight").shape
         (512, 512)
     """
-    if kind not in get_args(Kind):
-        raise UsageError(f"kind must be one of {get_args(Kind)}, found {kind!r}")
+    choice("kind", kind, get_args(Kind))
     coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
     if not coordinates.spec.size:
-        raise UsageError("nothing to compute: the selection is empty and there are no computed coordinates")
+        raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
     if file is not None:
         if device is not None:
-            raise UsageError(f"a covariance on the disk is computed on the CPU, found device {device}; leave one out")
+            raise UsageError(
+                f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
+            )
         return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
     chunks = ahead(usable_chunks(source, coordinates.reads.names, chunk))
     moments = Moments(coordinates.spec.size, device=device, precision=precision)
@@ -118,7 +127,7 @@ def covariance(
     mean, n, variance = moments.mean, moments.n, moments.variance()
     matrix = (moments.covariance if kind == "covariance" else moments.correlation)(destroy=True)
     diagnostics = _diagnostics(precision, fold_norms, variance, n)
-    return CovarianceResult(matrix, mean, n, diverged + moments.excluded, coordinates.spec, kind, diagnostics)
+    return PopulationCovariance(matrix, mean, n, diverged + moments.excluded, coordinates.spec, kind, diagnostics)
 
 
 def eigenpairs(
@@ -136,15 +145,15 @@ def eigenpairs(
     randomised subspace iteration. See `weightscope.statistics.eigen.top_eigenpairs`.
 
     Args:
-        source: as for `covariance`.
-        rank: how many, at most min(N - 1, D').
+        source: as for `joint_covariance`.
+        rank: number of pairs, at most min(N - 1, D').
         select: patterns as in `WeightSpec.select`; None for computed coordinates only.
-        computed: further coordinates, as for `covariance`.
-        fold_norms: as for `covariance`.
+        computed: further coordinates, as for `joint_covariance`.
+        fold_norms: as for `joint_covariance`.
         memory: bytes that the weight vectors may take.
 
     Raises:
-        UsageError: if a pattern fits nothing or the rank is too high.
+        UsageError: if a pattern matches nothing or the rank is too high.
         DataError: if fewer than 2 networks are usable.
 
     Example:
@@ -157,7 +166,7 @@ def eigenpairs(
 
 
 class _Passes:
-    """The coordinates of all usable networks, as often as they are asked for."""
+    """The coordinates of all usable networks; each call is one more pass over the data."""
 
     def __init__(self, source: WeightSamples, coordinates: Coordinates) -> None:
         self._source, self._coordinates = source, coordinates
@@ -172,17 +181,16 @@ class _Passes:
 
 def _on_disk(
     source: WeightSamples, coordinates: Coordinates, file: Path, *, kind: Kind, dtype: Precision, memory: int
-) -> CovarianceResult:
+) -> PopulationCovariance:
     if file.suffix != ".npy":
-        raise UsageError(f"a covariance beyond memory is written as .npy, found {file}")
-    if dtype not in get_args(Precision):
-        raise UsageError(f"precision must be one of {get_args(Precision)}, found {dtype!r}")
+        raise UsageError(f"file: expected a name that ends in .npy, found {file}")
+    choice("precision", dtype, get_args(Precision))
     passes, size = _Passes(source, coordinates), coordinates.spec.size
     with atomic.replacing(file) as out:
         known = write_covariance(passes, size, out, dtype=dtype, correlation=kind == "correlation", memory=memory)
     diagnostics = _diagnostics(dtype, coordinates.folded, known.variance, known.n)
     matrix = np.load(file, mmap_mode="r")
-    return CovarianceResult(
+    return PopulationCovariance(
         matrix, known.mean, known.n, known.excluded + passes.diverged, coordinates.spec, kind, diagnostics
     )
 
@@ -192,5 +200,5 @@ def _diagnostics(precision: Precision, folded: bool, variance: np.ndarray, n: in
         "precision": precision,
         "folded_norms": folded,
         "constant": int((variance == 0).sum()),
-        "rank_bound": min(n - 1, len(variance)),
+        "rank_bound": min(int(n) - 1, len(variance)),
     }
