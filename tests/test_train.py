@@ -10,9 +10,10 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import load
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.training import build_network, spec_of, train_tile
+from weightscope.networks import build_for
+from weightscope.training import spec_of, train_tile
 from weightscope.training.engine import TileRun, smooth, swept
-from weightscope.training.optimiser import StackedAdamW, schedule_factor
+from weightscope.training.optimiser import BatchedAdamW, schedule_factor
 
 BASE = {
     "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
@@ -108,7 +109,7 @@ def test_frozen_tensors_keep_their_initial_bits() -> None:
     plan = recipe(training__frozen=["*.conv_dw.*"])
     tile = train_tile(plan, 0, device="cpu")
     torch.manual_seed(torch_seed(7, 0, Purpose.INIT))
-    start = build_network(plan).state_dict()
+    start = build_for(plan).state_dict()
     found = spec_of(plan).unpack(tile.weights[0])
     for name, value in start.items():
         same = np.array_equal(found[name], value.numpy())
@@ -162,14 +163,14 @@ def test_swept_ranges_are_log_uniform() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_stacked_adamw_equals_torch_on_each_network(clip: float) -> None:
+def test_batched_adamw_equals_torch_on_each_network(clip: float) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(3, 11, generator=generator, dtype=torch.float64)
     rates, decays = torch.tensor([0.1, 0.01, 0.3]).double(), torch.tensor([0.0, 0.1, 0.02]).double()
     weights, gradient = start.clone(), torch.zeros_like(start)
     trained = torch.ones(11, dtype=torch.bool)
     trained[4] = False
-    ours = StackedAdamW(weights, gradient, trained, learning_rate=rates, weight_decay=decays, betas=(0.8, 0.95))
+    ours = BatchedAdamW(weights, gradient, trained, learning_rate=rates, weight_decay=decays, betas=(0.8, 0.95))
     peers = [torch.nn.Parameter(row.clone()) for row in start]
     optimisers = [
         torch.optim.AdamW([p], lr=lr.item(), weight_decay=wd.item(), betas=(0.8, 0.95))

@@ -2,10 +2,14 @@
 
 A recipe is a TOML file with the sections [network] [data] [training] [init] [population]. It is validated
 strictly: an unknown key, a wrong type or a value out of range is an error that names the field's path.
+
+`[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
+recipe is parsed without importing it; what depends on it is checked when it is used.
 """
 
 import math
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +26,8 @@ from pydantic import (
     model_validator,
 )
 
+from weightscope._util.names import unknown
+from weightscope._util.plugins import is_reference, reference_to
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError, UsageError
 
@@ -36,6 +42,17 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the values are what TOML can hold, and finite."""
+    for key, value in values.items():
+        if isinstance(value, list | tuple):
+            _check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)})
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} must be finite, found {value}")
+        elif not isinstance(value, int | float | str):
+            raise ValueError(f"{key}: expected a number, a text, true, false, or a list of these, found {value!r}")
+
+
 class ConvMixerConfig(_Section):
     """ConvMixer-width/depth (thesis 2.1.1)."""
 
@@ -48,7 +65,7 @@ class ConvMixerConfig(_Section):
 
 
 class ConvNeXtConfig(_Section):
-    """ConvNeXt: isotropic when `width` and `depth` are numbers, hierarchical when they are lists of equal length."""
+    """ConvNeXt: isotropic if `width` and `depth` are numbers, hierarchical if they are lists of equal length."""
 
     type: Literal["convnext"]
     width: Count | tuple[Count, ...]
@@ -67,7 +84,7 @@ class ConvNeXtConfig(_Section):
     def _same_stages(self) -> "ConvNeXtConfig":
         stages = [len(v) if isinstance(v, tuple) else None for v in (self.width, self.depth)]
         if stages[0] != stages[1]:
-            raise ValueError("width and depth must both be numbers, or lists with one entry for each stage")
+            raise ValueError("width and depth must both be numbers, or lists with one entry per stage")
         return self
 
     @property
@@ -97,11 +114,57 @@ class ViTConfig(_Section):
         return self
 
 
-NetworkConfig = Annotated[ConvMixerConfig | ConvNeXtConfig | ViTConfig, Field(discriminator="type")]
+class OwnNetworkConfig(BaseModel):
+    """A network of one's own: `type = "package.module:factory"`, and numbers for the factory.
+
+    The factory is called as `factory(in_channels, image_size, num_classes, **numbers)` and returns an `nn.Module`.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    type: str
+
+    @model_validator(mode="after")
+    def _numbers(self) -> "OwnNetworkConfig":
+        _check_numbers(self.numbers)
+        return self
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of the factory."""
+        return dict(self.model_extra or {})
+
+
+_NETWORK_TYPES = ("convmixer", "convnext", "vit")
+
+
+def _network_type(value: Any) -> str:
+    """The tag of a [network] section, for the union's discriminator."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "own" if is_reference(kind) else str(kind)
+
+
+def _network(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, Mapping) and _network_type(value) not in (*_NETWORK_TYPES, "own"):
+        if "type" not in value:
+            raise ValueError(f"type is missing; expected one of {', '.join(map(repr, _NETWORK_TYPES))}")
+        known = unknown("network type", value["type"], map(repr, _NETWORK_TYPES))
+        raise ValueError(f"{known}; or 'package.module:factory' for a network of your own")
+    return handler(value)
+
+
+NetworkConfig = Annotated[
+    Annotated[ConvMixerConfig, Tag("convmixer")]
+    | Annotated[ConvNeXtConfig, Tag("convnext")]
+    | Annotated[ViTConfig, Tag("vit")]
+    | Annotated[OwnNetworkConfig, Tag("own")],
+    Discriminator(_network_type),
+    WrapValidator(_network),
+]
 
 
 class AugmentConfig(_Section):
-    """Augmentation of training images; the default does nothing.
+    """Augmentation of training images; none by default.
 
     `crop` is the padding in pixels around the image before a random crop, `flip` a horizontal flip with
     probability 1/2, `cutout` the side length of an erased square, `operations` the number of
@@ -116,7 +179,7 @@ class AugmentConfig(_Section):
 
 
 class DataConfig(_Section):
-    """Which images; `train` and `test` take only the first so many."""
+    """The data set by name or reference; `train` and `test` limit the number of images."""
 
     name: str
     train: Count | None = None
@@ -126,14 +189,17 @@ class DataConfig(_Section):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
-        try:
-            dataset_info(value)
-        except UsageError as error:
-            raise ValueError(str(error)) from None
+        if not is_reference(value):
+            try:
+                dataset_info(value)
+            except UsageError as error:
+                raise ValueError(str(error)) from None
         return value
 
     @model_validator(mode="after")
     def _sizes(self) -> "DataConfig":
+        if is_reference(self.name):
+            return self
         info = dataset_info(self.name)
         for field, there in (("train", info.train), ("test", info.test)):
             wanted = getattr(self, field)
@@ -143,7 +209,7 @@ class DataConfig(_Section):
 
 
 class Range(_Section):
-    """A hyper-parameter drawn log-uniformly from [low, high], anew for each network."""
+    """A hyperparameter drawn log-uniformly from [low, high] for each network."""
 
     low: Positive
     high: Positive
@@ -175,12 +241,16 @@ Swept = Annotated[
 
 
 class TrainingConfig(_Section):
-    """AdamW with a schedule. `learning_rate` and `weight_decay` may be a number, a list (network k takes item
-    k mod its length) or a range `{low, high}`, so that a sweep is a population too. `clip_norm = 0` clips nothing.
+    """AdamW with a learning-rate schedule.
 
-    `kernels = "compiled"` trains ConvNeXts on a CPU with AVX-512 1.7 to 2.1 times as fast where there is a C compiler,
-    ViTs and ConvMixers 1.2 and 1.3 times; on a GPU it stands for Triton kernels and CUDA graphs, in either precision.
-    It is part of the recipe because it rounds differently.
+    `learning_rate` and `weight_decay` may be a number, a list (network k takes entry k mod its length) or a range
+    `{low, high}`, so a sweep is a population, too. `clip_norm = 0` disables clipping.
+
+    `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
+
+    `kernels = "compiled"` selects kernels in C on a CPU, 1.7 to 2.1 times as fast for ConvNeXts with AVX-512, 1.2 for
+    ViTs and 1.3 for ConvMixers, and Triton kernels with CUDA graphs on a GPU. It is part of the recipe because it rounds
+    differently.
     """
 
     epochs: Count
@@ -197,6 +267,16 @@ class TrainingConfig(_Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     kernels: Literal["torch", "compiled"] = "torch"
     evaluate: Literal["end", "epoch"] = "epoch"
+    engine: Literal["batched", "loop"] = "batched"
+
+    @model_validator(mode="after")
+    def _plain_loop(self) -> "TrainingConfig":
+        if self.engine == "loop" and (self.kernels, self.precision) != ("torch", "float32"):
+            raise ValueError(
+                "engine 'loop' runs plain PyTorch: expected kernels 'torch' and precision 'float32', found "
+                f"{self.kernels!r} and {self.precision!r}"
+            )
+        return self
 
     @field_validator("betas", "frozen", mode="before")
     @classmethod
@@ -205,7 +285,7 @@ class TrainingConfig(_Section):
 
 
 class InitConfig(BaseModel):
-    """An initialiser by its registered name, or `artifact = "FILE"`; other keys are its named parameters."""
+    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -214,9 +294,7 @@ class InitConfig(BaseModel):
 
     @model_validator(mode="after")
     def _numbers(self) -> "InitConfig":
-        for key, value in (self.model_extra or {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{key} must be finite, found {value}")
+        _check_numbers(self.parameters)
         return self
 
     @property
@@ -226,10 +304,10 @@ class InitConfig(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> "InitConfig":
-        """An initialiser with its numbers from a TOML file that holds what an [init] table does.
+        """Read an initialiser and its parameters from a TOML file with the keys of an [init] table.
 
         Raises:
-            RecipeError: if the file cannot be read or is not such a table.
+            RecipeError: if the file cannot be read or is invalid.
         """
         values = _read_toml(path)
         try:
@@ -239,10 +317,10 @@ class InitConfig(BaseModel):
 
 
 class PopulationConfig(_Section):
-    """How many networks, from which root seed, in tiles of how many.
+    """The number of networks, the root seed, and the number of networks in a tile.
 
-    Without `tile`, the number is chosen when a population is begun, and then kept: 32 on a CPU, on a GPU as many as its
-    free memory holds.
+    Without `tile`, it is chosen when a population is created and then kept: 32 on a CPU, on a GPU as many as its free
+    memory holds.
     """
 
     networks: Count = 256
@@ -251,7 +329,7 @@ class PopulationConfig(_Section):
 
 
 class Recipe(_Section):
-    """A population as data. Make one with `Recipe.load(path)` or `Recipe.parse(text_or_dict)`.
+    """A population as data, made by `Recipe.load(path)` or `Recipe.parse(text_or_dict)`.
 
     Example:
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
@@ -271,31 +349,37 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _patches(self) -> "Recipe":
+        if isinstance(self.network, OwnNetworkConfig) or is_reference(self.data.name):
+            return self
         size = dataset_info(self.data.name).size
         step = getattr(self.network, "reduction", self.network.patch_size)
         if size % step:
             raise ValueError(
-                f"network.patch_size: the network reduces the image {step} times, which must divide "
+                f"network.patch_size: the network reduces the image by a factor of {step}, which must divide "
                 f"{self.data.name}'s {size} pixels"
             )
         return self
 
     @classmethod
-    def parse(cls, source: str | dict[str, Any], where: str = "recipe") -> "Recipe":
-        """A recipe from TOML text or nested dictionaries.
+    def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """Parse TOML text or nested dictionaries.
+
+        Callables are accepted as `network`, `data` and `init` (or as the `type` or `name` in them) and stored as
+        references.
 
         Raises:
             RecipeError: naming the field's path, what is allowed and what was found.
+            UsageError: for a callable without a name, such as a lambda.
         """
         values = _parse_toml(source, where) if isinstance(source, str) else source
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(_with_references(values))
         except ValidationError as error:
             raise RecipeError(f"{where}: " + "; ".join(_explain(e) for e in error.errors())) from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
-        """A recipe from a TOML file.
+        """Read a recipe from a TOML file.
 
         Raises:
             RecipeError: if the file is missing, is not TOML, or is not a valid recipe.
@@ -303,11 +387,11 @@ class Recipe(_Section):
         return cls.parse(_read_toml(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain nested dictionaries (JSON types), defaults included; `Recipe.parse` takes them back."""
+        """Nested dictionaries of JSON types, defaults included; `Recipe.parse` is the inverse."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def replace(self, changes: dict[str, Any]) -> "Recipe":
-        """A copy with some fields changed, each given by its path: `{"training.epochs": 3}`."""
+        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`."""
         values = self.to_dict()
         for path, value in changes.items():
             *parents, last = path.split(".")
@@ -318,13 +402,34 @@ class Recipe(_Section):
         return Recipe.parse(values)
 
     def differences(self, other: "Recipe") -> list[str]:
-        """`path: mine -> theirs` for each field in which two recipes differ."""
+        """One line `path: mine -> theirs` for each field in which two recipes differ."""
         mine, theirs = _flatten(self.to_dict()), _flatten(other.to_dict())
         return [
             f"{path}: {mine.get(path, 'absent')} -> {theirs.get(path, 'absent')}"
             for path in sorted(mine.keys() | theirs.keys())
             if mine.get(path, "absent") != theirs.get(path, "absent")
         ]
+
+
+def _with_references(values: Any) -> Any:
+    """The values of a recipe with callables replaced by references."""
+
+    def named(value: Any, key: str) -> Any:
+        if callable(value):
+            return {key: reference_to(value)}
+        if isinstance(value, Mapping) and callable(value.get(key)):
+            return {**value, key: reference_to(value[key])}
+        return value
+
+    if not isinstance(values, Mapping):
+        return values
+    out = dict(values)
+    for section, key in (("network", "type"), ("data", "name"), ("init", "name")):
+        if isinstance(out.get(section), list | tuple):
+            out[section] = [named(item, key) for item in out[section]]
+        elif section in out:
+            out[section] = named(out[section], key)
+    return out
 
 
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -357,7 +462,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 def _explain(error: Any) -> str:
     """One pydantic error as `path: what is allowed, found what`."""
-    tags = {"convmixer", "convnext", "vit", "range", "number", "list"}  # of unions, not of the recipe
+    tags = {*_NETWORK_TYPES, "own", "range", "number", "list"}  # of unions, not of the recipe
     path = ".".join(str(part) for part in error["loc"] if part not in tags) or "(top level)"
     if error["type"] == "extra_forbidden":
         return f"{path}: unknown key"
