@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
-from weightscope.recipe import Recipe
 from weightscope.networks import build_for
+from weightscope.recipe import Recipe
 from weightscope.training.optimiser import schedule_factor
 
 

@@ -30,8 +30,8 @@ from weightscope.data.augment import normalise
 from weightscope.data.catalog import CATALOG
 from weightscope.data.dataset import Dataset
 from weightscope.errors import UsageError
-from weightscope.recipe import Recipe
 from weightscope.networks import build_for
+from weightscope.recipe import Recipe
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels.c import build
 from weightscope.training.memory import keep_freed_memory

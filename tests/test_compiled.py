@@ -70,7 +70,9 @@ def test_depthwise_equals_the_library(case, dtype):
     x, weight, bias = inputs
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
-    agree(functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels="c"), expected, inputs, 5 * TYPES[dtype])
+    agree(
+        functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels="c"), expected, inputs, 5 * TYPES[dtype]
+    )
 
 
 def mlp_inputs(sizes, dtype):
@@ -153,7 +155,9 @@ def test_weights_take_the_type_of_the_images(name):
 @needs_compiler
 def test_gradcheck():
     inputs = mlp_inputs((2, 3, 4, 6), torch.float64)
-    assert torch.autograd.gradcheck(lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="c"), inputs)
+    assert torch.autograd.gradcheck(
+        lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="c"), inputs
+    )
     shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
     block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
     assert torch.autograd.gradcheck(
@@ -167,7 +171,9 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)
     nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
     hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
-    found = functions.norm_mlp(nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6, kernels="c")
+    found = functions.norm_mlp(
+        nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6, kernels="c"
+    )
     (slope,) = torch.autograd.grad(found.sum(), hidden)
     exact = values.double().requires_grad_()
     expected = F.gelu(exact)
@@ -296,7 +302,9 @@ def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
     shapes = (3, 6, 7, 21), (3, 5, 5), (3,)
     images, filters, bias = (draw(*shape, dtype=ours) for shape in shapes)
     expected = F.conv2d(images.permute(3, 0, 1, 2), filters[:, None], bias, padding=2, groups=3).permute(1, 2, 3, 0)
-    torch.testing.assert_close(functions.depthwise_conv2d(images, filters, bias, kernels="c"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        functions.depthwise_conv2d(images, filters, bias, kernels="c"), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @needs_compiler

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compiled import FILTERS, SIZES, draw, mlp_inputs, plain_mlp
 from test_batched import check_against_plain, make
+from test_compiled import FILTERS, SIZES, draw, mlp_inputs, plain_mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

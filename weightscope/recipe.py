@@ -248,9 +248,9 @@ class TrainingConfig(_Section):
 
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
-    `kernels = "compiled"` selects kernels in C on a CPU, 1.7 to 2.1 times as fast for ConvNeXts with AVX-512, 1.2 for
-    ViTs and 1.3 for ConvMixers, and Triton kernels with CUDA graphs on a GPU. It is part of the recipe because it rounds
-    differently.
+    `kernels = "compiled"` selects kernels in C on a CPU (1.7 to 2.1 times as fast for ConvNeXts with AVX-512, 1.2
+    for ViTs and 1.3 for ConvMixers), and Triton kernels with CUDA graphs on a GPU. It is part of the recipe because it
+    rounds differently.
     """
 
     epochs: Count

@@ -33,5 +33,5 @@ def multiply_adds(module: nn.Module, in_channels: int, image_size: int) -> int:
     for layer in shapes.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear | Attention):
             layer.register_forward_hook(count)
-    shapes(torch.zeros(1, in_channels, image_size, image_size, dtype=next(twin.parameters()).dtype, device="meta"))
+    shapes(torch.zeros(1, in_channels, image_size, image_size, dtype=next(shapes.parameters()).dtype, device="meta"))
     return total

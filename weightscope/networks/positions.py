@@ -45,7 +45,9 @@ def sinusoidal_positions(
     """
     axes = 1 if columns is None else 2
     if width % (2 * axes):
-        raise UsageError(f"sinusoidal positions on {axes} axes: expected a width that is a multiple of {2 * axes}, found {width}")
+        raise UsageError(
+            f"sinusoidal positions on {axes} axes: expected a width that is a multiple of {2 * axes}, found {width}"
+        )
     q = width // (2 * axes)
     frequencies = temperature ** (-torch.arange(q, dtype=torch.float64) / q)
     places = [torch.arange(rows, dtype=torch.float64)]

@@ -1,9 +1,9 @@
 """Batched leaf layers: each computes its layer for T networks at once.
 
-Inputs and outputs have *network-stacked channels*, a channel axis of T networks times C channels: images (B, T*C, H, W),
-tokens (B, N, T*C). In memory the batch is innermost and the channels outermost. So every linear map is one batched
-matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and the
-depthwise convolution is a batched matrix product as well (`kernels/pytorch.py`).
+Inputs and outputs have *network-stacked channels*, a channel axis of T networks times C channels: images
+(B, T*C, H, W), tokens (B, N, T*C). In memory the batch is innermost and the channels outermost. So every linear map is
+one batched matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and
+the depthwise convolution is a batched matrix product as well (`kernels/pytorch.py`).
 """
 
 import copy

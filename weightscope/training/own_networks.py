@@ -72,7 +72,9 @@ def _check_plain(network: nn.Module, recipe: Recipe) -> None:
     info, name = dataset_info(recipe.data.name), recipe.network.type
     images = torch.rand(_IMAGES, info.channels, info.size, info.size, generator=torch.Generator().manual_seed(1))
     with torch.random.fork_rng(devices=[]):
-        logits = _run(lambda: network.train()(images), f"{name}: the forward pass failed on images {tuple(images.shape)}")
+        logits = _run(
+            lambda: network.train()(images), f"{name}: the forward pass failed on images {tuple(images.shape)}"
+        )
     if not isinstance(logits, Tensor) or logits.shape != (_IMAGES, info.classes):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UsageError(f"{name}: expected logits {(_IMAGES, info.classes)} from the network, found {found}")
@@ -96,14 +98,14 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
         for tensor, view in batched.spec.unpack(row).items():  # away from zeros and ones, which hide mistakes
             view.copy_(state[tensor].add_(0.1 * torch.rand(state[tensor].shape, generator=generator)))
     batched.freeze(frozen(plain[0], recipe.training.frozen))
-    where = f"{name}: the forward code does not run on the channels of many networks"
+    where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
     for training in (False, True):
         images, direction = draw(len(plain), _IMAGES, info.channels, info.size, info.size), draw(_IMAGES, info.classes)
         with _NoHostReads(name):
-            logits = _run(lambda: batched.train(training)(images), where)  # noqa: B023 - called at once
+            logits = _run(lambda: batched.train(training)(images), where, hint)  # noqa: B023 - called at once
         expected = torch.stack([n.train(training)(part) for n, part in zip(plain, images, strict=True)])
         _compare(logits, expected, f"{name}: logits")
-        _run(lambda: batched.backward((logits * direction).sum()), where)  # noqa: B023
+        _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
         for network, row, part in zip(plain, batched.gradient, expected, strict=True):
             parameters = _trained(network, recipe)
             gradients = torch.autograd.grad((part * direction).sum(), list(parameters.values()), retain_graph=True)
@@ -112,6 +114,7 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
                 _compare(found[tensor], gradient, f"{name}: the gradient of `{tensor}`")
 
 
+@torch.no_grad()
 def _compare(found: Tensor, expected: Tensor, what: str) -> None:
     error = float("inf")
     if found.shape == expected.shape:
@@ -123,14 +126,12 @@ def _compare(found: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def _run(work: Callable[[], Any], what: str) -> Any:
+def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
     try:
         return work()
-    except WeightscopeError as error:
-        raise UsageError(f"{what}: {error}") from error
-    except Exception as error:  # whatever a user's code raises
-        hint = f"; {USE_LOOP}" if "many networks" in what else ""
-        raise UsageError(f"{what} ({type(error).__name__}: {error}){hint}") from error
+    except Exception as error:
+        why = str(error) if isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{what}: {why}" + ("" if USE_LOOP in why else hint)) from error
 
 
 class _NoHostReads(TorchDispatchMode):

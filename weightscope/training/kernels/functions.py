@@ -131,7 +131,12 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
 
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     channels, k = x.shape[0], weight.shape[-1]
-    if x.ndim != 4 or weight.shape != (channels, k, k) or k % 2 == 0 or (bias is not None and bias.shape != (channels,)):
+    if (
+        x.ndim != 4
+        or weight.shape != (channels, k, k)
+        or k % 2 == 0
+        or (bias is not None and bias.shape != (channels,))
+    ):
         raise ValueError(
             f"expected images (C, H, W, B), odd square kernels (C, k, k) and biases (C,), found {tuple(x.shape)}, "
             f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"

@@ -60,7 +60,7 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the compiler's message; the message is empty if the folder does not allow executables."""
+    """The library, or None and the compiler's message, which is empty if the folder does not allow executables."""
     for file in folder.glob(f"kernels-{identity}-*.so"):
         if _content(file) == file.stem.rpartition("-")[2]:
             return _loaded(file), ""

@@ -159,7 +159,7 @@ def _depthwise_backward(
 
 @dataclass(frozen=True)
 class Blocks:
-    """How images are divided for the convolution: `rows` rows from the `window` rows around them, `above` of them before.
+    """How images are divided: `rows` rows are computed from the `window` rows around them, `above` of which precede.
 
     `m` and `n` are the numbers of pixels of both, padded to powers of two.
     """
