@@ -1,4 +1,4 @@
-"""One network of a recipe in plain PyTorch: what the fast paths are compared with, here and in the tests."""
+"""One network of a recipe in plain PyTorch, the reference of benchmarks and tests."""
 
 from collections.abc import Callable
 

@@ -70,8 +70,8 @@ def random_images(count: int) -> Dataset:
     return Dataset(CATALOG["cifar10"], pixels, labels, pixels[:100], labels[:100], half, quarter)
 
 
-def stacked(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
-    """Ours; `training` are fields of the recipe's section."""
+def batched(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
+    """weightscope; `training` are fields of the recipe's section."""
     run = TileRun(recipe.replace({f"training.{name}": value for name, value in training.items()}), 0, data, device)
 
     def work() -> int:
@@ -143,8 +143,8 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
 
 OURS = ("torch kernels", "compiled kernels")
 CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] = {
-    "torch kernels": (stacked, {"kernels": "torch"}),
-    "compiled kernels": (stacked, {"kernels": "compiled"}),
+    "torch kernels": (batched, {"kernels": "torch"}),
+    "compiled kernels": (batched, {"kernels": "compiled"}),
     "loop": (loop, {}),
     "loop, channels last": (loop, {"channels_last": True}),
     "compiled loop": (loop, {"compiled": "default"}),

@@ -199,8 +199,8 @@ def test_images_are_loaded_as_by_augment_and_normalise(changes, mixup):
         expected = share * expected + (1 - share) * expected.flip(1)
     given = (None if v is None else v.to(DEVICE) for v in (images, index, draws if draws.numel() else None, shares))
     found = triton_kernels.load_images(*given, (mean.to(DEVICE), std.to(DEVICE)), config, torch.float32)
-    folded = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
-    torch.testing.assert_close(found.cpu(), folded, rtol=1e-6, atol=1e-6)
+    expected = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 RECIPE = Recipe.parse(

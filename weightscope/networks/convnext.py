@@ -20,6 +20,8 @@ class ConvNeXtBlock(nn.Module):
         layer_scale: initial value of gamma; None for no gamma.
     """
 
+    gamma: nn.Parameter | None
+
     def __init__(self, width: int, kernel_size: int, hidden: int, layer_scale: float | None) -> None:
         super().__init__()
         self.layer_scale = layer_scale
@@ -31,7 +33,7 @@ class ConvNeXtBlock(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set `gamma` to its initial value."""
-        if self.gamma is not None:
+        if self.gamma is not None and self.layer_scale is not None:
             nn.init.constant_(self.gamma, self.layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if isinstance(width, int) != isinstance(depth, int):
             raise UsageError(f"width and depth must both be numbers or both be sequences, found {width} and {depth}")
-        widths, depths = ((width,), (depth,)) if isinstance(width, int) else (tuple(width), tuple(depth))
+        widths, depths = ((n,) if isinstance(n, int) else tuple(n) for n in (width, depth))
         if len(widths) != len(depths) or not widths:
             raise UsageError(f"width and depth need one entry per stage, found {widths} and {depths}")
         self.stem = nn.Sequential(patchify(in_channels, widths[0], patch_size), LayerNorm2d(widths[0]))

@@ -74,6 +74,8 @@ class ViT(nn.Module):
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")
     """
 
+    cls_token: nn.Parameter | None
+
     def __init__(
         self,
         image_size: int,

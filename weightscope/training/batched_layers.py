@@ -153,8 +153,8 @@ class Normalisation(BatchedLayer):
         calibrating: the number of the calibration batch, counted from 1; 0 while training.
     """
 
-    after_gelu = False
-    calibrating = 0
+    after_gelu: bool = False
+    calibrating: int = 0
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         super().__init__(layer, count)

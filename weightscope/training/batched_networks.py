@@ -3,7 +3,7 @@
 `BatchedNetworks` holds the weights of T networks as a matrix (T, D) in `WeightSpec` order and runs them together. The
 module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C channels:
 images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
-residual additions, elementwise functions and pooling give the same result on stacked channels.
+residual additions, elementwise functions and pooling give the same result on network-stacked channels.
 
 `batched_layers.py` describes the memory layout. Networks do not interact: one that diverges does not affect the others.
 """
@@ -157,9 +157,10 @@ class BatchedNetworks(nn.Module):
             batched.mlp, batched.norm2 = mlp, identity
         if isinstance(batched, nn.Sequential) and self.kernels == "triton":
             for k, (before, layer) in enumerate(pairwise(batched)):
-                batch_norm = isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d)
-                if batch_norm and isinstance(before, Elementwise) and isinstance(before.layer, nn.GELU):
-                    batched[k], layer.after_gelu = nn.Identity(), True
+                gelu = isinstance(before, Elementwise) and isinstance(before.layer, nn.GELU)
+                if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                    layer.after_gelu = True
+                    batched[k] = nn.Identity()
         if isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
             last = batched.fn[-1]
             if isinstance(last, Normalisation) and last.after_gelu:

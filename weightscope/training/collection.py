@@ -163,7 +163,7 @@ def train_shard(
 def _wanted(
     recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
 ) -> tuple[Manifest, str]:
-    """The manifest of what is to be trained, and the device; raises every error that can be detected beforehand."""
+    """The manifest of the requested population, and the device; raises every error that can be detected beforehand."""
     from weightscope import training
     from weightscope.data import load
     from weightscope.training import own_networks

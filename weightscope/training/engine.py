@@ -236,8 +236,8 @@ class TileRun:
     def _step(self) -> None:
         """One step of all networks.
 
-        A CUDA graph replays it, so whatever changes from step to step is a tensor on the device: `now` selects the rows
-        of `numbers`, and both metrics are added up in `sums`.
+        A CUDA graph replays it, so everything that changes from step to step is a tensor on the device: `now` selects
+        the rows of `numbers`, and both metrics are added up in `sums`.
         """
         training = self.recipe.training
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}

@@ -123,11 +123,11 @@ def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
     x = x.contiguous()
     entries = taps.shape[1] // (rows * width)
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
-    total = x.new_zeros(channels, rows * width, entries) if len(blocks) > 1 else None
+    total = x.new_zeros(channels, rows * width, entries) if len(blocks) > 1 else x.new_empty(0)
     for top, low, high, offset in blocks:
         g = grad[:, top : top + rows].view(channels, rows * width, batch)
         xt = x[:, low:high].view(channels, -1, batch).transpose(1, 2)
-        if total is None:
+        if len(blocks) == 1:
             total = torch.bmm(g, xt)
         elif (high - low) * width == entries:
             total.baddbmm_(g, xt)

@@ -39,7 +39,8 @@ def probe(device: torch.device) -> None:
         UsageError: if Triton cannot build or launch it, for example without a C compiler.
     """
     try:
-        norm(torch.zeros(1, 1, 1, device=device), *torch.zeros(2, 1, 1, device=device).unbind(), 1.0)
+        gain, shift = torch.zeros(2, 1, 1, device=device)
+        norm(torch.zeros(1, 1, 1, device=device), gain, shift, 1.0)
     except RuntimeError as error:
         raise UsageError(
             f"kernels = 'compiled' need Triton on a GPU, which does not work here: {error}; use kernels = 'torch'"

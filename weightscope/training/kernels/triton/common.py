@@ -1,6 +1,7 @@
 """Functions shared by the kernels, and how work is divided into programs."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -87,7 +88,8 @@ def shared_memory() -> int:
     """Bytes of shared memory per program on this device; those of an H100 if there is no GPU."""
     if not torch.cuda.is_available():
         return _SHARED
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch's stub lacks the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 def sum_type(x: Tensor) -> tl.dtype:
