@@ -18,6 +18,7 @@ class Purpose(IntEnum):
     MIXUP = 3
     STRUCTURE = 4
     SWEEP = 5
+    FORWARD = 6
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from weightscope._util.plugins import is_reference
 from weightscope.errors import UsageError
 
 
@@ -55,6 +56,10 @@ def dataset_info(name: str) -> DatasetInfo:
     Raises:
         UsageError: if there is none of that name; lists the names.
     """
+    if is_reference(name):
+        from weightscope.data.dataset import load
+
+        return load(name).info
     try:
         return CATALOG[name]
     except KeyError:

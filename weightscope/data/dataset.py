@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightscope._util.plugins import imported, is_reference
 from weightscope.data import cifar, digits, fashion_mnist
 from weightscope.data.catalog import DatasetInfo, dataset_info
 from weightscope.data.locations import Arrays
@@ -85,6 +87,8 @@ def load(name: str, root: str | Path | None = None, *, train: int | None = None,
         >>> data.train_images.shape
         torch.Size([1437, 1, 8, 8])
     """
+    if is_reference(name):
+        return _own(name, imported(name), train, test)
     info = dataset_info(name)
     counts = []
     for which, wanted, there in (("train", train, info.train), ("test", test, info.test)):
@@ -97,6 +101,17 @@ def load(name: str, root: str | Path | None = None, *, train: int | None = None,
     for channel in (std == 0).nonzero().flatten().tolist():
         raise DataError(f"{name}: channel {channel} of the training images is the same everywhere; it cannot be scaled")
     return Dataset(info, images, labels.long(), test_images, test_labels.long(), mean, std)
+
+
+def _own(name: str, factory: Callable[[], Any], train: int | None, test: int | None) -> Dataset:
+    made = factory()
+    if isinstance(made, Dataset):
+        return made
+    images, labels, test_images, test_labels = (torch.as_tensor(array) for array in made)
+    classes = int(max(labels.max(), test_labels.max())) + 1
+    info = DatasetInfo(name, images.shape[1], images.shape[2], classes, len(images), len(test_images), "")
+    images, labels, test_images, test_labels = images[:train], labels[:train], test_images[:test], test_labels[:test]
+    return Dataset(info, images, labels.long(), test_images, test_labels.long(), *_pixel_statistics(images))
 
 
 def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:

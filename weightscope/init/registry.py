@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightscope._util.plugins import imported, is_reference
 from weightscope.errors import UsageError
 from weightscope.init._common import Initialiser, M
 from weightscope.init.attention import mimetic_attention_
@@ -90,6 +91,8 @@ def get(name: str, **numbers: Any) -> Initialiser:
     Example:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
     """
+    if is_reference(name) or callable(name):
+        return functools.partial(imported(name) if isinstance(name, str) else name, **numbers)
     names = [part.strip() for part in name.split("+")] if isinstance(name, str) else []
     if not names:
         raise UsageError(f"an initialiser is given by its name, found {name!r}")

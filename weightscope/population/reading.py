@@ -186,11 +186,9 @@ class Population:
         """
         import torch
 
-        from weightscope.data.catalog import dataset_info
-        from weightscope.networks import build
+        from weightscope.networks import build_for
 
-        info = dataset_info(self.recipe.data.name)
-        module = build(self.recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
+        module = build_for(self.recipe)
         if lines := self.spec.differences(WeightSpec.of(module)):
             raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
         tensors = {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}

@@ -7,8 +7,9 @@ Files are checked with HDF5's low-level calls, which take half the time of h5py'
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -26,20 +27,21 @@ _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without th
 _LONGEST_TEXT = 256
 
 
-class TrainedTile(Protocol):
-    """What the trainer hands over: T networks, of which the last tile of a population keeps fewer.
+@dataclass(frozen=True)
+class TrainedTile:
+    """The result of training one tile: T networks, of which the last tile of a population stores fewer.
 
-    `weights` (T, D) float32, `seeds` (T,) uint64, `metrics` name -> (T,) or (T, E), `diverged` among them.
+    Attributes:
+        index: of the tile; network k is row k mod T of tile k div T.
+        weights: (T, D) float32 in `WeightSpec` order.
+        seeds: (T,) uint64, the seeds of the initial weights.
+        metrics: name -> (T,) or (T, E) array; one of them is `diverged`, booleans.
     """
 
-    @property
-    def index(self) -> int: ...  # noqa: D102
-    @property
-    def weights(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def seeds(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def metrics(self) -> Mapping[str, np.ndarray]: ...  # noqa: D102
+    index: int
+    weights: np.ndarray
+    seeds: np.ndarray
+    metrics: Mapping[str, np.ndarray]
 
 
 def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> bytes:
