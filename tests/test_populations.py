@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weightscope import networks
-from weightscope.data.catalog import CATALOG, dataset_info
+from weightscope.data.catalog import dataset_info
+from weightscope.data.registry import DATASETS
 from weightscope.recipe import Recipe
 from weightscope.training.engine import train_tile
 
@@ -90,4 +91,4 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
 
 
 def test_recipes_name_data_sets_that_exist() -> None:
-    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(CATALOG)
+    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(DATASETS)
