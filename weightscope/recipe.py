@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.data.config import AugmentConfig
 from weightscope.errors import RecipeError, UsageError
@@ -281,12 +282,16 @@ class Recipe(_Section):
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
-        """A recipe from a TOML file.
+        """A recipe from a TOML file, or one of the package by its name (`weightscope list recipes`).
 
         Raises:
-            RecipeError: if the file is missing, is not TOML, or is not a valid recipe.
+            RecipeError: if the file is missing, is not TOML, or is not a valid recipe; or there is none of that name.
+
+        Example:
+            >>> Recipe.load("digits-convnext").population.networks
+            384
         """
-        return cls.parse(_read_toml(path), where=str(path))
+        return cls.parse(_read_toml(recipe_path(path)), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries (JSON types), defaults included; `Recipe.parse` takes them back."""
