@@ -5,12 +5,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from weightscope._util import atomic, toml
 from weightscope.errors import UsageError
 from weightscope.population.reading import Population
+from weightscope.population.shard_format import new_file
 
 _HEADERS = 2**16  # bytes, more than HDF5's own structures take
 
@@ -53,7 +53,7 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
         size = 4 * shape[0] * shape[1] + sum(values.nbytes for values in columns.values()) + _HEADERS
         os.posix_fallocate(file.fileno(), 0, size)
         os.ftruncate(file.fileno(), 0)
-        with h5py.File(file, "w", libver=("v110", "v110")) as h5:
+        with new_file(file) as h5:
             for name, values in columns.items():
                 h5.create_dataset(name, data=values, track_times=False)
             weights = h5.create_dataset("weights", shape, "<f4", track_times=False)

@@ -9,7 +9,7 @@ import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import h5py
 import numpy as np
@@ -22,7 +22,6 @@ AGAIN = "run `weightscope collect` again, which trains it anew"
 
 _FORMAT = "weightscope-shard"
 _SCHEMA = 1
-_LIBVER = ("v110", "v110")
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _LONGEST_TEXT = 256
 
@@ -59,9 +58,9 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
     }
     columns = manifest.spec.size
     blocks = max(1, -(-columns // _CHUNK[1]))
-    # A Python file in memory: HDF5 1.14's own image of a file in memory has a wrong checksum in its superblock.
+    # Not HDF5's own file in memory: in version 1.14 its image has a wrong checksum in the superblock.
     file = io.BytesIO()
-    with h5py.File(file, "w", libver=_LIBVER) as h5:
+    with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
         h5.create_dataset(
@@ -72,12 +71,30 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
             track_times=False,
         )
         h5.create_dataset("seed", data=np.asarray(trained.seeds[:rows], dtype="<u8"), track_times=False)
-        group = h5.create_group("metrics")
+        group = h5["metrics"]
         for name in sorted(trained.metrics):
             values = np.asarray(trained.metrics[name])[:rows]
             fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
             group.create_dataset(name, data=values, fillvalue=fill, track_times=False)
     return file.getvalue()
+
+
+def new_file(file: BinaryIO) -> h5py.File:
+    """An HDF5 file with a group `/metrics` that is written to a Python file.
+
+    Nothing in it has a time stamp, so that the same content gives the same bytes; h5py before 3.16 has no option for
+    this.
+    """
+    access, creation = (h5py.h5p.create(kind) for kind in (h5py.h5p.FILE_ACCESS, h5py.h5p.FILE_CREATE))
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
+    creation.set_obj_track_times(False)
+    h5 = h5py.File(h5py.h5f.create(b"python", h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
+    properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    properties.set_obj_track_times(False)
+    h5py.h5g.create(h5.id, b"metrics", gcpl=properties)
+    return h5
 
 
 def header_text(h5: h5py.File, name: str) -> str:
