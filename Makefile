@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test lint install bench bench-gpu clean
+.PHONY: demo test test-oldest lint docs install bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/weightscope demo
@@ -15,6 +15,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+# The oldest versions that pyproject.toml allows; torch is in constraints.txt, since older wheels are hard to get.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis pandas cloudpickle
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -q
+
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
@@ -52,4 +63,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest build site *.egg-info .pytest_cache .ruff_cache

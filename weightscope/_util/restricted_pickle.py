@@ -192,7 +192,7 @@ def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
                     machine.step(operation.name, argument)
     except (ValueError, IndexError, KeyError, Warning) as error:
         raise DataError(f"{where}: not a pickle that can be read as data: {error}") from error
-    raise DataError(f"{where}: the pickle has no end; get it again")
+    raise DataError(f"{where}: the pickle is truncated; download it again")
 
 
 NUMPY_ARRAY = frozenset(
