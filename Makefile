@@ -53,9 +53,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Optional packages, and model libraries that the tests check against. Without them the same tests skip and say so.
-# torchvision and timm come without their dependencies: those would replace torch by a build for CUDA. Triton, which that
-# build would bring along, runs the kernels for GPUs in its interpreter and compiles them for GPUs that are not there.
+# Optional packages and model libraries; tests that need them are skipped without them. torchvision and timm are installed
+# without their dependencies, which would replace torch by a CUDA build. Triton's interpreter runs the GPU kernels.
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=4.44"

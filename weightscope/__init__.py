@@ -1,7 +1,6 @@
-"""weightscope: the distribution of trained weights, and initialisers made from it.
+"""weightscope: populations of trained networks, the structure of their weights, and initialisers made from it.
 
-The public names below are imported when they are first used, so `import weightscope` needs neither torch nor
-matplotlib nor h5py.
+The public names are imported on first use, so `import weightscope` does not import torch, matplotlib or h5py.
 """
 
 import importlib
@@ -13,22 +12,26 @@ if TYPE_CHECKING:
     from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
+    from weightscope.analysis.inspection import describe as inspect
     from weightscope.analysis.within_network import covariance_within
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
+    from weightscope.data import Dataset
     from weightscope.fitting.network import fit_network
     from weightscope.fitting.population import fit
     from weightscope.fitting.source import fit_init
     from weightscope.init import load_init
-    from weightscope.population import Population
+    from weightscope.population import Population, export
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.statistics.moments import Moments
     from weightscope.training.collection import collect
 
+# Public name -> "module" that has it under the same name, or "module:other_name".
 _HOMES = {
     "Checkpoint": "checkpoint",
+    "Dataset": "data",
     "Moments": "statistics.moments",
     "Population": "population",
     "Recipe": "recipe",
@@ -40,9 +43,11 @@ _HOMES = {
     "collect": "training.collection",
     "covariance": "analysis.across_networks",
     "covariance_within": "analysis.within_network",
+    "export": "population",
     "fit": "fitting.population",
     "fit_init": "fitting.source",
     "fit_network": "fitting.network",
+    "inspect": "analysis.inspection:describe",
     "load_init": "init",
     "products": "analysis.attention_products",
     "track": "auditing",
@@ -50,6 +55,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Dataset",
     "Moments",
     "Population",
     "Recipe",
@@ -62,9 +68,11 @@ __all__ = [
     "collect",
     "covariance",
     "covariance_within",
+    "export",
     "fit",
     "fit_init",
     "fit_network",
+    "inspect",
     "load_init",
     "products",
     "track",
@@ -78,4 +86,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'weightscope' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"weightscope.{_HOMES[name]}"), name)
+    module, _, other = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"weightscope.{module}"), other or name)
