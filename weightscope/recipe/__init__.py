@@ -1,16 +1,16 @@
 """`Recipe`: a population of networks, or one arm of a benchmark, as data.
 
-A recipe is a TOML file with the sections [network] [data] [training] [init] [population]. It is validated
+A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`. It is validated
 strictly: an unknown key, a wrong type or a value out of range is an error that names the field's path.
 
 `[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
 recipe is parsed without importing it; what depends on it is checked when it is used.
 """
 
+from weightscope.data.config import AugmentConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
-    AugmentConfig,
     DataConfig,
     InitConfig,
     PopulationConfig,

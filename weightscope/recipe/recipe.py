@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
+from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError
 from weightscope.recipe.base import Section
@@ -66,12 +67,16 @@ class Recipe(Section):
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
-        """Read a recipe from a TOML file.
+        """Read a recipe from a TOML file, or one of the package by its name (`weightscope list recipes`).
 
         Raises:
-            RecipeError: if the file is missing, is not TOML, or is not a valid recipe.
+            RecipeError: if the file is missing, is not TOML, or is not a valid recipe; or no recipe has this name.
+
+        Example:
+            >>> Recipe.load("digits-convnext").population.networks
+            384
         """
-        return cls.parse(read_toml(path), where=str(path))
+        return cls.parse(read_toml(recipe_path(path)), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dictionaries of JSON types, defaults included; `Recipe.parse` is the inverse."""

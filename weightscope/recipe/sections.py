@@ -18,24 +18,10 @@ from pydantic import (
 
 from weightscope._util.plugins import is_reference
 from weightscope.data.catalog import dataset_info
+from weightscope.data.config import AugmentConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, check_numbers
 from weightscope.recipe.parsing import explain, read_toml
-
-
-class AugmentConfig(Section):
-    """Augmentation of training images; none by default.
-
-    `crop` is the padding in pixels around the image before a random crop, `flip` a horizontal flip with
-    probability 1/2, `cutout` the side length of an erased square, `operations` the number of
-    RandAugment-style operations of strength `magnitude` in [0, 1].
-    """
-
-    crop: Annotated[int, Field(ge=0)] = 0
-    flip: bool = False
-    cutout: Annotated[int, Field(ge=0)] = 0
-    operations: Annotated[int, Field(ge=0, le=8)] = 0
-    magnitude: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
 
 
 class DataConfig(Section):
