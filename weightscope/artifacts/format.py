@@ -18,7 +18,6 @@ from safetensors.numpy import save as to_bytes
 
 from weightscope._util import atomic
 from weightscope._util.results import Result
-from weightscope.checkpoint.safetensors_header import read_header
 from weightscope.errors import DataError
 
 KEY = "weightscope"  # of the header in the file's metadata
@@ -45,7 +44,8 @@ class Artifact(Result):
             WeightscopeError: if the file cannot be written.
         """
         header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays().items()}
+        # Not `ascontiguousarray`, which makes a scalar a vector.
+        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
         atomic.write(path, to_bytes(arrays, metadata={KEY: header}))
         return Path(path)
 
@@ -56,6 +56,8 @@ def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
     Raises:
         DataError: if the file is missing, damaged, or not an artifact.
     """
+    from weightscope.checkpoint.safetensors_header import read_header  # that package imports torch
+
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -51,7 +51,7 @@ class AffineGaussian(Structure):
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """(D,) for the variances unless they are all zero, (r,) for the factor unless there is none."""
+        """(D,) for the variances unless all are zero, (r,) for the factor unless r = 0."""
         shapes = [(self.spec.size,)] if self.variance.any() else []
         return tuple(shapes + [(self.factor.shape[1],)] * bool(self.factor.shape[1]))
 
