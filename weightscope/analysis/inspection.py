@@ -11,8 +11,8 @@ from weightscope._util import toml
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
 from weightscope._util.tables import text_table
-from weightscope.artifacts.network_fit import Portable, load_any
-from weightscope.artifacts.population_fit import KEY, FitResult
+from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
+from weightscope.artifacts.format import KEY
 from weightscope.population import Population
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 def inspect(
     source: "str | Path | Population | Checkpoint",
-) -> "PopulationContents | CheckpointContents | FitResult | Portable":
+) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
     """The contents of a population, an initialiser's artifact or a checkpoint.
 
     Every shard's hash of a population is compared; of a checkpoint only the header is read.
@@ -48,7 +48,7 @@ def inspect(
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     if KEY in checkpoint.metadata:
-        return load_any(checkpoint.source)
+        return load_artifact(checkpoint.source)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
     return CheckpointContents(str(checkpoint.source), tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
 

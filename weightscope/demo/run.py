@@ -13,9 +13,10 @@ from weightscope import plots
 from weightscope._util import atomic
 from weightscope.analysis.across_networks import PopulationCovariance, covariance_across
 from weightscope.analysis.inspection import inspect
+from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking.run import BenchResult, bench, summarise
 from weightscope.errors import UsageError
-from weightscope.fitting.population import FitResult, fit
+from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
@@ -106,7 +107,7 @@ def _report(
     population: Population,
     whole: PopulationCovariance,
     block: PopulationCovariance,
-    fitted: FitResult,
+    fitted: PopulationFit,
     measured: BenchResult,
 ) -> Path:
     """Write `report.html`, whose numbers are read from the files that the steps before left."""
@@ -189,7 +190,7 @@ def _structure_part(report: Report, whole: PopulationCovariance, block: Populati
     )
 
 
-def _fit_part(report: Report, fitted: FitResult) -> None:
+def _fit_part(report: Report, fitted: PopulationFit) -> None:
     report.heading("The initialiser").text(
         "Structures were fitted to ",
         Number("structures.json", "/networks", "d"),

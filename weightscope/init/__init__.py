@@ -26,14 +26,13 @@ from weightscope.init.transfer import permute_, transfer_, transfer_singular_
 from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
 
 if TYPE_CHECKING:
-    from weightscope.init.from_artifact import ArtifactInit, InitReport, load_init
-    from weightscope.init.from_network_fit import PortableInit
+    from weightscope.init.from_artifact import InitReport, NetworkInit, PopulationInit, load_init
 
 __all__ = [
     "REGISTRY",
-    "ArtifactInit",
     "InitReport",
-    "PortableInit",
+    "NetworkInit",
+    "PopulationInit",
     "box_filters_",
     "compose",
     "conv_covariance",
@@ -63,14 +62,11 @@ __all__ = [
     "zero_init_",
 ]
 
-_ARTIFACT = {"ArtifactInit", "InitReport", "load_init"}  # fitted structures need SciPy, which takes a second to import
+# Fitted structures need SciPy, which takes a second to import.
+_ARTIFACT = {"InitReport", "NetworkInit", "PopulationInit", "load_init"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PortableInit":
-        from weightscope.init import from_network_fit
-
-        return from_network_fit.PortableInit
     if name not in _ARTIFACT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.init import from_artifact

@@ -205,11 +205,11 @@ def covariance_transfer_(
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    transfer_laws(module, filter_laws(source), options, generator)
+    transfer_distributions(module, filter_laws(source), options, generator)
     return module
 
 
-def transfer_laws(
+def transfer_distributions(
     module: nn.Module, laws: list[FilterLaw], options: TransferOptions, generator: torch.Generator | None
 ) -> dict[str, float]:
     """Draw a module's depthwise filters from a source's covariances; errors as `covariance_transfer_`.
