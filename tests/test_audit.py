@@ -339,7 +339,7 @@ def test_bad_input():
         audit(vit, alpha_qk=0.2)
     with pytest.raises(UsageError, match="preset: expected one of"):
         audit(vit, "mimetic_attention", preset="audio")
-    with pytest.raises(UsageError, match="needs sigma0, v, a"):
+    with pytest.raises(UsageError, match="missing sigma0, v, a"):
         audit(mixer, "conv_covariance")
     with pytest.raises(AnatomyError, match="expected self-attention, found none"):
         audit(mixer, "mimetic_attention")

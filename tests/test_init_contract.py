@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from weightscope import anatomy
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
-from weightscope.init import REGISTRY, conv_covariance, get
+from weightscope.init import INITIALISERS, conv_covariance, get
 from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
-from weightscope.init.positions import sinusoidal_codes, table_codes
+from weightscope.init.positions import table_codes
 from weightscope.init.residual import zero_matrix
+from weightscope.networks.positions import sinusoidal_positions
 
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
@@ -173,7 +174,7 @@ def check_impulse_attention(before: nn.Module, after: nn.Module, loose: float) -
         )
         causal = bool(part.causal)
         if table is None:
-            tokens, codes = TokenGrid(4, 4), sinusoidal_codes(4, 4, part.width)
+            tokens, codes = TokenGrid(4, 4), sinusoidal_positions(4, 4, part.width)
         else:
             tokens = TokenGrid(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
             codes = table.read()
@@ -497,7 +498,7 @@ def grid() -> list[Any]:
 
 
 def test_every_registered_initialiser_is_under_contract():
-    assert {case.name for case in CASES} == set(REGISTRY)
+    assert {case.name for case in CASES} == set(INITIALISERS)
 
 
 @pytest.mark.parametrize(("case", "family"), grid())
@@ -550,7 +551,7 @@ def test_the_meta_device_is_refused(name):
         get(name)(fresh(FAMILIES["ours-vit"]).to("meta"))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
     quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
     case = next(case for case in CASES if case.name == name)
@@ -578,7 +579,7 @@ def test_impulse_refuses_rotated_queries(name):
         get("impulse_attention", grid=16)(fresh(FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_a_module_without_the_part_raises(name):
     needs = {"conv_covariance": {"preset": "imagenet-thawed"}}.get(name, {})
     with pytest.raises(AnatomyError, match="expected"):

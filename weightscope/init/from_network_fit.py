@@ -10,7 +10,8 @@ from weightscope.init._common import M, cpu_generator
 from weightscope.init._report import InitReport
 from weightscope.init.attention import self_attention, write_query_key, write_value_output
 from weightscope.init.convolution import conv_covariance_
-from weightscope.init.covariance_transfer import FilterLaw, TransferOptions, transfer_laws
+from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
+from weightscope.statistics.filters import FilterDistribution
 
 
 class PortableInit:
@@ -50,7 +51,9 @@ class PortableInit:
                 given = {key: getattr(numbers, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
                 conv_covariance_(module, **given, generator=generator)
             else:
-                notes = _notes(transfer_laws(module, laws_of(self.result), _options(numbers), generator), numbers.psd)
+                notes = _notes(
+                    transfer_distributions(module, laws_of(self.result), _options(numbers), generator), numbers.psd
+                )
             touched = [name for part in depthwise(module) for name in part.parameters]
         done = set(touched)
         others = (name for name, _ in module.named_parameters() if name not in done)
@@ -62,10 +65,10 @@ class PortableInit:
         return f"PortableInit({numbers.structure} of {len(numbers.layers)} layers)"
 
 
-def laws_of(result: Portable) -> list[FilterLaw]:
+def laws_of(result: Portable) -> list[FilterDistribution]:
     """The distributions of filters that an artifact of the structure `filters` holds."""
     return [
-        FilterLaw(
+        FilterDistribution(
             layer.name,
             layer.stage,
             layer.depth,
