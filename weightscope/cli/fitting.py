@@ -16,7 +16,7 @@ from weightscope.errors import UsageError
     "--structure",
     default="auto",
     show_default=True,
-    help="Of a population: auto or a structure. Of one network: filters, conv-schedule, identity-product.",
+    help="Of a population: auto or a structure. Of one network: filters, conv_schedule, identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="An option of the structure; repeat it.")
 @click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
@@ -46,17 +46,17 @@ def fit_init(
     Examples:
       weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
       weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
-      weightscope fit-init hf://facebook/dinov2-small --structure identity-product -o products.safetensors
+      weightscope fit-init hf://facebook/dinov2-small --structure identity_product -o products.safetensors
     """
     from click.core import ParameterSource
 
-    from weightscope.fitting.population import FitResult, write_standalone
+    from weightscope.artifacts import PopulationFit, write_standalone
     from weightscope.fitting.source import fit_init as run
     from weightscope.fitting.source import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     result = run(source, structure, options=parsed_options(texts) or None, **given)
-    if standalone is not None and not isinstance(result, FitResult):
+    if standalone is not None and not isinstance(result, PopulationFit):
         raise UsageError("--standalone writes initialisers of populations; load_init applies those of one network")
     click.echo(result.text())
     result.save(out)

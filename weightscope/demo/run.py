@@ -13,9 +13,10 @@ from weightscope import plots
 from weightscope._util import atomic
 from weightscope.analysis.across_networks.study import Study, study
 from weightscope.analysis.inspection import describe
+from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking.run import BenchResult, bench, summarise
 from weightscope.errors import UsageError
-from weightscope.fitting.population import FitResult, fit
+from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
@@ -102,7 +103,7 @@ def _against(measured: BenchResult, init: str, reference: str) -> dict[str, Any]
 
 
 def _report(
-    out: Path, population: Population, whole: Study, block: Study, fitted: FitResult, measured: BenchResult
+    out: Path, population: Population, whole: Study, block: Study, fitted: PopulationFit, measured: BenchResult
 ) -> Path:
     """Write `report.html`, whose numbers are read from the files that the steps before left."""
     fitted_row = next(row for row in measured.summary if row["init"] == "fitted")
@@ -185,7 +186,7 @@ def _structure_part(report: Report, whole: Study, block: Study) -> None:
     )
 
 
-def _fit_part(report: Report, fitted: FitResult) -> None:
+def _fit_part(report: Report, fitted: PopulationFit) -> None:
     report.heading("The initialiser").text(
         "Structures were fitted to ",
         Number("structures.json", "/networks", "d"),

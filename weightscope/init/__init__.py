@@ -34,25 +34,24 @@ from weightscope.init.univariate import trunc_normal_ as trunc_normal_
 from weightscope.init.univariate import xavier_ as xavier_
 
 if TYPE_CHECKING:
-    from weightscope.init.from_artifact import ArtifactInit as ArtifactInit
     from weightscope.init.from_artifact import InitReport as InitReport
+    from weightscope.init.from_artifact import NetworkInit as NetworkInit
+    from weightscope.init.from_artifact import PopulationInit as PopulationInit
     from weightscope.init.from_artifact import load_init as load_init
-    from weightscope.init.from_network_fit import PortableInit as PortableInit
 
 # Fitted structures need SciPy, which takes a second to import.
-_LAZY = {
-    "ArtifactInit": "from_artifact",
-    "InitReport": "from_artifact",
-    "PortableInit": "from_network_fit",
-    "load_init": "from_artifact",
-}
+_ARTIFACT = ("InitReport", "NetworkInit", "PopulationInit", "load_init")
 
-__all__ = ["INITIALISERS", "compose", "conv_covariance", "get", "parameters", *_LAZY, *(f"{n}_" for n in INITIALISERS)]
+__all__ = [
+    *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
+    *_ARTIFACT,
+    *(f"{name}_" for name in INITIALISERS),
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _ARTIFACT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    from weightscope.init import from_artifact
 
-    return getattr(importlib.import_module(f"weightscope.init.{_LAZY[name]}"), name)
+    return getattr(from_artifact, name)

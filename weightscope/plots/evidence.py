@@ -145,7 +145,7 @@ def heldout_scores(
     symmetric-logarithmic and says so. What could not be fitted is listed with the reason.
 
     Args:
-        table: rows of `FitResult.table`: `structure`, `parameters`, `difference` (<= 0) and `difference_se`,
+        table: rows of `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0) and `difference_se`,
             `failed` (None or the reason), and `group`.
         ax: where to draw; a new figure if None.
         group: the group to draw; unless given the only one, or the sum over all that `fit` calls `(all)`.
