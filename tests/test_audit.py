@@ -351,7 +351,7 @@ def test_bad_input():
         audit(vit.state_dict(), "xavier", config={"num_heads": 3})
     with pytest.raises(UsageError, match="scaled matrices look like any others"):
         audit(vit, "layer_scale_identity")
-    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+    with pytest.raises(AnatomyError, match="expected a module, a mapping"):
         audit(3, "xavier")
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, isolate, serving
+from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save
@@ -511,7 +511,7 @@ def test_fit_init_reads_a_hub(tmp_path, monkeypatch, capsys):
     state = wi.mimetic_attention_(vit(), generator=seeded()).state_dict()
     files = {"config.json": b'{"num_attention_heads": 3}', "model.safetensors": save(state)}
     with serving(Hub(files)) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        connect(monkeypatch, hub.url)
         out = tmp_path / "p.safetensors"
         arguments = ("fit-init", f"hf://{REPOSITORY}", "--structure", "identity_product", "-o", out)
         code, text, err = run(*arguments, capsys=capsys)

@@ -212,14 +212,14 @@ def has_positions(model: nn.Module) -> bool:
 
 def check_mlp_scalar(before: nn.Module, after: nn.Module, loose: float) -> None:
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        torch.testing.assert_close(new.read("w1"), old.read("w1") + 0.05, atol=1e-6 + loose, rtol=0)
+        torch.testing.assert_close(new.read("fc1"), old.read("fc1") + 0.05, atol=1e-6 + loose, rtol=0)
 
 
 def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
     """Eq. 1: every row of W1 moves by the same vector, of variance sigma."""
     moves = []
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        move = new.read("w1") - old.read("w1")
+        move = new.read("fc1") - old.read("fc1")
         torch.testing.assert_close(move, move[:1].expand_as(move), atol=1e-5 + 2 * loose, rtol=0)
         moves.append(move.mean(0))
     flat = torch.cat(moves)
@@ -230,8 +230,8 @@ def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
 
 def check_mlp_anticorrelated(before: nn.Module, after: nn.Module, loose: float) -> None:
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        wanted = (old.read("w1") - old.read("w2").T) / 2
-        torch.testing.assert_close(new.read("w1"), wanted, atol=1e-6 + loose, rtol=0)
+        wanted = (old.read("fc1") - old.read("fc2").T) / 2
+        torch.testing.assert_close(new.read("fc1"), wanted, atol=1e-6 + loose, rtol=0)
 
 
 def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -314,7 +314,7 @@ def check_layer_scale(before: nn.Module, after: nn.Module, loose: float) -> None
     if factors:
         assert all(torch.allclose(p, torch.full_like(p, 0.1)) for p in factors)
         return
-    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
         try:
             pairs = zip(finder(before), finder(after), strict=True)
         except AnatomyError:
@@ -368,7 +368,7 @@ def touched_layer_scale(model: nn.Module) -> set[str]:
     if factors:
         return factors
     out: set[str] = set()
-    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
         try:
             parts = finder(model)
         except AnatomyError:
@@ -378,7 +378,7 @@ def touched_layer_scale(model: nn.Module) -> set[str]:
 
 
 def fixup_names(model: nn.Module) -> set[str]:
-    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "w1", "w2", "gate")
+    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "fc1", "fc2", "gate")
 
 
 def zero_names(model: nn.Module) -> set[str]:
@@ -416,7 +416,7 @@ ROTARY = ("hf-llama", "hf-phi3", "hf-neox", "hf-t5", "hf-clip-text")
 PICTURES = [f for f in rows("depthwise") if "mamba" not in f.name]
 SELF = only("attention", "torch-kdim")
 MLPS = rows("mlps")
-MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "w1")}
+MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "fc1")}
 BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
 
 CASES = [

@@ -318,7 +318,7 @@ def test_dead_filters_are_counted() -> None:
         (("vit",), {}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
         (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
         (("missing.pth",), {}, DataError, "missing.pth.*no such file"),
-        ((3,), {}, AnatomyError, "int: expected a module or a mapping"),
+        ((3,), {}, AnatomyError, "int: expected a module, a mapping"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments: tuple, options: dict, error: type, match: str) -> None:

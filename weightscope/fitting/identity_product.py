@@ -11,12 +11,11 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
-from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
 from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.artifacts.network_fit import NetworkFit, ProductFit, ProductLayer, ProductNumbers
 from weightscope.errors import DataError
 from weightscope.fitting.registry import NETWORK_FITS
-from weightscope.init import _trained
 from weightscope.init.attention import PARTS, self_attention
 
 _SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
@@ -66,7 +65,7 @@ def fit_identity_product(
         0.9
     """
     choice("parts", parts, PARTS)
-    network = _trained.network(source, config)
+    network = named_tensors(source, config)
     found = self_attention(network)
     scales = [layer_scale(network, part) for part in found]
     layers = []

@@ -15,6 +15,7 @@ from torch import nn
 
 from weightscope._util.plugins import is_reference
 from weightscope._version import __version__
+from weightscope.anatomy import opened
 from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.errors import UsageError
 from weightscope.fitting.filters import fit_conv_schedule, fit_filters
@@ -50,10 +51,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
     if unknown:
         raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint
-
-        source = Checkpoint(source)
+    source = opened(source)
     with torch.no_grad():
         found = fit(source, **options)
     if not isinstance(found, NetworkFit):

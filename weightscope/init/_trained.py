@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +9,10 @@ from torch import Tensor, nn
 from weightscope.anatomy import (
     AttentionPart,
     MLPPart,
-    NamedTensors,
     attention,
     depthwise,
     mlps,
-    named_tensors,
+    opened,
     patch_embeddings,
     positions,
 )
@@ -31,30 +29,12 @@ def tensors(source: Any) -> Mapping[str, Any]:
     Raises:
         UsageError: for anything else.
     """
-    if isinstance(source, nn.Module):
-        return source.state_dict()
-    if isinstance(source, Mapping):
-        return source
-    if isinstance(source, (str, Path)):
-        from weightscope.checkpoint import Checkpoint  # reads files; not needed by those who pass modules
-
-        return Checkpoint(source)
+    model = opened(source)
+    if isinstance(model, nn.Module):
+        return model.state_dict()
+    if isinstance(model, Mapping):
+        return model
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
-
-
-def network(source: Any, config: Mapping[str, Any] | None = None) -> NamedTensors:
-    """What the finders of `weightscope.anatomy` read, of a module, a mapping of tensors, a checkpoint or a path.
-
-    Args:
-        source: as for `tensors`.
-        config: the model's config, for a mapping.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    # A module tells its groups and head counts, which names and shapes alone do not.
-    whole = isinstance(source, (nn.Module, NamedTensors))
-    return named_tensors(source if whole else tensors(source), config)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -75,10 +75,10 @@ def mimetic_mlp_(
             continue
         if gate and part.kind != "gated":
             raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
-        for name in ("w1", "gate") if gate else ("w1",):
+        for name in ("fc1", "gate") if gate else ("fc1",):
             w1 = part.read(name)  # (p, n)
             if mode == "anticorrelated":
-                part.write(name, anticorrelated(w1, part.read("w2")))
+                part.write(name, anticorrelated(w1, part.read("fc2")))
             elif mode == "rows":
                 vector = normal(w1.shape[1], generator=generator) * math.sqrt(sigma)
                 part.write(name, shifted(w1, vector.to(w1)))

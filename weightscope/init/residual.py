@@ -75,7 +75,7 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
     for mlp in mlps(module) if parts != "attention" else []:
         for name in matrices_of(mlp):
             old = mlp.read(name)
-            mlp.write(name, torch.zeros_like(old) if name == "w2" else zero_matrix(*old.shape))
+            mlp.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
             if (bias := mlp.read_bias(name)) is not None:
                 mlp.write_bias(name, torch.zeros_like(bias))
     return module
@@ -145,7 +145,7 @@ def fan_sum(letter: PartName, shape: Sequence[int]) -> int:
 
 def matrices_of(mlp: MLPPart) -> tuple[MLPName, ...]:
     """The names of the matrices of an MLP, in a fixed order."""
-    return ("w1", "w2", "gate") if mlp.kind == "gated" else ("w1", "w2")
+    return ("fc1", "fc2", "gate") if mlp.kind == "gated" else ("fc1", "fc2")
 
 
 @INITIALISERS.register("delta_orthogonal", source="Xiao et al. 2018", needs="convolutions")
@@ -249,7 +249,7 @@ def layer_scale_identity_(
         if (bias := part.read_bias("o")) is not None:
             part.write_bias("o", bias * value)
     for mlp in hidden:
-        mlp.write("w2", mlp.read("w2") * value)
-        if (bias := mlp.read_bias("w2")) is not None:
-            mlp.write_bias("w2", bias * value)
+        mlp.write("fc2", mlp.read("fc2") * value)
+        if (bias := mlp.read_bias("fc2")) is not None:
+            mlp.write_bias("fc2", bias * value)
     return module

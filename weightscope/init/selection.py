@@ -207,7 +207,7 @@ class _Layout:
                 self.uneven |= {name, name.removesuffix("weight") + "bias"}
         for part in _found(mlps, student):
             for named in (part.names, part.bias_names):
-                firsts = [group[0] for key, group in named.items() if key != "w2"]
+                firsts = [group[0] for key, group in named.items() if key != "fc2"]
                 self.blocks |= {name: firsts.count(name) for name in firsts if firsts.count(name) > 1}
         self.tables = {p.name: _table(p) for p in _found(positions, student)}
         self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
