@@ -18,7 +18,10 @@ from weightscope.init.covariance_transfer import covariance_transfer_ as covaria
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import mimetic_mlp_ as mimetic_mlp_
 from weightscope.init.positions import sinusoidal_positions_ as sinusoidal_positions_
-from weightscope.init.registry import INITIALISERS, compose, get, parameters
+from weightscope.init.registry import INITIALISERS as INITIALISERS
+from weightscope.init.registry import compose as compose
+from weightscope.init.registry import get as get
+from weightscope.init.registry import parameters as parameters
 from weightscope.init.residual import delta_orthogonal_ as delta_orthogonal_
 from weightscope.init.residual import layer_scale_identity_ as layer_scale_identity_
 from weightscope.init.residual import t_fixup_ as t_fixup_

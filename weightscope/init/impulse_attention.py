@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
-from weightscope.anatomy import AttentionPart, PositionEmbedding, positions
+from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
 from weightscope.anatomy.attention import PartName
+from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
@@ -107,15 +108,7 @@ class _Tower:
 
 
 def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Sequence[int] | None) -> list[_Tower]:
-    try:
-        tables = positions(module)
-    except AnatomyError:
-        if grid is None:
-            raise AnatomyError(
-                "expected a position embedding, found none; give grid=(rows, columns) or grid=length to use sinusoidal "
-                "codes"
-            ) from None
-        tables = []
+    tables = find_positions(named_tensors(module))
     if tables and grid is not None:
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     everything = self_attention(module)
@@ -124,17 +117,17 @@ def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Seq
         if part.rotary or part.normalised:
             why = "rotated by position (RoPE)" if part.rotary else "normalised"
             raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-        table = _table(part, tables)
+        table = nearest_table(part, tables)
         key = (table.name if table else f"width {part.width}", bool(part.causal))
         if key not in towers:
-            mates = (p.name for p in everything if _table(p, tables) is table and p.width == part.width)
-            codes, tokens = _codes(part, table, grid)
+            mates = (p.name for p in everything if nearest_table(p, tables) is table and p.width == part.width)
+            codes, tokens = position_codes(part, table, grid)
             towers[key] = _Tower(codes, tokens, next(mates))
         towers[key].parts.append(part)
     return list(towers.values())
 
 
-def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
+def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
     """The position embedding of a part: of its width, with the longest common prefix of module paths."""
     fitting = [table for table in tables if table.width == part.width]
     if tables and not fitting:
@@ -150,16 +143,26 @@ def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbe
     return max(fitting, key=shared) if fitting else None
 
 
-def _codes(
+def position_codes(
     part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
 ) -> tuple[Tensor, TokenGrid]:
+    """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid.
+
+    Raises:
+        AnatomyError: if there is neither.
+        UsageError: if the grid is neither a length nor a pair.
+    """
     causal = bool(part.causal)
     if table is not None:
         shape = table.grid or (1, table.tokens - table.prefix)
         return table.read().cpu(), TokenGrid(*shape, table.prefix, causal)
     if isinstance(grid, int):
         return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
-    if grid is None or len(grid) != 2:
+    if grid is None:
+        raise AnatomyError(
+            "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
+        )
+    if len(grid) != 2:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     rows, columns = (count("grid", n) for n in grid)
     return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
