@@ -189,7 +189,7 @@ def test_attention_of_a_forward_pass_uses_the_product():
         ({"preset": "audio"}, "'vision', 'language'"),
         ({"preset": "language", "beta_qk": 0.1}, "leave them out"),
         ({"construction": "qr"}, "'svd', 'same-random'"),
-        ({"construction": "same-random", "alpha_vo": 0.2}, "leave the alphas alone"),
+        ({"construction": "same-random", "alpha_vo": 0.2}, "leave out the alphas"),
         ({"parts": "q"}, "'both', 'qk', 'vo'"),
         ({"layers": 5}, r"expected some of \[0, 1\], found 5"),
         ({"layers": []}, "at least one layer"),

@@ -97,7 +97,7 @@ def test_parameters_lists_names_and_defaults():
         ("transfer", {}, "transfer: missing source"),
         ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
         ("", {}, "no initialiser ''"),
-        (7, {}, "expected an initialiser by name, .* found 7"),
+        (7, {}, "expected the name of an initialiser, .* found 7"),
     ],
 )
 def test_refusals(name, numbers, message):
@@ -108,7 +108,7 @@ def test_refusals(name, numbers, message):
 def test_compose_refusals():
     with pytest.raises(UsageError, match="at least one"):
         wi.compose()
-    with pytest.raises(UsageError, match="expected an initialiser by name"):
+    with pytest.raises(UsageError, match="expected the name of an initialiser, .* found 3"):
         wi.compose("default", 3)
 
 

@@ -278,7 +278,7 @@ def test_the_remainder_is_kept_outside_the_directions():
     ("arguments", "message"),
     [({}, "one of rank and fraction"), ({"rank": 1, "fraction": 0.1}, "one of rank"), ({"rank": 0}, "rank"),
      ({"fraction": 1.5}, "fraction"), ({"rank": 1, "remainder": "noise"}, "remainder"),
-     ({"rank": 1, "select": "*norm*"}, "no matrix")],
+     ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear")],
 )  # fmt: skip
 def test_singular_refusals(arguments, message):
     with pytest.raises(UsageError, match=message):
@@ -313,5 +313,5 @@ def test_queries_keys_and_values_are_permuted_apart():
 def test_permutation_refusals():
     with pytest.raises(UsageError, match="'entries', 'rows', 'columns'"):
         permute_(vit(), mode="heads")
-    with pytest.raises(UsageError, match="no matrix"):
+    with pytest.raises(UsageError, match="matches no weight of a linear"):
         permute_(vit(), components="norm")

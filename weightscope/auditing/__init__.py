@@ -97,9 +97,7 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any]) -> list[
     own.require({key: value for key, value in values.items() if value is not REQUIRED})
     found = function(tensors, **values)
     if not isinstance(found, list | tuple) or not all(isinstance(check, Check) for check in found):
-        raise UsageError(
-            f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}"
-        )
+        raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}")
     return list(found)
 
 

@@ -77,10 +77,9 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
     ring = (pixels[:, None] - pixels[None, :] + half) % k - half
     line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
     around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
-    z = np.kron(line, line)  # (k^2,)
-    c = np.kron(around, around)  # (k^2, k^2)
-    covariance: np.ndarray = 0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z))
-    return covariance
+    z: np.ndarray = np.kron(line, line)  # (k^2,)
+    c: np.ndarray = np.kron(around, around)  # (k^2, k^2)
+    return np.asarray(0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z)))
 
 
 def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:

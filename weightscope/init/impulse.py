@@ -136,8 +136,13 @@ def _minimised(objective: Callable[[Tensor], tuple[float, Tensor]], start: Tenso
         value, gradient = objective(torch.from_numpy(x).reshape(start.shape))
         return value, gradient.reshape(-1).numpy()
 
-    options = {"maxiter": iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0}
-    found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
+    found = minimize(
+        flat,
+        start.reshape(-1).numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+    )
     return torch.from_numpy(found.x).reshape(start.shape)
 
 
