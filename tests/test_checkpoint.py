@@ -114,7 +114,7 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_what_is_handed_out_is_nobody_elses(network, tmp_path, kind):
+def test_tensors_are_copies(network, tmp_path, kind):
     checkpoint = Checkpoint(SOURCES[kind](network, tmp_path))
     for _ in range(3):
         value = checkpoint["conv.weight"]
@@ -165,7 +165,7 @@ def test_a_file_saved_on_a_gpu_needs_none(tmp_path):
     assert Checkpoint(tmp_path / "m.pt")["w"].tolist() == [0, 1, 2]
 
 
-def test_training_checkpoints_say_what_stands_beside(tmp_path):
+def test_training_checkpoints_list_what_is_skipped(tmp_path):
     first, second = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
     torch.save({"model": first, "ema": second, "epoch": 1}, tmp_path / "m.pt")
     checkpoint = Checkpoint(tmp_path / "m.pt")

@@ -1,4 +1,4 @@
-"""Queries, keys, values and output projections, per layer and head, whatever their names and packing.
+"""Queries, keys, values and output projections, per layer and head, independent of their names and packing.
 
 An adapter is a row of `attention_schemes.SCHEMES`: the names that a model family gives to the three input projections,
 and how they are packed. Head counts come from attributes or the config; they are never guessed.
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
-from weightscope.anatomy.tensors import NamedTensors, Rows, Slot
+from weightscope.anatomy.slots import Rows, Slot
+from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 PartName = Literal["q", "k", "v", "o"]

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put
+from weightscope.anatomy.slots import exact_float, put
+from weightscope.anatomy.tensors import NamedTensors
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution.
 _STEM = re.compile(

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put
+from weightscope.anatomy.slots import exact_float, put
+from weightscope.anatomy.tensors import NamedTensors
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"

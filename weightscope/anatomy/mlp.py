@@ -1,4 +1,4 @@
-"""The two (or three) matrices of each MLP, whether linear layers, 1x1 convolutions or Conv1D, gated or plain."""
+"""The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, Slot
+from weightscope.anatomy.slots import Slot
+from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 MLPName = Literal["fc1", "fc2", "gate"]
@@ -204,7 +205,7 @@ def _glu_gate_first(tensors: NamedTensors, prefix: str) -> bool:
     last = tensors.hint(prefix.removesuffix("."), ("gate_last",), bool)
     if last is None:
         raise AnatomyError(
-            f"`{prefix}fc1.weight` packs a gate, and which half it is cannot be told from the names; pass the module"
+            f"`{prefix}fc1.weight` packs a gate, and its names do not say in which half; pass the module"
         )
     return not last
 

@@ -37,6 +37,9 @@ class Checkpoint(Mapping[str, Tensor], Result):
     Iteration, `len` and `in` cover the weights: floating-point tensors. Others (integers, quantised and complex
     numbers) are listed in `skipped` with the reason; `raw` reads them.
 
+    Of a model at the hub, files in huggingface_hub's cache are read there; of others, only the byte ranges of the
+    tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
+
     Args:
         source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; a model folder, sharded or
             not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.

@@ -65,7 +65,7 @@ class LocalFile:
         self.counted = counted
         self.bytes_read = 0
         try:
-            # Without O_NONBLOCK, opening a pipe that nobody writes to would wait forever.
+            # Without O_NONBLOCK, opening a pipe without a writer would wait forever.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error

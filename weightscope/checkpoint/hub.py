@@ -146,7 +146,7 @@ class HubFolder:
             path = try_to_load_from_cache(self.repository, name, revision=revision)
             if isinstance(path, str):
                 folder = Path(path).parent
-                return folder.name, sorted(file.name for file in folder.iterdir() if plain(file.name))
+                return folder.name, sorted(f.name for f in folder.iterdir() if f.is_file() and plain(f.name))
         return None
 
     def _listed(self, revision: str, where: str) -> tuple[str, list[str] | None]:

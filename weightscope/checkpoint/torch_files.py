@@ -152,7 +152,7 @@ def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
     if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
         raise DataError(f"{file.where}: expected little-endian numbers of torch's protocol 1001, found another")
     if not isinstance(keys, list) or len(set(map(repr, keys))) != len(keys):
-        raise DataError(f"{file.where}: its list of storages is unsound")
+        raise DataError(f"{file.where}: its list of storages is damaged")
     places: dict[str, tuple[int, int]] = {}
     position = stream.tell()
     for key in keys:

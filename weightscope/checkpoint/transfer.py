@@ -25,7 +25,7 @@ _MAX_PAUSE = 5.0
 _MAX_REDIRECTS = 5
 _PROGRESS = 1 << 20  # a connection that delivered so many bytes before it broke starts the count of failures again
 _SLOWEST = 20_000  # bytes per second: slower transfers are given up
-_PATIENCE = 30.0  # seconds allowed on top, whatever the size
+_PATIENCE = 30.0  # seconds allowed in addition, for a file of any size
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 
 # The HTTP library of the installed huggingface_hub: httpx, or httpx2 from huggingface_hub 2.0 on.
@@ -228,7 +228,7 @@ def _refusal(what: str, response: Any) -> Refused:
 
 
 def _pause(error: ConnectionError | Refused, failures: int, what: str) -> None:
-    """Wait before the next try, or raise if there shall be none."""
+    """Wait before the next try; raise if the error is permanent or there were enough tries."""
     if isinstance(error, Refused):
         if error.status not in _TRANSIENT or failures >= RETRIES:
             raise error
