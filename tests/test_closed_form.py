@@ -18,7 +18,8 @@ import weightscope.init as wi
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import look
 from weightscope.anatomy import attention, depthwise
-from weightscope.artifacts import load_artifact
+from weightscope.artifacts import NetworkFit, load_artifact
+from weightscope.artifacts.network_fit import FilterFit
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
@@ -26,6 +27,7 @@ from weightscope.fitting.source import fit_init, parsed_options
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.structures import STRUCTURES
 
 
 def seeded(seed=0):
@@ -368,6 +370,39 @@ def test_networks_that_have_nothing_to_fit():
 def test_invalid_structures_and_options(structure, options, message):
     with pytest.raises(UsageError, match=message):
         fit_network(mixer(16, 2, 3), structure, **options)
+
+
+def first_layers(source, *, kernel: int = 3):
+    """A fit as a user would write it."""
+    found = fit_network(source, "filters", kernel=kernel)
+    return NetworkFit(FilterFit(found.numbers.layers[:1], kernel=kernel))
+
+
+def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
+    source = mixer(16, 3, 3)
+    for structure in (first_layers, f"{__name__}:first_layers"):
+        found = fit_network(source, structure, kernel=3)
+        assert (len(found.numbers.layers), found.provenance["source"]) == (1, "ConvMixer")
+        again = load_artifact(found.save(tmp_path / "own.safetensors"))
+        np.testing.assert_array_equal(again.numbers.layers[0].covariance, found.numbers.layers[0].covariance)
+        with pytest.raises(UsageError, match="has no option 'rank'; its options are kernel"):
+            fit_network(source, structure, rank=1)
+    with pytest.raises(UsageError, match="expected a NetworkFit, found list"):
+        fit_network(source, lambda source: [])
+    one, other = (fit_network(source, name).to_dict() for name in ("conv-schedule", "conv_schedule"))
+    assert one == other
+    with pytest.raises(UsageError, match="'Isotropic' is fitted to a population"):
+        fit_init(tmp_path / "own.safetensors", STRUCTURES["isotropic"])
+
+
+def test_fits_are_tables(artifacts):
+    for structure, path in artifacts.items():
+        found = load_artifact(path)
+        assert repr(found).startswith(f"<NetworkFit: {structure} of {len(found.numbers.layers)} layers, fitted to ")
+        assert (
+            len(found.to_pandas()) == len(found.rows()) == len(found.numbers.layers) * (1 + ("identity" in structure))
+        )
+        assert "<table>" in found._repr_html_()
 
 
 @pytest.fixture

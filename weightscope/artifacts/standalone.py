@@ -1,11 +1,13 @@
 """A Python file that applies an artifact and needs torch and safetensors only."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightscope._util import atomic
 from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
+from weightscope.structures import Structure
 
 _FORMS = ("affine", "kronecker", "group_means", "fixed")  # what the template implements
 
@@ -66,7 +68,9 @@ def _sample(group, a, randn):
 '''
 
 
-def write_standalone(artifact: PopulationFit | str | Path, file: str | Path) -> Path:
+def write_standalone(
+    artifact: PopulationFit | str | Path, file: str | Path, *, structures: Sequence[str | type[Structure]] = ()
+) -> Path:
     """Write a Python file with one function, `init_(module, generator=None)`, that applies an artifact.
 
     The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an artifact in
@@ -76,6 +80,7 @@ def write_standalone(artifact: PopulationFit | str | Path, file: str | Path) -> 
     Args:
         artifact: a `PopulationFit`, or the path of one.
         file: to write, ending in `.py`.
+        structures: trusted structures of other packages, as in `load_artifact`.
 
     Returns:
         the path of the Python file.
@@ -94,7 +99,7 @@ def write_standalone(artifact: PopulationFit | str | Path, file: str | Path) -> 
         raise UsageError(
             f"a standalone initialiser needs a file name that Python can import (name.py), found {file.name!r}"
         )
-    result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact)
+    result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
     if foreign := [g.label for g in result.groups if g.structure is not None and g.structure.form not in _FORMS]:

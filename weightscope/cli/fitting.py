@@ -62,6 +62,6 @@ def fit_init(
     result.save(out)
     click.echo(f"wrote {out}")
     if standalone is not None:
-        write_standalone(out, standalone)
+        write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
         click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict())

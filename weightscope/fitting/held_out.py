@@ -83,6 +83,8 @@ def splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray]
 
 def score(candidates: Sequence[Candidate], spec: WeightSpec, blocks: Blocks, tests: Sequence[np.ndarray]) -> None:
     """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
+    if not candidates:
+        return
     runs: list[_Run] = []
     for candidate in candidates:
         for test in tests:
