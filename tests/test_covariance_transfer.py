@@ -52,7 +52,7 @@ def filters(part):
 
 
 def is_drawn_from(x, covariance, mean):
-    """Whitened energy and whitened mean of x (n, P) are chi-squared; nothing lies outside the covariance's range."""
+    """Whitened energy and whitened mean of x (n, P) are chi-squared; nothing is outside the covariance's range."""
     values, vectors = np.linalg.eigh(covariance)
     kept = values > 1e-9 * values.max()
     y = (x - mean) @ vectors[:, kept] / np.sqrt(values[kept])
@@ -85,7 +85,7 @@ def test_one_pixel_to_nine_and_back_by_hand():
 def test_three_to_five_by_hand():
     """The identity: block (i, j) is 1 at pixel (i, j), its mean is 1/9."""
     out = resized_covariance(np.eye(9), 3, 5).reshape(5, 5, 5, 5)
-    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 lies at (1, 1), the border is 1/9. The other
+    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 is at (1, 1), the border is 1/9. The other
     # half of the symmetric part is entry (0, 0) of block (1, 1): a corner, where all padded blocks are 1/9.
     assert out[0, 0, 1, 1] == pytest.approx((1 + 1 / 9) / 2)
     assert out[0, 0, 0, 0] == pytest.approx(1 / 9)
@@ -118,7 +118,7 @@ def test_resizing_equals_the_naive_version_and_torchs_interpolation(k, size):
         np.testing.assert_allclose(found, (matrix + matrix.T) / 2, atol=1e-12 * np.abs(covariance).max())
 
 
-def test_a_constant_covariance_stays_constant_whatever_the_size():
+def test_a_constant_covariance_stays_constant_at_any_size():
     for k, size in ((3, 7), (7, 3), (5, 9)):
         np.testing.assert_allclose(resized_covariance(np.full((k * k, k * k), 3.0), k, size), 3.0, rtol=1e-14)
 

@@ -96,9 +96,9 @@ def test_without_noise_heads_get_random_subspaces():
 def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
     """The spectrum only buys speed: the product differs by less than a thousandth."""
     matrix = noisy_identity(d, alpha, beta, seeded(7))
-    law = spectrum(alpha, beta)
-    assert _filtered(matrix, k, law) is not None, "not even tried"
-    left, right = factors(matrix, k, None, law)
+    typical = spectrum(alpha, beta)
+    assert _filtered(matrix, k, typical) is not None, "not even tried"
+    left, right = factors(matrix, k, None, typical)
     assert relative(left @ right.T, low_rank_product(matrix, k)) < 1e-3
     exact = torch.linalg.svdvals(matrix.double())[:k]
     torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=2e-3)

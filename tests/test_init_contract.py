@@ -1,7 +1,6 @@
 """One contract for every initialiser on every family where it applies.
 
-The effective operators are what the initialiser promises, nothing else changes, the generator decides the bits, and
-forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
+The effective operators are as published, nothing else changes, the generator determines the bits, and forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
 """
 
 import copy
@@ -80,7 +79,7 @@ def selves(model: nn.Module) -> list[Any]:
     return [part for part in anatomy.attention(model) if part.kind == "self"]
 
 
-# --- what each initialiser promises -----------------------------------------------------------------------------------
+# --- expectations of each initialiser ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -279,7 +278,7 @@ def blocks_of(model: nn.Module) -> list[Tensor]:
 
 
 def spread(model: nn.Module, deviation: Callable[[Tensor], float], loose: float) -> None:
-    """All entries over their promised deviation have mean 0 and variance 1."""
+    """All entries over their expected standard deviation have mean 0 and variance 1."""
     white = torch.cat([(block / deviation(block)).reshape(-1) for block in blocks_of(model)])
     assert abs(white.mean()) < SIX / math.sqrt(len(white)) + loose
     assert abs(white.square().mean() - 1) < SIX * math.sqrt(2 / len(white)) + loose
@@ -391,7 +390,7 @@ SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bia
 
 @dataclass(frozen=True)
 class Case:
-    """An initialiser with numbers, the families it is for, what it may touch and what it promises."""
+    """An initialiser with numbers, the families it is for, what it may change and what is expected."""
 
     name: str
     families: list[Family]
@@ -504,10 +503,10 @@ def test_every_registered_initialiser_is_under_contract():
 @pytest.mark.parametrize(("case", "family"), grid())
 def test_contract(case, family):
     before = fresh(family)
-    model, twin = fresh(family), fresh(family)
+    model, other = fresh(family), fresh(family)
     assert case.run(model) is model
-    case.run(twin)
-    now, again, old = state(model), state(twin), state(before)
+    case.run(other)
+    now, again, old = state(model), state(other), state(before)
     assert all(torch.equal(now[name], again[name]) for name in now), "same generator, other bits"
     allowed = case.touched(before)
     changed = {name for name in now if not torch.equal(now[name], old[name])}

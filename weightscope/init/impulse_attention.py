@@ -66,15 +66,13 @@ def impulse_attention_(
         following: the pseudo input of all later layers; None for that of the first.
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
-        grid: for a module without a position embedding: (rows, columns) of its tokens, or the length of a sequence;
-            the pseudo input is then sinusoidal codes.
+        grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         layers: which layers, counted from 0; None for all.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no attention, or no position embedding and no `grid` is given.
-        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or
-            normalised, so that their product is not the map.
+        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised.
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 

@@ -91,13 +91,11 @@ def select_weights_(
     choice("elements", elements, ELEMENTS)
     student = _trained.weights(module)
     wanted = _included(module, student, components, exclude)
-    source = _trained.tensors(teacher)
-    counterpart = _counterparts(wanted, student, source, layers)
+    source, layout = _trained.tensors(teacher), _Layout(module, teacher)
     selection = _Selection(elements, cpu_generator(generator))
-    layout = _Layout(module, teacher)
     selected = {
-        name: selection.select(name, torch.as_tensor(source[counterpart[name]]).cpu(), tuple(value.shape), layout)
-        for name, value in wanted.items()
+        name: selection.select(name, torch.as_tensor(source[other]).cpu(), tuple(wanted[name].shape), layout)
+        for name, other in _counterparts(wanted, student, source, layers).items()
     }
     for name, value in selected.items():
         put(wanted[name], value)
