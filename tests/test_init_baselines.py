@@ -93,7 +93,7 @@ def test_states_decay_slowly_and_steps_are_one():
     model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), c=8.0)
     for part in anatomy.ssms(model):
         kept = torch.exp(torch.nn.functional.softplus(part.read("dt_bias"))[:, None] * -torch.exp(part.read("A_log")))
-        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 whatever c is
+        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 for every c
         assert kept[:, 1:].min() > 0.99
 
 

@@ -1,7 +1,6 @@
 """One contract for every initialiser on every family where it applies.
 
-The effective operators are what the initialiser promises, nothing else changes, the generator decides the bits, and
-forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
+The effective operators are as published, nothing else changes, the generator determines the bits, and forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
 """
 
 import copy
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 from weightscope import anatomy
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
-from weightscope.init import REGISTRY, conv_covariance, get
+from weightscope.init import INITIALISERS, conv_covariance, get
 from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
-from weightscope.init.positions import sinusoidal_codes, table_codes
+from weightscope.init.positions import table_codes
 from weightscope.init.residual import zero_matrix
+from weightscope.networks.positions import sinusoidal_positions
 
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
@@ -79,7 +79,7 @@ def selves(model: nn.Module) -> list[Any]:
     return [part for part in anatomy.attention(model) if part.kind == "self"]
 
 
-# --- what each initialiser promises -----------------------------------------------------------------------------------
+# --- expectations of each initialiser ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -173,7 +173,7 @@ def check_impulse_attention(before: nn.Module, after: nn.Module, loose: float) -
         )
         causal = bool(part.causal)
         if table is None:
-            tokens, codes = TokenGrid(4, 4), sinusoidal_codes(4, 4, part.width)
+            tokens, codes = TokenGrid(4, 4), sinusoidal_positions(4, 4, part.width)
         else:
             tokens = TokenGrid(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
             codes = table.read()
@@ -278,7 +278,7 @@ def blocks_of(model: nn.Module) -> list[Tensor]:
 
 
 def spread(model: nn.Module, deviation: Callable[[Tensor], float], loose: float) -> None:
-    """All entries over their promised deviation have mean 0 and variance 1."""
+    """All entries over their expected standard deviation have mean 0 and variance 1."""
     white = torch.cat([(block / deviation(block)).reshape(-1) for block in blocks_of(model)])
     assert abs(white.mean()) < SIX / math.sqrt(len(white)) + loose
     assert abs(white.square().mean() - 1) < SIX * math.sqrt(2 / len(white)) + loose
@@ -390,7 +390,7 @@ SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bia
 
 @dataclass(frozen=True)
 class Case:
-    """An initialiser with numbers, the families it is for, what it may touch and what it promises."""
+    """An initialiser with numbers, the families it is for, what it may change and what is expected."""
 
     name: str
     families: list[Family]
@@ -497,16 +497,16 @@ def grid() -> list[Any]:
 
 
 def test_every_registered_initialiser_is_under_contract():
-    assert {case.name for case in CASES} == set(REGISTRY)
+    assert {case.name for case in CASES} == set(INITIALISERS)
 
 
 @pytest.mark.parametrize(("case", "family"), grid())
 def test_contract(case, family):
     before = fresh(family)
-    model, twin = fresh(family), fresh(family)
+    model, other = fresh(family), fresh(family)
     assert case.run(model) is model
-    case.run(twin)
-    now, again, old = state(model), state(twin), state(before)
+    case.run(other)
+    now, again, old = state(model), state(other), state(before)
     assert all(torch.equal(now[name], again[name]) for name in now), "same generator, other bits"
     allowed = case.touched(before)
     changed = {name for name in now if not torch.equal(now[name], old[name])}
@@ -550,7 +550,7 @@ def test_the_meta_device_is_refused(name):
         get(name)(fresh(FAMILIES["ours-vit"]).to("meta"))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
     quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
     case = next(case for case in CASES if case.name == name)
@@ -578,7 +578,7 @@ def test_impulse_refuses_rotated_queries(name):
         get("impulse_attention", grid=16)(fresh(FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_a_module_without_the_part_raises(name):
     needs = {"conv_covariance": {"preset": "imagenet-thawed"}}.get(name, {})
     with pytest.raises(AnatomyError, match="expected"):
