@@ -56,7 +56,7 @@ def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
     assert edges.max() + steps[0] / 360 == pytest.approx((counts.max() + 0.5) / 360), "no bar beyond the best"
     median = next(line for line in ax.lines if line.get_gid() == "median")
     assert median.get_xdata()[0] == np.median(counts / 360)
-    assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and left out"
+    assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and excluded"
 
 
 def test_equal_accuracies_are_one_bar() -> None:
