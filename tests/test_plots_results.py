@@ -158,7 +158,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
-    with pytest.raises(DataError, match=r"`dense`: nan ± 1\.0 is no result"):
+    with pytest.raises(DataError, match=r"`dense`: expected finite numbers, found nan ± 1\.0"):
         plots.heldout_scores([score_row("dense", np.nan, 1.0)])
 
 
