@@ -60,7 +60,7 @@ def plan_arms(
     Raises:
         UsageError: if there is no initialiser, two have the same label, or there are fewer than 2 seeds.
     """
-    configs = [_labelled(init) for init in inits]
+    configs = [labelled(init) for init in inits]
     labels = [label for label, _ in configs]
     repeated = [label for label, times in Counter(labels).items() if times > 1]
     if not configs or repeated:
@@ -100,8 +100,13 @@ def default_folder(source: Recipe | str | Path) -> Path:
     return Path(f"{_file_name(stem)}-bench")
 
 
-def _labelled(init: Init) -> tuple[str, InitConfig]:
-    """The label and the [init] table of an initialiser."""
+def labelled(init: Init) -> tuple[str, InitConfig]:
+    """The label of an initialiser and its [init] table.
+
+    Raises:
+        UsageError: if it is neither a name, a file, a function nor an `InitConfig`; for a function without a name.
+        RecipeError: if a .toml file is not an [init] table.
+    """
     if isinstance(init, InitConfig):
         if init.artifact is not None:
             return Path(init.artifact).stem, init
@@ -116,7 +121,7 @@ def _labelled(init: Init) -> tuple[str, InitConfig]:
         return _short(str(init)), InitConfig(name=str(init))
     if not callable(init):
         raise UsageError(f"inits: expected a name, a file, a function or an InitConfig, found {init!r}")
-    return _labelled(reference_to(init))
+    return labelled(reference_to(init))
 
 
 def _short(name: str) -> str:
