@@ -51,7 +51,7 @@ class Parsed(HTMLParser):
 
 
 class Figure:
-    """Something with `savefig` that is no matplotlib figure."""
+    """Something with `savefig` that is not a matplotlib figure."""
 
     def savefig(self, file: Any, **options: Any) -> None:
         assert options["format"] == "png"

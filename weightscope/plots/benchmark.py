@@ -124,7 +124,7 @@ def _line(ax: Axes, init: str, style: _Style, rows: Sequence[Mapping[str, Any]],
     ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
     options: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
     options |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
-    ax.errorbar(epochs, mean, yerr=[mean - low, high - mean], label=init, **options)
+    ax.errorbar(epochs, mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], label=init, **options)
 
 
 def _end(rows: Sequence[Mapping[str, Any]], end: int) -> np.ndarray:
