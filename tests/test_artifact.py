@@ -10,10 +10,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from weightscope.artifacts.population_fit import FitResult, Group, load_artifact
+from weightscope.artifacts import PopulationFit, load_artifact, write_standalone
+from weightscope.artifacts.population_fit import Group
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fitting.population import fit, write_standalone
-from weightscope.init.from_artifact import ArtifactInit, draw, load_init
+from weightscope.fitting.population import fit
+from weightscope.init.from_artifact import PopulationInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.structures import STRUCTURES
@@ -200,7 +201,7 @@ def test_an_unsaved_fit_is_an_initialiser_too(path):
     result = load_artifact(path)
     ours, saved = (
         init(Network(), generator=torch.Generator().manual_seed(3)).fc1.weight
-        for init in (ArtifactInit(result), load_init(path))
+        for init in (PopulationInit(result), load_init(path))
     )
     assert torch.equal(ours, saved)
 
@@ -294,9 +295,9 @@ def in_group(**values):
     [
         (lambda header: "{", "its header is not JSON"),
         (lambda header: "[" * 100_000, "its header is not JSON"),
-        (lambda header: [], "its header does not make sense"),
+        (lambda header: [], "invalid header"),
         (changed(version=2), "expected version 1 of the format, found 2"),
-        (changed(format="other"), "does not make sense: format"),
+        (changed(format="other"), "invalid header: format"),
         (changed(extra=1), "extra"),
         (changed(networks="many"), "networks"),
         (changed(groups=[]), "groups"),
@@ -304,14 +305,14 @@ def in_group(**values):
         (changed(spec=[["fc1.weight", [6, -4], "parameter"]]), "integers >= 0"),
         (changed(spec=[]), "no tensors"),
         (in_group(structure="magic"), "no structure 'magic'"),
-        (in_group(structure="kronecker"), "arrays do not fit"),
+        (in_group(structure="kronecker"), "unexpected arrays"),
         (in_group(structure=None), "`values`: expected"),
         (in_group(spec=[["fc1.weight", [10**9, 10**9], "parameter"]]), "`mean`: expected"),
         (in_group(spec=[["fc1.weight", [0, 10**12], "parameter"]]), "empty ones"),
-        (in_group(spec=[["fc1.weight", [48], "parameter"]]), "does not fit its arrays|do not cover"),
-        (in_group(form="kronecker"), "does not fit its arrays"),
-        (in_group(matrices=[[1, 48]]), "does not fit its arrays"),
-        (in_group(fixed=3), "does not fit its arrays"),
+        (in_group(spec=[["fc1.weight", [48], "parameter"]]), "does not match its arrays|do not cover"),
+        (in_group(form="kronecker"), "does not match its arrays"),
+        (in_group(matrices=[[1, 48]]), "does not match its arrays"),
+        (in_group(fixed=3), "does not match its arrays"),
         (in_group(parameters=-1), "parameters"),
     ],
 )
@@ -346,7 +347,7 @@ def test_files_that_are_no_artifacts(tmp_path, path):
     with pytest.raises(DataError, match="found no file"):
         load_artifact(tmp_path / "missing.safetensors")
     save_file({"weight": np.ones(3)}, tmp_path / "plain.safetensors")
-    with pytest.raises(DataError, match="but no initialiser's artifact"):
+    with pytest.raises(DataError, match="a safetensors file without its header"):
         load_init(tmp_path / "plain.safetensors")
     whole = path.read_bytes()
     for name, data in {
@@ -358,7 +359,7 @@ def test_files_that_are_no_artifacts(tmp_path, path):
         "text": b"not a safetensors file at all",
     }.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(DataError, match="no sound safetensors file"):
+        with pytest.raises(DataError, match="an invalid safetensors file"):
             load_artifact(tmp_path / name)
     with pytest.raises(DataError, match="artifact"):
         load_artifact(tmp_path)
@@ -386,6 +387,6 @@ def test_groups_keep_the_specs_order():
     np.testing.assert_allclose(
         result.sample(np.random.default_rng(0), 500).mean(axis=0), [0, 0, 10, 10, 20, 20], atol=0.5
     )
-    assert isinstance(result, FitResult)
+    assert isinstance(result, PopulationFit)
     assert isinstance(result.groups[0], Group)
     assert draw(result.groups[1], torch.Generator().manual_seed(0)).shape == (2,)

@@ -339,7 +339,7 @@ def test_bad_input():
         audit(vit, alpha_qk=0.2)
     with pytest.raises(UsageError, match="preset: expected one of"):
         audit(vit, "mimetic_attention", preset="audio")
-    with pytest.raises(UsageError, match="needs sigma0, v, a"):
+    with pytest.raises(UsageError, match="missing sigma0, v, a"):
         audit(mixer, "conv_covariance")
     with pytest.raises(AnatomyError, match="expected self-attention, found none"):
         audit(mixer, "mimetic_attention")
@@ -351,7 +351,7 @@ def test_bad_input():
         audit(vit.state_dict(), "xavier", config={"num_heads": 3})
     with pytest.raises(UsageError, match="scaled matrices look like any others"):
         audit(vit, "layer_scale_identity")
-    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+    with pytest.raises(AnatomyError, match="expected a module, a mapping"):
         audit(3, "xavier")
 
 

@@ -3,7 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from weightscope.artifacts.population_fit import load_artifact, varying_spec
+from weightscope.artifacts import load_artifact
+from weightscope.artifacts.population_fit import varying_spec
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit, grouped
 from weightscope.spec import TensorSpec, WeightSpec
@@ -277,8 +278,8 @@ def test_provenance_and_text(tmp_path):
     [
         ({"select": "nothing"}, UsageError, "no tensor matches 'nothing'"),
         ({"structure": "full"}, UsageError, "no structure 'full'; there are isotropic"),
-        ({"structure": ()}, UsageError, "no structure to fit"),
-        ({"joint": "layer"}, UsageError, "joint must be one of tensor, block, all, found 'layer'"),
+        ({"structure": ()}, UsageError, "structure: expected at least one of isotropic"),
+        ({"joint": "layer"}, UsageError, "joint: expected one of 'tensor', 'block', 'all', found 'layer'"),
         ({"holdout": 0.0}, UsageError, "holdout: expected a share between 0 and 1"),
         ({"holdout": 1.0}, UsageError, "holdout: expected a share"),
         ({"holdout": 2.5}, UsageError, "holdout: expected a share"),

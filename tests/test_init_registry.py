@@ -23,21 +23,21 @@ def vit():
 
 def test_every_exported_initialiser_is_registered_under_its_name():
     exported = {n.removesuffix("_") for n in wi.__all__ if n.endswith("_")}
-    assert exported == set(wi.REGISTRY)
-    assert all(wi.REGISTRY[name] is getattr(wi, f"{name}_") for name in wi.REGISTRY)
+    assert exported == set(wi.INITIALISERS)
+    assert all(wi.INITIALISERS[name] is getattr(wi, f"{name}_") for name in wi.INITIALISERS)
 
 
-@pytest.mark.parametrize("name", list(wi.REGISTRY))
+@pytest.mark.parametrize("name", list(wi.INITIALISERS))
 def test_signatures_are_alike(name):
     """`name_(module, [source,] *, ..., generator=None)`, keyword-only numbers, a docstring with source and example."""
-    found = inspect.signature(wi.REGISTRY[name]).parameters
+    found = inspect.signature(wi.INITIALISERS[name]).parameters
     assert next(iter(found)) == "module"
     assert found["generator"].default is None
     assert found["generator"].kind is inspect.Parameter.KEYWORD_ONLY
     positional = [p.name for p in found.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional in (["module"], ["module", "source"], ["module", "teacher"])
-    assert "Example:" in wi.REGISTRY[name].__doc__
-    assert name == "default" or "Source:" in wi.REGISTRY[name].__doc__
+    assert "Example:" in wi.INITIALISERS[name].__doc__
+    assert name == "default" or "Source:" in wi.INITIALISERS[name].__doc__
 
 
 def test_get_binds_named_numbers():

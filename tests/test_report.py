@@ -293,13 +293,12 @@ def test_reports_are_made_without_heavy_imports() -> None:
         ),
         (
             {"difference": 0.0025, "ci95": (-0.004, 0.009), "p": 0.44, "n": 64},
-            "no significant difference: +0.2 percentage points (p = 0.44, 64 paired seeds); "
-            "the data are compatible with anything from -0.4 to +0.9 percentage points",
+            "no significant difference: +0.2 percentage points (95 % CI -0.4 to +0.9, p = 0.44, 64 paired seeds)",
         ),
         (
             {"difference": 0.01, "ci95": (0.001, 0.019), "p": 0.09},
-            "no significant difference after correction for several comparisons: +1.0 percentage points, "
-            "95 % CI +0.1 to +1.9 on its own, p = 0.09",
+            "no significant difference after correction for multiple comparisons: +1.0 percentage points "
+            "(uncorrected 95 % CI +0.1 to +1.9, p = 0.09)",
         ),
         (
             {"difference": 12.0, "ci95": (2.0, 22.0), "p": 0.0, "unit": "nats"},

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import Within, covariance_within, filter_covariances, skeleton
+from weightscope.analysis.within_network import Within, covariance_within, filter_distributions, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -74,14 +75,18 @@ def test_filters_of_every_family_equal_numpy(family: str) -> None:
     found = covariance_within(model)
     parts = depthwise(model)
     assert len(found.layers) == len(parts) == families.FAMILIES[family].parts["depthwise"]
-    for layer, part, row in zip(found.layers, parts, filter_covariances(model), strict=True):
-        samples = part.read().numpy().reshape(part.channels, -1)
-        agree(layer, samples)
+    for layer, part in zip(found.layers, parts, strict=True):
+        agree(layer, part.read().numpy().reshape(part.channels, -1))
         assert (layer.name, layer.stage, layer.shape) == (part.name, part.stage, (1, *part.kernel))
+    if any(part.ndim == 1 for part in parts):
+        with pytest.raises(UsageError, match="two-dimensional filters, found 1-D"):
+            filter_distributions(model)
+        return
+    for layer, part, row in zip(found.layers, parts, filter_distributions(model), strict=True):
         np.testing.assert_array_equal(row.covariance, layer.moments.covariance)
-        np.testing.assert_array_equal(row.mean, layer.moments.mean)
-        assert (row.name, row.stage, row.kernel, row.count) == (part.name, part.stage, part.kernel, part.channels)
-        assert row.excluded == 0
+        np.testing.assert_array_equal(row.mean, layer.moments.mean.reshape(part.kernel))
+        assert (row.name, row.stage, row.kernel, row.count) == (part.name, part.stage, part.kernel[0], part.channels)
+        assert row.depth == layer.relative_depth
 
 
 @pytest.mark.parametrize("family", MATRICES)
@@ -268,12 +273,25 @@ def test_weights_that_are_not_finite_are_counted_and_the_rest_is_drawn(tmp_path:
     for picture in ("maps", "depth", "samples"):
         found.plot(tmp_path / f"{picture}.png", picture)
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
-    with pytest.raises(DataError, match=r"at least 2 finite samples, found 0"):
-        filter_covariances(model)
+    with pytest.raises(DataError, match=r"2 of 12 filters hold NaN or infinity"):
+        filter_distributions(model)
     for part in depthwise(model):
         part.write(torch.full_like(part.read(), math.nan))
+    with pytest.raises(DataError, match=r"at least 2 finite samples, found 0"):
+        filter_distributions(model)
     with pytest.raises(DataError, match="ConvMixer: no layer has 2 finite samples"):
         covariance_within(model)
+
+
+def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_arrays() -> None:
+    with pytest.raises(UsageError, match="expected square filters of odd size, found 4 x 4"):
+        filter_distributions(torch.nn.Conv2d(8, 8, 4, groups=8))
+    with pytest.raises(UsageError, match="expected square filters of odd size, found 3 x 5"):
+        filter_distributions(torch.nn.Conv2d(8, 8, (3, 5), groups=8))
+    (found,) = filter_distributions(torch.nn.Conv2d(8, 8, 3, groups=8))
+    assert (found.depth, found.stage, found.kernel, found.count) == (0.0, 0, 3, 8)
+    with pytest.raises(DataError, match=r"expected a mean of shape \(5, 5\), found \(3, 3\)"):
+        replace(found, kernel=5)
 
 
 def test_dead_filters_are_counted() -> None:
@@ -300,7 +318,7 @@ def test_dead_filters_are_counted() -> None:
         (("vit",), {}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
         (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
         (("missing.pth",), {}, DataError, "missing.pth.*no such file"),
-        ((3,), {}, AnatomyError, "int: expected a module or a mapping"),
+        ((3,), {}, AnatomyError, "int: expected a module, a mapping"),
     ],
 )
 def test_what_cannot_be_meant_is_an_error(arguments: tuple, options: dict, error: type, match: str) -> None:
@@ -450,8 +468,8 @@ def test_the_command_looks_into_one_network_of_a_population(tmp_path: Path, caps
 
 
 def test_maps_are_in_block_form_with_limits_printed() -> None:
-    found = filter_covariances(convmixer())
-    panels = [plots.Panel(row.covariance, row.name, (1, *row.kernel)) for row in found]
+    found = filter_distributions(convmixer())
+    panels = [plots.Panel(row.covariance, row.name, (1, row.kernel, row.kernel)) for row in found]
     figure = plots.covariance_page([panels, [None, plots.Panel(None, "damaged", reason="not finite")]])
     shown = [ax.images[0] for ax in figure.axes if ax.images]
     assert len(shown) == 3

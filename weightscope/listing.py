@@ -115,27 +115,27 @@ def catalogue(kind: str | None = None) -> Catalogue:
 
 
 def _initialisers() -> Iterator[Entry]:
-    from weightscope import init
+    from weightscope.init import INITIALISERS
 
-    registry = vars(init).get("INITIALISERS") or vars(init)["REGISTRY"]
-    for name, function in registry.items():
+    for name, function in INITIALISERS.items():
         defaults, required = _parameters(function, skip=("module", "generator"))
-        yield Entry("initialisers", name, _first_line(function), defaults, required, _source(registry, name, function))
+        source = _source(INITIALISERS, name, function)
+        yield Entry("initialisers", name, _first_line(function), defaults, required, source)
 
 
 def _structures() -> Iterator[Entry]:
-    from weightscope.fitting import network
+    from weightscope.fitting.network import NETWORK_FITS
     from weightscope.structures import STRUCTURES
 
     for name, structure in STRUCTURES.items():
         defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
         source = _source(STRUCTURES, name, structure)
         yield Entry("structures", name, _first_line(structure), defaults, required, source)
-    for name, function in network.STRUCTURES.items():
+    for name, function in NETWORK_FITS.items():
         first = next(iter(inspect.signature(function).parameters))
         defaults, required = _parameters(function, skip=(first,))
-        source, spelled = _source(network.STRUCTURES, name, function), name.replace("-", "_")
-        yield Entry("structures", spelled, f"Of one network. {_first_line(function)}", defaults, required, source)
+        source = _source(NETWORK_FITS, name, function)
+        yield Entry("structures", name, f"Of one network. {_first_line(function)}", defaults, required, source)
 
 
 def _networks() -> Iterator[Entry]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import toml
-from weightscope.artifacts.network_fit import Portable, load_any
-from weightscope.artifacts.population_fit import KEY, FitResult
+from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
+from weightscope.artifacts.format import KEY
 from weightscope.population import Population
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -172,7 +172,7 @@ class CheckpointDescription:
         return "\n".join(lines)
 
 
-def look(source: str) -> Description | FitResult | Portable | CheckpointDescription:
+def look(source: str) -> Description | PopulationFit | NetworkFit | CheckpointDescription:
     """What is in a population, an initialiser's artifact or a checkpoint; each has `.text()` and `.to_dict()`.
 
     Raises:
@@ -188,7 +188,7 @@ def look(source: str) -> Description | FitResult | Portable | CheckpointDescript
 
     checkpoint = Checkpoint(source)
     if KEY in checkpoint.metadata:
-        return load_any(path)
+        return load_artifact(path)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
     return CheckpointDescription(source, tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
 

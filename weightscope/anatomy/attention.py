@@ -1,7 +1,7 @@
 """Queries, keys, values and output projections, per layer and head, whatever their names and packing.
 
-An adapter is a row of `attention_schemes.SCHEMES`: the names under which a family keeps the three input
-projections, and how they are packed. Head counts come from attributes or the config, never from a guess.
+An adapter is a row of `attention_schemes.SCHEMES`: the names that a model family gives to the three input projections,
+and how they are packed. Head counts come from attributes or the config; they are never guessed.
 """
 
 import re
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
-from weightscope.anatomy.tensors import NamedTensors, Slot
+from weightscope.anatomy.tensors import NamedTensors, Rows, Slot
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 PartName = Literal["q", "k", "v", "o"]
@@ -24,7 +24,7 @@ _CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^at
 
 @dataclass(frozen=True, eq=False)
 class AttentionPart:
-    """One attention module: its four projections as tensors with an axis for the heads.
+    """One attention module: its four projections, as tensors with an axis for the heads.
 
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
     `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
@@ -32,18 +32,18 @@ class AttentionPart:
 
     Attributes:
         layer: number of the layer over the whole model, from 0; self- and cross-attention of one block share it.
-        name: path of the attention module, wrapper prefixes included.
+        name: path of the attention module, including the components that wrappers add.
         kind: "self" or "cross".
         heads: H, number of query heads.
         kv_heads: number of key/value heads; less than H for grouped queries.
         width: d, of the residual stream that queries read.
-        kv_width: of the stream that keys and values read; d except in some cross-attention.
+        kv_width: of the stream that keys and values read; d, except in some cross-attention.
         head_width: k, of queries and keys.
-        value_width: of values; k nearly everywhere.
+        value_width: of values; usually k.
         rotary: queries and keys are rotated by position, so that `q k^T` is the product at relative position 0.
-        causal: whether later tokens are masked; None where the model does not tell.
-        normalised: queries and keys are normalised before the product (`q_norm`), so its scale means nothing.
-        scale: factor on the logits, 1/sqrt(k) unless the module states another.
+        causal: whether later tokens are masked; None if unknown.
+        normalised: queries and keys are normalised before the product (`q_norm`), so that its scale is arbitrary.
+        scale: factor on the logits; 1/sqrt(k), unless the module states another.
     """
 
     layer: int
@@ -59,7 +59,7 @@ class AttentionPart:
     causal: bool | None
     normalised: bool
     scale: float
-    _source: NamedTensors = field(repr=False)
+    _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
 
@@ -79,7 +79,7 @@ class AttentionPart:
 
     def _groups(self, part: str) -> tuple[int, int]:
         if part not in ("q", "k", "v", "o"):
-            raise UsageError(f"an attention part is one of 'q', 'k', 'v', 'o', found {part!r}")
+            raise UsageError(f"part: expected one of 'q', 'k', 'v', 'o', found {part!r}")
         heads = self.heads if part in "qo" else self.kv_heads
         return heads, self.head_width if part in "qk" else self.value_width
 
@@ -89,17 +89,17 @@ class AttentionPart:
         Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
         """
         heads, inner = self._groups(part)
-        matrix = self._weights[part].read(self._source)  # (out, in)
+        matrix = self._weights[part].read(self._tensors)  # (out, in)
         if part == "o":
             return matrix.T.reshape(heads, inner, -1)
         return matrix.reshape(heads, inner, -1).mT
 
     def write(self, part: PartName, value: Tensor) -> None:
-        """Put a projection back in place; the exact inverse of `read`, same shapes.
+        """Write a projection in place; the exact inverse of `read`, same shapes.
 
         Raises:
-            SpecError: if the shape is another than `read`'s.
-            DataError: if a finite number overflows in the parameter's type, or the source is a read-only file.
+            SpecError: if the shape differs from that of `read`.
+            DataError: if a finite number overflows in the parameter's data type, or the model is a read-only file.
         """
         heads, inner = self._groups(part)
         if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
@@ -107,106 +107,104 @@ class AttentionPart:
                 f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
             )
         matrix = value.reshape(heads * inner, -1).T if part == "o" else value.mT.reshape(heads * inner, -1)
-        self._weights[part].write(self._source, matrix)
+        self._weights[part].write(self._tensors, matrix)
 
     def read_bias(self, part: PartName) -> Tensor | None:
-        """A copy of a part's bias, or None where the model has none: q, k, v (heads, width of a head), o (d,)."""
+        """A copy of a part's bias: (heads, width of a head) for q, k and v, (d,) for o; None if the model has none."""
         heads, inner = self._groups(part)
         if part not in self._biases:
             return None
-        vector = self._biases[part].read(self._source)
+        vector = self._biases[part].read(self._tensors)
         return vector if part == "o" else vector.reshape(heads, inner)
 
     def write_bias(self, part: PartName, value: Tensor) -> None:
-        """Put a bias back in place; the exact inverse of `read_bias`.
+        """Write a bias in place; the exact inverse of `read_bias`.
 
         Raises:
-            SpecError: if the model has no such bias, or the shape is another.
+            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
         """
         heads, inner = self._groups(part)
         if part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")
         if part != "o" and tuple(value.shape) != (heads, inner):
             raise SpecError(f"`{self.name}` {part} bias: expected ({heads}, {inner}), found {tuple(value.shape)}")
-        self._biases[part].write(self._source, value if part == "o" else value.reshape(-1))
+        self._biases[part].write(self._tensors, value if part == "o" else value.reshape(-1))
 
 
-def find(source: NamedTensors) -> list[AttentionPart]:
-    """All attention modules of a source, in order; an empty list when there is none."""
+def find(tensors: NamedTensors) -> list[AttentionPart]:
+    """All attention modules, in order."""
     parts: list[AttentionPart] = []
     seen: set[Any] = set()
-    for prefix, scheme in _anchors(source):
-        slots = _slots(source, prefix, scheme)
+    for prefix, scheme in _anchors(tensors):
+        slots = _slots(tensors, prefix, scheme)
         if slots is None:
             continue
-        key = tuple((source.identity(s.name), str(s.rows)) for s in slots[0].values())
+        key = tuple((tensors.identity(s.name), str(s.rows)) for s in slots[0].values())
         if key in seen:
             continue
         seen.add(key)
-        kind = _kind(source, prefix, *slots[:1])
+        kind = _kind(tensors, prefix, *slots[:1])
         layer = parts[-1].layer + (not _same_block(parts[-1], prefix, kind)) if parts else 0
-        parts.append(_part(source, prefix, layer, kind, *slots))
+        parts.append(_part(tensors, prefix, layer, kind, *slots))
     return parts
 
 
-def _anchors(source: NamedTensors) -> Iterator[tuple[str, Scheme]]:
-    """Prefix and scheme of each attention module, in order; the first scheme of the list that fits wins."""
+def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
+    """Prefix and scheme of each attention module, in order; the first matching scheme is used."""
     taken: set[str] = set()
-    for name in source.names:
+    for name in tensors.names:
         for scheme in SCHEMES:
             keys = {scheme.q, scheme.k, scheme.v}
             prefix = next((name.removesuffix(key) for key in keys if name.endswith(key)), None)
             if prefix is None or (prefix and not prefix.endswith(".")) or prefix in taken:
                 continue
-            if all(prefix + key in source for key in keys):
+            if all(prefix + key in tensors for key in keys):
                 taken.add(prefix)
                 yield prefix, scheme
                 break
 
 
-def _output(source: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
+def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
     parent = prefix[:-1].rpartition(".")[0]
     for candidate in OUTPUTS:
         base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
         name = base + candidate.lstrip("^")
-        if name in source:
-            shape = source.shape(name)
+        if name in tensors:
+            shape = tensors.shape(name)
             if len(shape) >= 2 and columns in (None, shape[0 if transposed else 1]):
                 return name
     return None
 
 
-def _slots(source: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
-    """Weight slots, bias slots and the number of query rows; None when the names are not an attention module."""
-    if f"{prefix}temperature" in source:  # XCiT attends between channels, not between tokens
+def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
+    """Weight slots, bias slots and the number of query rows; None if the names are not those of an attention module."""
+    if f"{prefix}temperature" in tensors:  # XCiT attends between channels, not between tokens
         return None
     names = {"q": prefix + scheme.q, "k": prefix + scheme.k, "v": prefix + scheme.v}
-    shapes = {part: source.shape(name) for part, name in names.items()}
+    shapes = {part: tensors.shape(name) for part, name in names.items()}
     if any(len(shape) < 2 or any(n != 1 for n in shape[2:]) for shape in shapes.values()):
         return None
     packed_shape = shapes["k"]
     transposed = scheme.conv1d and packed_shape[1] > packed_shape[0]
     rows = {part: shape[1 if transposed else 0] for part, shape in shapes.items()}
     triple, pair = names["q"] == names["k"] == names["v"], names["q"] != names["k"] == names["v"]
-    out = _output(source, prefix, None if triple or pair else rows["v"], transposed)
+    out = _output(tensors, prefix, None if triple or pair else rows["v"], transposed)
     if out is None:
-        out = _output(source, prefix, None, transposed)
+        out = _output(tensors, prefix, None, transposed)
     if out is None:
         return None
-    columns = source.shape(out)[0 if transposed else 1]
+    columns = tensors.shape(out)[0 if transposed else 1]
+    spans: list[Rows] = [None, None, None]
     if triple:
-        spans = _spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))
+        spans = [*_spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))]
     elif pair:
-        spans = (None, *_spans((rows["k"] // 2, rows["k"] // 2)))
-    else:
-        spans = (None, None, None)
-    if scheme.interleaved:
-        heads = source.hint(prefix[:-1], HEADS)
-        spans = _interleaved(rows["q"], heads, prefix) if triple else spans
+        spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
+    if scheme.interleaved and triple:
+        spans = [*_interleaved(rows["q"], tensors.hint(prefix[:-1], HEADS), prefix)]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
     weights["o"] = Slot(out, None, transposed)
     query_rows = columns if triple else rows["q"]
-    return weights, _biases(source, prefix, scheme, weights, rows), query_rows
+    return weights, _biases(tensors, prefix, scheme, weights, rows), query_rows
 
 
 def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -217,14 +215,14 @@ def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
 def _interleaved(rows: int, heads: int | None, prefix: str) -> tuple[Tensor, ...]:
     if heads is None or rows % (3 * heads):
         raise AnatomyError(
-            f"`{prefix[:-1]}`: {rows} packed rows need the number of heads, found {heads}; "
-            "give config={'num_attention_heads': H}"
+            f"`{prefix[:-1]}`: unpacking {rows} rows needs the number of heads, found {heads}; "
+            "pass config={'num_attention_heads': H}"
         )
     return tuple(torch.arange(rows).reshape(heads, 3, -1).transpose(0, 1).reshape(3, -1))
 
 
 def _biases(
-    source: NamedTensors, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
+    tensors: NamedTensors, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
 ) -> dict[str, Slot]:
     out = {}
     whole = _spans((rows["q"], rows["k"], rows["v"]))
@@ -235,24 +233,24 @@ def _biases(
         if part != "o" and scheme.bias is not None:
             name = prefix + scheme.bias[i]
             span = weight.rows if weight.rows is not None else whole[i]
-        elif part in "qv" and name not in source:
-            name, span = f"{prefix}{part}_bias", None  # BEiT and EVA keep two biases apart and have none for keys
-        if name in source and len(source.shape(name)) == 1:
+        elif part in "qv" and name not in tensors:
+            name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
+        if name in tensors and len(tensors.shape(name)) == 1:
             out[part] = Slot(name, span, vector=True)
     return out
 
 
-def _kind(source: NamedTensors, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
+def _kind(tensors: NamedTensors, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
     words = prefix[:-1].split(".") if prefix else [""]
     parent = ".".join(words[:-1])
     beside = f"{parent}.self_attn." if parent else "self_attn."
-    if any(_CROSS.search(word) for word in words[-2:]) or f"{prefix}latent" in source:
+    if any(_CROSS.search(word) for word in words[-2:]) or f"{prefix}latent" in tensors:
         return "cross"
-    if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in source.names):
+    if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in tensors.names):
         return "cross"
-    if any(f"{parent}.{probe}" in source for probe in ("probe", "latent")):
+    if any(f"{parent}.{probe}" in tensors for probe in ("probe", "latent")):
         return "cross"  # a learned query pools the tokens
-    q, k = (source.shape(weights[p].name)[0 if weights[p].transposed else 1] for p in "qk")
+    q, k = (tensors.shape(weights[p].name)[0 if weights[p].transposed else 1] for p in "qk")
     return "self" if q == k else "cross"
 
 
@@ -265,13 +263,13 @@ def _same_block(last: AttentionPart, prefix: str, kind: str) -> bool:
 
 
 def _block(path: str) -> str:
-    """The path up to and including its last number: the block that an attention module belongs to."""
+    """The path up to and including its last number: the block of an attention module."""
     found = re.match(r"(.*(?:^|\.)\d+)(?:\.|$)", path)
     return found.group(1) if found else ""
 
 
 def _part(
-    source: NamedTensors,
+    tensors: NamedTensors,
     prefix: str,
     layer: int,
     kind: Literal["self", "cross"],
@@ -280,8 +278,8 @@ def _part(
     query_rows: int,
 ) -> AttentionPart:
     path = prefix.removesuffix(".")
-    sizes = {part: _size(source, slot) for part, slot in weights.items()}
-    heads, kv_heads, k, values = _heads(source, path, query_rows, sizes)
+    sizes = {part: slot.size(tensors) for part, slot in weights.items()}
+    heads, kv_heads, k, values = _heads(tensors, path, query_rows, sizes)
     return AttentionPart(
         layer=layer,
         name=path,
@@ -292,37 +290,30 @@ def _part(
         kv_width=sizes["k"][1],
         head_width=k,
         value_width=values,
-        rotary=kind == "self" and source.rope(path),
-        causal=_causal(source, path),
-        normalised=any(n in source for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
-        or f"{prefix}logit_scale" in source,
-        scale=_scale(source, path, k),
-        _source=source,
+        rotary=kind == "self" and tensors.rope(path),
+        causal=_causal(tensors, path),
+        normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
+        or f"{prefix}logit_scale" in tensors,
+        scale=_scale(tensors, path, k),
+        _tensors=tensors,
         _weights=weights,
         _biases=biases,
     )
 
 
-def _size(source: NamedTensors, slot: Slot) -> tuple[int, int]:
-    """(rows, columns) of a slot's (out, in) matrix."""
-    shape = source.shape(slot.name)
-    rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
-    if isinstance(slot.rows, slice):
-        return len(range(rows)[slot.rows]), columns
-    return rows if slot.rows is None else len(slot.rows), columns
-
-
 def _heads(
-    source: NamedTensors, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]
+    tensors: NamedTensors, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]
 ) -> tuple[int, int, int, int]:
-    """(heads, kv_heads, head width, value width) from hints, held against every projection's shape."""
-    heads, width = source.hint(path, HEADS), source.hint(path, HEAD_WIDTHS)
-    if heads is None and width is None:
-        raise AnatomyError(
-            f"`{path}`: found {query_rows} query rows and neither an attribute nor a config that tells the number of "
-            "heads; give config={'num_attention_heads': H}"
-        )
-    heads = heads or query_rows // width
+    """(heads, kv_heads, head width, value width) from hints, checked against the shape of every projection."""
+    heads = tensors.hint(path, HEADS)
+    if not heads:
+        width = tensors.hint(path, HEAD_WIDTHS)
+        if not width:
+            raise AnatomyError(
+                f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
+                "pass config={'num_attention_heads': H}"
+            )
+        heads = query_rows // width
     k = query_rows // heads
     counted = {part: rows for part, (rows, _) in sizes.items()}
     kv_heads = counted["k"] // k if k else 0
@@ -339,18 +330,18 @@ def _heads(
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 
 
-def _causal(source: NamedTensors, path: str) -> bool | None:
-    stated = source.own(path, "is_causal")
-    if stated is True or (f"{path}.bias" in source and len(source.shape(f"{path}.bias")) == 4):
+def _causal(tensors: NamedTensors, path: str) -> bool | None:
+    stated = tensors.own(path, "is_causal")
+    if stated is True or (f"{path}.bias" in tensors and len(tensors.shape(f"{path}.bias")) == 4):
         return True
-    # CLIP's text tower passes its mask from outside and states nothing.
+    # CLIP's text tower is causal by a mask that is passed to it.
     return False if stated is False and "text_model" not in path.split(".") else None
 
 
-def _scale(source: NamedTensors, path: str, k: int) -> float:
+def _scale(tensors: NamedTensors, path: str, k: int) -> float:
     for key in ("scaling", "scale"):
-        value = source.own(path, key)
+        value = tensors.own(path, key)
         if isinstance(value, float):
             return value
-    unscaled = source.hint(path, ("model_type",), str) in ("t5", "mt5", "umt5")  # T5 folds the scale into its weights
+    unscaled = tensors.hint(path, ("model_type",), str) in ("t5", "mt5", "umt5")  # T5 folds the scale into its weights
     return 1.0 if unscaled else k**-0.5

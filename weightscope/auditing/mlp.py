@@ -37,7 +37,7 @@ def mimetic_mlp(
     for part in parts:
         if part.layer not in wanted:
             continue
-        for name in ("w1", "gate") if gate and part.kind == "gated" else ("w1",):
+        for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
             w1 = part.read(name).cpu().double()
             rows = _anticorrelated(w1, part) if mode == "anticorrelated" else _shifted(w1, mode, b, sigma)
             checks += [
@@ -69,7 +69,7 @@ def _shifted(w1: Tensor, mode: str, b: float, sigma: float) -> list[tuple[str, f
 
 def _anticorrelated(w1: Tensor, part: MLPPart) -> list[tuple[str, float, Interval]]:
     """`(W1 - W2^T) / 2` has the slope -1/2 on W2^T, and independent remains of the variance of W1 / 4."""
-    w2 = part.read("w2").cpu().double().mT
+    w2 = part.read("fc2").cpu().double().mT
     x, y = w2 - w2.mean(), w1 - w1.mean()
     slope = float((x * y).sum() / x.square().sum())
     rest = float((y - slope * x).var())

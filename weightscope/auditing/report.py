@@ -12,7 +12,7 @@ class Check:
 
     Attributes:
         initialiser: its registered name.
-        part: what was measured: "qk", "vo", "filters", "w1", "ssm", "map", "positions", "weight".
+        part: what was measured: "qk", "vo", "filters", "fc1", "ssm", "map", "positions", "weight".
         layer: number of the layer, from 0; None where parts have none.
         head: number of the head; None for statistics of a whole layer.
         name: path of the module or tensor.

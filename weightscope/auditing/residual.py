@@ -34,7 +34,7 @@ def zero_init(source: NamedTensors, *, parts: str) -> list[Check]:
     for mlp in find_mlps(source) if parts != "attention" else []:
         for letter in mlp.names:
             matrix = mlp.read(letter).cpu()
-            if letter == "w2":
+            if letter == "fc2":
                 add(mlp.layer, mlp.name, letter, "largest", matrix, 0.0)
             else:
                 add(mlp.layer, mlp.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)

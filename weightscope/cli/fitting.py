@@ -56,13 +56,13 @@ def fit_init(
     """
     from click.core import ParameterSource
 
-    from weightscope.fitting.population import FitResult, write_standalone
+    from weightscope.artifacts import PopulationFit, write_standalone
     from weightscope.fitting.source import fit_init as run
     from weightscope.fitting.source import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     result = run(source, structure, options=parsed_options(texts) or None, **given)
-    if standalone is not None and not isinstance(result, FitResult):
+    if standalone is not None and not isinstance(result, PopulationFit):
         raise UsageError(
             "--standalone: expected a population, found one network; use load_init to apply its initialiser"
         )

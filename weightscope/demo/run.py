@@ -13,8 +13,9 @@ from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope.analysis.across_networks.study import Study, study
 from weightscope.analysis.inspection import describe
+from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import BenchResult, bench, summarise
-from weightscope.fitting.population import FitResult, fit
+from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
@@ -93,14 +94,18 @@ def _against(measured: BenchResult, init: str, reference: str) -> dict[str, Any]
 
 
 def _report(
-    out: Path, population: Population, whole: Study, block: Study, fitted: FitResult, measured: BenchResult
+    out: Path, population: Population, whole: Study, block: Study, fitted: PopulationFit, measured: BenchResult
 ) -> Path:
     """Write `report.html` from the files of the previous steps."""
     fitted_row = next(row for row in measured.arms if row["init"] == "fitted")
     finding = _judgement(fitted_row)
     report = Report(
         "Weights of tiny ConvNeXts, and an initialiser made from them",
-        [f"In {BENCH_EPOCHS[0]}-epoch training on the digits, the fitted initialiser is ", finding, "."],
+        [
+            f"After {BENCH_EPOCHS[0]} epochs on the digits, compared with the default, the fitted initialiser is ",
+            finding,
+            ".",
+        ],
     )
     _population_part(report, population)
     _structure_part(report, whole, block)
@@ -112,7 +117,7 @@ def _report(
 def _judgement(row: dict[str, Any]) -> Sourced:
     words = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["n"])
     words = words.replace("no significant difference:", "not significantly different:", 1)
-    return Sourced(f"{words}, compared with the default", "benchmark/results.json")
+    return Sourced(words, "benchmark/results.json")
 
 
 def _population_part(report: Report, population: Population) -> None:
@@ -178,7 +183,7 @@ def _structure_part(report: Report, whole: Study, block: Study) -> None:
     )
 
 
-def _fit_part(report: Report, fitted: FitResult) -> None:
+def _fit_part(report: Report, fitted: PopulationFit) -> None:
     report.heading("The initialiser").text(
         "Structures were fitted to ",
         Number("structures.json", "/networks", "d"),
@@ -214,7 +219,7 @@ def _bench_part(report: Report, measured: BenchResult) -> None:
     )
     for row in measured.arms:
         if row["difference"] is not None:
-            report.text(f"The initialiser {row['init']} is ", _judgement(row), ".")
+            report.text(f"Compared with the default, the initialiser {row['init']} is ", _judgement(row), ".")
     columns = [
         Column("init", "initialiser"),
         Column("epochs", "epochs", "d"),

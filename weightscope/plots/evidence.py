@@ -152,7 +152,7 @@ def heldout_scores(
     symmetric-logarithmic, as its label states. Structures that could not be fitted are listed with the reason.
 
     Args:
-        table: rows of `FitResult.table`: `structure`, `parameters`, `difference` (<= 0) and `difference_se`,
+        table: rows of `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0) and `difference_se`,
             `failed` (None or the reason), and `group`.
         ax: axes to draw on; a new figure if None.
         group: the group to draw; if None the only one, or `(all)`, the sum over groups.

@@ -58,13 +58,9 @@ def _judged(value: float, interval: tuple[float, float], chance: str, unit: str,
         return f"{word} by {_fixed(abs(value), places)} {unit} (95 % CI {ends}, {chance})"
     size, ends = _signed(value, places), f"{_signed(low, places)} to {_signed(high, places)}"
     if clear:
-        return (
-            f"no significant difference after correction for several comparisons: {size} {unit}, 95 % CI {ends} on its "
-            f"own, {chance}"
-        )
-    return (
-        f"no significant difference: {size} {unit} ({chance}); the data are compatible with anything from {ends} {unit}"
-    )
+        corrected = "no significant difference after correction for multiple comparisons"
+        return f"{corrected}: {size} {unit} (uncorrected 95 % CI {ends}, {chance})"
+    return f"no significant difference: {size} {unit} (95 % CI {ends}, {chance})"
 
 
 def _chance(p: float) -> str:

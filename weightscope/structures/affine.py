@@ -1,4 +1,4 @@
-"""Gaussians with covariance diag(variance) + factor factor^T: what four of the structures are."""
+"""Gaussians with covariance diag(variance) + factor factor^T, the form of four of the structures."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -58,7 +58,7 @@ class AffineGaussian(Structure):
     def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """sqrt(variance) * z1 + factor z2."""
         terms = list(noise)
-        out = np.sqrt(self.variance) * terms.pop(0) if self.variance.any() else 0.0
+        out = np.sqrt(self.variance) * terms.pop(0) if self.variance.any() else np.zeros(self.spec.size)
         return out + terms.pop(0) @ self.factor.T if terms else out
 
     def covariance(self) -> np.ndarray:

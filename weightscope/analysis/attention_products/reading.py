@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, attention, named_tensors
+from weightscope.anatomy import AttentionPart, NamedTensors, attention, named_tensors, opened
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
@@ -83,8 +83,7 @@ class Reader:
     def __init__(self, source: Any, config: Mapping[str, Any] | None, layers: Any, cross: bool) -> None:
         self.checkpoint: Checkpoint | None = None
         self._once: Once | None = None
-        if isinstance(source, str | Path):
-            source = Checkpoint(source)
+        source = opened(source)
         if isinstance(source, Checkpoint):
             self.checkpoint, self._once = source, Once(source)
             source = MappingTensors(self._once, {**source.config, **(config or {})})

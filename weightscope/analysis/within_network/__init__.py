@@ -6,17 +6,16 @@ found.plot("filters.png", picture="maps")
 """
 
 from weightscope.analysis.within_network.covariance import covariance_within
-from weightscope.analysis.within_network.filters import FilterCovariance, filter_covariances
+from weightscope.analysis.within_network.filters import filter_distributions
 from weightscope.analysis.within_network.parts import PARTS, Part, skeleton
 from weightscope.analysis.within_network.result import Layer, Within
 
 __all__ = [
     "PARTS",
-    "FilterCovariance",
     "Layer",
     "Part",
     "Within",
     "covariance_within",
-    "filter_covariances",
+    "filter_distributions",
     "skeleton",
 ]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy import opened as opened
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import UsageError
 
@@ -22,7 +22,7 @@ class Slices:
 
     Attributes:
         name: path of the layer.
-        group: which of several matrices of a layer: `"w1"`, `"w2"`, `"gate"`, `"channel 0"`; empty if there is one.
+        group: which of several matrices of a layer: `"fc1"`, `"fc2"`, `"gate"`, `"channel 0"`; empty if there is one.
         layer: number of the layer among those of the same kind, from 0.
         depth: how many there are.
         stage: of a depthwise layer, from 0; None elsewhere.
@@ -95,16 +95,7 @@ def find(source: Any, part: str, config: Mapping[str, Any] | None = None) -> lis
     """
     if part not in PARTS:
         raise UsageError(f"part: expected one of {', '.join(PARTS)}, found {part!r}")
-    return list(PARTS[part](anatomy.named_tensors(opened(source), config)))
-
-
-def opened(source: Any) -> Any:
-    """What `weightscope.anatomy` reads: a `Checkpoint` for a path or an address, anything else as it is."""
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint  # not needed by those who pass modules
-
-        return Checkpoint(source)
-    return source
+    return list(PARTS[part](anatomy.named_tensors(source, config)))
 
 
 def skeleton(
@@ -130,7 +121,7 @@ def skeleton(
     """
     if part not in PARTS:
         raise UsageError(f"part: expected one of {', '.join(PARTS)}, found {part!r}")
-    where = anatomy.named_tensors(opened(source), config)
+    where = anatomy.named_tensors(source, config)
     root = nn.Module()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,11 +1,11 @@
-"""What was fetched from a hub, on disk: complete files only, under names that no server chooses.
+"""Cache on disk of byte ranges of files at a hub.
 
     ROOT/ENDPOINT/ORG--NAME/refs/HASH.json          revision -> commit
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.json        what is known of a file
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.START-STOP  bytes of it
+    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.json        size and hash of a file
+    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.START-STOP  bytes of the file
 
-HASH is the first 24 digits of the SHA-256 of the file's or the revision's name. Everything under a commit is
-immutable, so nothing ever becomes stale.
+HASH is the first 24 digits of the SHA-256 of the file's or the revision's name, so that no server chooses a path.
+Everything under a commit is immutable: nothing expires.
 """
 
 import contextlib
@@ -16,36 +16,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+
 from weightscope._util import atomic
 
 _MAX_NOTE = 100 << 20
 
 
-def default_root() -> Path:
-    """`$WEIGHTSCOPE_CACHE`, else `weightscope` in `$HF_HOME`, else in `~/.cache/huggingface`."""
-    own = os.environ.get("WEIGHTSCOPE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    home = os.environ.get("HF_HOME")
-    if not home:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser() / "weightscope"
-
-
-class Cache:
-    """The files of one model.
+class RangeCache:
+    """The cached byte ranges of one model, in `$WEIGHTSCOPE_CACHE`, by default `weightscope` in `$HF_HOME`.
 
     Args:
-        endpoint: the hub's address; two hubs never share a file.
+        endpoint: the hub's address; two hubs share nothing.
         repository: `org/name`, already checked.
-        root: see `default_root`.
     """
 
-    def __init__(self, endpoint: str, repository: str, root: Path | None = None) -> None:
-        self.folder = (root or default_root()) / _hash(endpoint)[:12] / repository.replace("/", "--")
+    def __init__(self, endpoint: str, repository: str) -> None:
+        root = Path(os.environ.get("WEIGHTSCOPE_CACHE") or Path(constants.HF_HOME, "weightscope")).expanduser()
+        self.folder = root / _hash(endpoint)[:12] / repository.replace("/", "--")
 
     def note(self, group: str, name: str) -> Any | None:
-        """What was noted under a name; None if nothing, or nothing sound."""
+        """The JSON value stored under a name; None if it is missing or damaged."""
         path = self._path(group, name, ".json")
         try:
             if path.stat().st_size > _MAX_NOTE:
@@ -55,11 +46,11 @@ class Cache:
             return None
 
     def keep_note(self, group: str, name: str, value: Any) -> None:
-        """Note a JSON value under a name."""
+        """Store a JSON value under a name."""
         self._write(self._path(group, name, ".json"), (json.dumps(value).encode(),))
 
     def part(self, commit: str, name: str, start: int, stop: int) -> Path | None:
-        """The file that holds those bytes of a file; None if it is not here."""
+        """The path of the file with those bytes of a file; None if they are not cached."""
         path = self._path(commit, name, f".{start}-{stop}")
         try:
             return path if path.stat().st_size == stop - start else None
@@ -67,7 +58,7 @@ class Cache:
             return None
 
     def keep_part(self, commit: str, name: str, start: int, stop: int, pieces: Iterable[bytes]) -> Path:
-        """Store bytes of a file as they come."""
+        """Store bytes of a file as they arrive."""
         path = self._path(commit, name, f".{start}-{stop}")
         self._write(path, pieces)
         return path
