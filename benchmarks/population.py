@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weightscope._util.environment import usable_cores
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.data.catalog import CATALOG
+from weightscope.data.catalog import dataset_info
 from weightscope.data.dataset import Dataset
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
@@ -67,7 +67,7 @@ def random_images(count: int) -> Dataset:
     pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (count,), generator=generator)
     half, quarter = torch.full((3,), 0.5), torch.full((3,), 0.25)
-    return Dataset(CATALOG["cifar10"], pixels, labels, pixels[:100], labels[:100], half, quarter)
+    return Dataset(dataset_info("cifar10"), pixels, labels, pixels[:100], labels[:100], half, quarter)
 
 
 def stacked(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:

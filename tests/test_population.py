@@ -333,19 +333,24 @@ def test_export_of_a_partial_and_of_an_empty_population(tmp_path: Path) -> None:
 
 
 def test_export_refuses_a_folder(folder: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="expected the name of a file, found a folder"):
         export(Population(folder), folder)
 
 
-def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
+def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(
+    folder: Path, tmp_path: Path, share: float
+) -> None:
+    """Whether the space ends among HDF5's headers, the weights or the texts."""
     target = tmp_path / "one.h5"
+    limit = int(share * export(Population(folder), target).stat().st_size)
     target.write_bytes(b"old")
     program = (
         "import resource, sys\n"
         "from weightscope.population import Population, export\n"
         "from weightscope.errors import WeightscopeError\n"
         "p = Population(sys.argv[1])\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))\n"
         "try:\n"
         "    export(p, sys.argv[2])\n"
         "except WeightscopeError as error:\n"
@@ -353,7 +358,10 @@ def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(folder:
         "    sys.exit(error.exit_code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), str(target)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, str(folder), str(target), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.count("\n") == 1

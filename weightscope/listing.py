@@ -7,7 +7,6 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -152,25 +151,27 @@ def _networks() -> Iterator[Entry]:
 
 
 def _datasets() -> Iterator[Entry]:
-    from weightscope.data import catalog
+    from weightscope.data.catalog import DATASETS, dataset_info
 
-    for name in vars(catalog).get("DATASETS") or vars(catalog)["CATALOG"]:
-        info = catalog.dataset_info(name)
+    for name in DATASETS:
+        info = dataset_info(name)
         text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
         text += f"{info.train:,} training and {info.test:,} test images"
         yield Entry("datasets", name, text, {}, source=info.how_to_get)
 
 
 def _recipes() -> Iterator[Entry]:
-    for path in _recipe_files():
-        text = path.read_text(encoding="utf-8")
+    from weightscope._util.recipes import recipes
+
+    for name, shipped in recipes().items():
+        text = shipped.path.read_text(encoding="utf-8")
         lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
         comment = " ".join(line.lstrip("# ") for line in lines)
         values = tomllib.loads(text)
         settings = {"network": values["network"]["type"], "data": values["data"]["name"]}
         settings |= {"epochs": values["training"]["epochs"]}
         settings |= {"networks": values.get("population", {}).get("networks")}
-        yield Entry("recipes", path.stem, re.split(r"(?<=\.)\s(?=[A-Z])", comment)[0], settings)
+        yield Entry("recipes", name, re.split(r"(?<=\.)\s(?=[A-Z])", comment)[0], settings)
 
 
 KINDS: dict[str, Callable[[], Iterator[Entry]]] = {
@@ -180,11 +181,6 @@ KINDS: dict[str, Callable[[], Iterator[Entry]]] = {
     "datasets": _datasets,
     "recipes": _recipes,
 }
-
-
-def _recipe_files() -> list[Path]:
-    """The shipped recipes."""
-    return sorted((Path(__file__).parent.parent / "populations").glob("*.toml"))
 
 
 def _parameters(function: Callable[..., Any], skip: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -22,7 +22,9 @@ from pydantic import (
     model_validator,
 )
 
+from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
+from weightscope.data.config import AugmentConfig
 from weightscope.errors import RecipeError, UsageError
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -98,21 +100,6 @@ class ViTConfig(_Section):
 
 
 NetworkConfig = Annotated[ConvMixerConfig | ConvNeXtConfig | ViTConfig, Field(discriminator="type")]
-
-
-class AugmentConfig(_Section):
-    """Augmentation of training images; the default does nothing.
-
-    `crop` is the padding in pixels around the image before a random crop, `flip` a horizontal flip with
-    probability 1/2, `cutout` the side length of an erased square, `operations` the number of
-    RandAugment-style operations of strength `magnitude` in [0, 1].
-    """
-
-    crop: Annotated[int, Field(ge=0)] = 0
-    flip: bool = False
-    cutout: Annotated[int, Field(ge=0)] = 0
-    operations: Annotated[int, Field(ge=0, le=8)] = 0
-    magnitude: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.3
 
 
 class DataConfig(_Section):
@@ -295,12 +282,16 @@ class Recipe(_Section):
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
-        """A recipe from a TOML file.
+        """A recipe from a TOML file, or one of the package by its name (`weightscope list recipes`).
 
         Raises:
-            RecipeError: if the file is missing, is not TOML, or is not a valid recipe.
+            RecipeError: if the file is missing, is not TOML, or is not a valid recipe; or there is none of that name.
+
+        Example:
+            >>> Recipe.load("digits-convnext").population.networks
+            384
         """
-        return cls.parse(_read_toml(path), where=str(path))
+        return cls.parse(_read_toml(recipe_path(path)), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dictionaries (JSON types), defaults included; `Recipe.parse` takes them back."""

@@ -104,7 +104,7 @@ def sync_folder(folder: Path) -> None:
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
-        file = open(temporary, "xb")  # noqa: SIM115 - handed out
+        file = open(temporary, "x+b")  # noqa: SIM115
         _lock(file.fileno())
         # A sweeper may have come between creation and lock; then the name is gone, and another is needed.
         if os.fstat(file.fileno()).st_nlink:
