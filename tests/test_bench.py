@@ -136,9 +136,10 @@ def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
         plan_arms(RECIPE, ["none.toml"])
 
 
-def test_an_unknown_initialiser_is_an_error_that_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="mimetic_mlp"):
-        bench(RECIPE, ["default", "mimetic"], tmp_path, workers=1, device="cpu", progress=False)
+@pytest.mark.parametrize(("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", "mimetic_mlp")])
+def test_an_unknown_initialiser_is_an_error_with_the_known_names(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        bench(RECIPE, ["default", name], tmp_path, workers=1, device="cpu", progress=False)
     assert not any(tmp_path.rglob("*.h5")), "known before the first arm is trained"
 
 
@@ -213,7 +214,7 @@ def test_labels_are_short_and_differ() -> None:
             plan_arms(RECIPE, [bad])  # type: ignore[list-item]
 
 
-def test_the_recipe_may_be_a_path_or_a_population_and_names_the_folder(
+def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -231,6 +232,10 @@ def test_the_recipe_may_be_a_path_or_a_population_and_names_the_folder(
     assert fake.recipes[1].data == recipe().data
     bench(RECIPE, ["default"], collector=fake)
     assert fake.folders[2].parts[0] == "convnext-digits-bench"
+    bench("digits-convnext", ["default"], seeds=2, collector=fake)
+    assert fake.folders[3].parts[0] == "digits-convnext-bench"
+    with pytest.raises(UsageError, match="did you mean 'digits-convnext'"):
+        bench("digit-convnext", ["default"], collector=fake)
 
 
 def test_the_result_is_for_further_work(fake: Fake, tmp_path: Path) -> None:

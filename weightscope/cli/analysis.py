@@ -122,8 +122,10 @@ def audit(source: str, init: str | None, json_file: Path | None) -> None:
     from weightscope.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(source)
-    config = None if init is None else labelled(init)[1]
-    name, parameters = (None, {}) if config is None else (config.name, config.parameters)
+    name, parameters = init, {}
+    if init is not None and init.endswith(".toml"):
+        config = labelled(init)[1]
+        name, parameters = config.name, config.parameters
     report = run(checkpoint, name, config=checkpoint.config, **parameters)
     click.echo(str(report))
     write_json(json_file, report.to_dict())

@@ -43,7 +43,10 @@ class _WithOldOptions(click.Command):
 @click.option("--part", help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.")
 @click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
 @click.option(
-    "--init", "inits", multiple=True, help="Compare with an initialiser (NAME, MODULE:NAME, .toml); repeatable."
+    "--init",
+    "inits",
+    multiple=True,
+    help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
 @click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
 @click.option(
@@ -95,9 +98,8 @@ def _compute(
     """The result, and the options of its plot."""
     if len(sources) == 1 and is_population(sources[0]) and not within:
         means = across.pop("means", False)
-        return _across(sources[0], file=matrix if matrix and matrix.suffix == ".npy" else None, **across), {
-            "means": means
-        }
+        on_disk = matrix if matrix is not None and matrix.suffix == ".npy" else None
+        return _across(sources[0], file=on_disk, **across), {"means": means}
     if across:
         names = ", ".join("--" + key.replace("_", "-") for key in across)
         raise UsageError(f"{names}: applies to the folder of one population, found trained networks")
