@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
+    from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
     from weightscope.fitting.network import fit_network
     from weightscope.fitting.population import fit
@@ -39,6 +40,7 @@ _HOMES = {
     "attention_maps": "analysis.attention_maps",
     "audit": "auditing",
     "bench": "benchmarking",
+    "catalogue": "cli.catalogue",
     "collect": "training.collection",
     "covariance": "analysis.covariances",
     "export": "population",
@@ -63,6 +65,7 @@ __all__ = [
     "attention_maps",
     "audit",
     "bench",
+    "catalogue",
     "collect",
     "covariance",
     "export",

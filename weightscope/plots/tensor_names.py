@@ -1,22 +1,22 @@
-"""Tensor names short enough to stand beside a picture."""
+"""Tensor names shortened for labels."""
 
 import re
 from collections.abc import Sequence
 
-_LONG = 22  # characters; longer names are abbreviated, and then cut in the middle
+_LONG = 22  # characters; longer names are abbreviated, then cut in the middle
 _CUT = 30
 _NUMBERED = re.compile(r"\b([A-Za-z_]+)\.(\d+)(?=\.)")
 
 
 def short_names(names: Sequence[str]) -> tuple[list[str], str]:
-    """Names without the parts that all of them share.
+    """Names without the parts that they all share.
 
     `stages.0.blocks.0.mlp.fc1.weight` and `stages.0.blocks.1.mlp.fc2.weight` become `blocks.0.mlp.fc1` and
-    `blocks.1.mlp.fc2`: a word that numbers its parts stays with its number. If names are still long, such words become
-    their first letters, `b0.mlp.fc1`. Different names stay different.
+    `blocks.1.mlp.fc2`: a numbered word keeps its number. If names are still long, numbered words are abbreviated,
+    `b0.mlp.fc1`. Distinct names stay distinct.
 
     Returns:
-        The short names, and a remark that explains them, empty if nothing was left away.
+        The short names, and a remark that explains them, empty if nothing was shortened.
     """
     names = list(names)
     parts = [name.split(".") for name in names]
@@ -39,7 +39,7 @@ def short_names(names: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
-    """How many leading parts are the same everywhere."""
+    """The number of leading parts that all have in common."""
     count = 0
     while count < most and len({p[count] for p in parts}) == 1:
         count += 1
@@ -47,7 +47,7 @@ def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
 
 
 def _prefixes(names: Sequence[str]) -> dict[str, str]:
-    """For each word that numbers its parts, the first letters that no other such word begins with."""
+    """For each numbered word, the shortest prefix that no other such word begins with."""
     words = sorted({m[1] for name in names for m in _NUMBERED.finditer(name)})
     return {
         word: next((word[:n] for n in range(1, len(word)) if sum(w.startswith(word[:n]) for w in words) == 1), word)
@@ -60,7 +60,7 @@ def _cut(name: str) -> str:
 
 
 def merged(names: Sequence[str], most: int) -> list[tuple[str, int, int]]:
-    """Neighbouring names joined under what they share until at most `most` remain, if they ever do.
+    """Neighbouring names grouped under their common parent until at most `most` groups remain, if possible.
 
     Returns:
         (label, index of the first name, index after the last). `a.0.w`, `a.0.b`, `a.1.w` become `a.0 (2)`, `a.1.w`.

@@ -1,4 +1,4 @@
-"""Large symmetric matrices averaged over cells, so that a picture gets what its pixels can show."""
+"""Large symmetric matrices averaged over cells, one for each pixel or so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Pooled:
     """A matrix averaged over cells.
 
     Attributes:
-        cells: (c, c); NaN where a cell has no entry that counts.
-        edges: (c + 1,) coordinates at which cells begin, and D.
-        factor: coordinates along one side of a usual cell; 1 if nothing was averaged.
+        cells: (c, c); NaN where a cell has no valid entry.
+        edges: (c + 1,) first coordinate of each cell, and D.
+        factor: coordinates along the side of a full cell; 1 if nothing was averaged.
     """
 
     cells: np.ndarray
@@ -27,15 +27,15 @@ class Pooled:
 
     @property
     def off_diagonal(self) -> np.ndarray:
-        """The finite values beside the diagonal cells."""
+        """The finite values off the diagonal."""
         values = self.cells[~np.eye(len(self.cells), dtype=bool)]
         return values[np.isfinite(values)]
 
 
 def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray, int]:
-    """Cell borders that never cross a block's border, with at most `most` cells (or one for each block).
+    """Cell borders that respect the blocks' borders, with at most `most` cells (or one for each block).
 
-    Cells have one size within a block, except the last: an uneven size would give regular stripes a false beat.
+    All cells of a block but the last have one size: uneven sizes would cause moire patterns in regular stripes.
     """
     size = bounds[-1][1]
     factor = max(1, -(-size // most))
@@ -49,17 +49,16 @@ def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray
 def pool(matrix: np.ndarray, edges: np.ndarray, factor: int, missing: np.ndarray, *, diagonal: bool) -> Pooled:
     """Average a symmetric matrix (D, D) over cells.
 
-    The mean, and not the value of the largest size: a mean of f x f covariances is the covariance of two means, so
-    it is unbiased, noise shrinks as fast as a line of stripes does, and what it shows exists. The largest of f x f
-    noisy entries grows with f and paints structure where there is none. A cell on the diagonal averages its
-    entries beside the diagonal alone, or its diagonal entries alone: a mix of both would mean nothing.
+    The mean rather than the entry of largest magnitude: a mean of f x f covariances is the covariance of two means,
+    hence unbiased, while the maximum of f x f noisy entries grows with f and suggests structure in pure noise. A cell
+    on the diagonal averages either its off-diagonal or its diagonal entries, never both.
 
     Args:
         matrix: (D, D).
         edges: (c + 1,) from `cell_edges`.
         factor: from `cell_edges`.
-        missing: (D,) bool, coordinates whose rows and columns do not count.
-        diagonal: whether cells on the diagonal show the diagonal's entries or those beside it.
+        missing: (D,) bool, coordinates to ignore.
+        diagonal: whether cells on the diagonal average the diagonal entries or the others.
     """
     starts = edges[:-1]
     counted = np.add.reduceat((~missing).astype(np.float64), starts)  # (c,)
@@ -76,10 +75,10 @@ def pool(matrix: np.ndarray, edges: np.ndarray, factor: int, missing: np.ndarray
 
 
 def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
-    """The matrix as an array (D, D) of floats; see `check_entries` for its values.
+    """The matrix as a float array (D, D); `check_entries` checks its values.
 
     Raises:
-        DataError: if it is not square or empty.
+        DataError: if it is not square, or empty.
     """
     array = np.asarray(matrix)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
@@ -90,7 +89,7 @@ def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
 
 
 def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
-    """Refuse a matrix that is not finite and symmetric where it counts; works row block by row block.
+    """Check that a matrix is finite and symmetric outside missing coordinates, in blocks of rows.
 
     Raises:
         DataError: names the first entry.
@@ -113,7 +112,7 @@ def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
 
 
 def _check_symmetry(matrix: np.ndarray, tolerance: float, what: str) -> None:
-    """Compare tiles with those across the diagonal; NaN differs from nothing."""
+    """Compare tiles with their transposes; NaN compares equal to anything."""
     for top in range(0, len(matrix), _ROWS):
         for left in range(0, top + 1, _ROWS):
             tile = matrix[top : top + _ROWS, left : left + _ROWS]
@@ -121,6 +120,5 @@ def _check_symmetry(matrix: np.ndarray, tolerance: float, what: str) -> None:
             if apart.any():
                 i, j = np.argwhere(apart)[0]
                 i, j = top + i, left + j
-                raise DataError(
-                    f"{what}: expected a symmetric matrix, found {matrix[i, j]} at ({i}, {j}) and {matrix[j, i]} across"
-                )
+                found = f"{matrix[i, j]} at ({i}, {j}) and {matrix[j, i]} at ({j}, {i})"
+                raise DataError(f"{what}: expected a symmetric matrix, found {found}")

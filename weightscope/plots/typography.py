@@ -1,4 +1,4 @@
-"""Text in pictures: how wide it is, where it breaks, and numbers as people write them."""
+"""Text in figures: its width, line breaks, and formatted numbers."""
 
 import math
 import re
@@ -7,8 +7,8 @@ from functools import lru_cache
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-FONT = "DejaVu Sans"  # comes with matplotlib, so a picture does not depend on the machine's fonts
-TITLE, LABEL, SMALL = 10.5, 9.0, 8.0  # points; nothing is smaller than SMALL
+FONT = "DejaVu Sans"  # ships with matplotlib, so figures do not depend on installed fonts
+TITLE, LABEL, SMALL = 10.5, 9.0, 8.0  # points
 
 
 @lru_cache(maxsize=4096)
@@ -17,12 +17,12 @@ def text_width(text: str, size: float = SMALL, *, bold: bool = False) -> float:
     if not text.strip():
         return 0.0
     properties = FontProperties(family=FONT, weight="bold" if bold else "normal", size=size)
-    # Letters that are fitted to pixels are up to 2 % wider than their outlines.
+    # Hinted glyphs are up to 2 % wider than their outlines.
     return 1.025 * float(text_to_path.get_text_width_height_descent(text, properties, ismath=False)[0])
 
 
 def wrap(text: str, points: float, size: float = SMALL, *, bold: bool = False) -> str:
-    """Break a text into lines of at most `points`: at spaces and after `+`, and long words wherever they must."""
+    """Break a text into lines of at most `points` at spaces and after `+`; longer words are broken anywhere."""
     lines = []
     for paragraph in text.split("\n"):
         line = ""
@@ -42,7 +42,7 @@ def wrap(text: str, points: float, size: float = SMALL, *, bold: bool = False) -
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for people: 0.0012, 1.5, 12,300, 1.2×10⁻⁷; a real minus sign."""
+    """A number as text: 0.0012, 1.5, 12,300, 1.2×10⁻⁷, with a typographic minus sign."""
     if not math.isfinite(value):
         return "not finite" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value == 0:
@@ -65,12 +65,12 @@ def signed(value: float, places: int) -> str:
 
 
 def places(width: float) -> int:
-    """Decimals that show a quantity whose interval is `width` wide, with two digits of that width."""
+    """The number of decimals that shows an interval of this width to two digits."""
     return min(6, max(0, 1 - math.floor(math.log10(width)))) if width > 0 and math.isfinite(width) else 1
 
 
 def rounded_up(limit: float) -> float:
-    """The limit of a colour scale, rounded up to two digits, so that the printed value is the true one."""
+    """The limit of a colour scale, rounded up to two digits so that the printed value is exact."""
     if limit <= 0:
         return limit
     step = 10.0 ** (math.floor(math.log10(limit)) - 1)
