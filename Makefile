@@ -57,7 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # without their dependencies, which would replace torch by a CUDA build. Triton's interpreter runs the GPU kernels.
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
-		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=4.44"
+		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
 	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask]"
 	touch $@
 

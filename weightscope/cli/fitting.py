@@ -69,7 +69,7 @@ def fit_init(
     click.echo(result.text())
     result.save(out)
     click.echo(f"wrote {out}")
-    if standalone is not None:
+    if standalone is not None and isinstance(result, PopulationFit):
         write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
         click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict())
