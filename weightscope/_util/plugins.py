@@ -73,7 +73,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def find(self, wanted: Any) -> T:
-        """The object for a registered name or a reference `"package.module:name"`; other objects are returned unchanged.
+        """The object for a registered name or a reference `"package.module:name"`; others are returned unchanged.
 
         Raises:
             UsageError: if the name is unknown or the reference cannot be imported.
