@@ -112,15 +112,7 @@ def _group(
     ratio, low, high = (np.array([row[i] for row in drawn]) for i in (2, 3, 4))
     low = np.maximum(low, edge)
     bars = ax.errorbar(
-        ratio,
-        y,
-        xerr=[(ratio - low).tolist(), (high - ratio).tolist()],
-        fmt=marker,
-        color=colour,
-        ms=5,
-        capsize=2.5,
-        lw=1.4,
-        label=name,
+        ratio, y, xerr=[ratio - low, high - ratio], fmt=marker, color=colour, ms=5, capsize=2.5, lw=1.4, label=name
     )
     bars.lines[0].set_gid(name)
     for row in rows:

@@ -27,7 +27,7 @@ def render(figure: Figure | SubFigure, kind: str = "png") -> bytes:
     if kind not in _METADATA:
         raise UsageError(f"figures are written as {', '.join(_METADATA)}, found {kind!r}")
     buffer = io.BytesIO()
-    whole = figure.figure  # the root, also of a SubFigure
+    whole = figure.get_figure(root=True)
     whole.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind])  # type: ignore[union-attr]
     return buffer.getvalue()
 
