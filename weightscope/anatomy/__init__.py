@@ -11,12 +11,12 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from weightscope.anatomy import attention as _attention
+from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import MLPPart

@@ -15,7 +15,7 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
-from weightscope.anatomy.attention import find
+from weightscope.anatomy.attention_modules import find
 from weightscope.auditing.intervals import Interval, predicted
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check

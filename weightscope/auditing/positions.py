@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import AttentionPart, NamedTensors
-from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.auditing.registry import EXPECTATIONS

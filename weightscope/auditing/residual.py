@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import NamedTensors
-from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check

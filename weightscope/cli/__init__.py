@@ -10,7 +10,7 @@ import click
 
 from weightscope._version import __version__
 from weightscope.cli.analysis import audit, export, inspect, list_, products
-from weightscope.cli.covariance import covariance
+from weightscope.cli.covariances import covariance
 from weightscope.cli.fitting import fit_init
 from weightscope.cli.training import bench, collect, demo
 from weightscope.errors import WeightscopeError

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
-from weightscope.anatomy.attention import PartName
+from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
