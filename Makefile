@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test lint install bench bench-gpu clean
+.PHONY: demo test test-oldest lint docs install bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/weightscope demo
@@ -15,6 +15,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+# The oldest versions that pyproject.toml allows; torch is in constraints.txt, since older wheels are hard to get.
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis pandas cloudpickle
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -q
+
+docs: $(INSTALLED)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/population.py --json benchmarks/results/population.json
@@ -42,14 +53,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Optional packages, and model libraries that the tests check against. Without them the same tests skip and say so.
-# torchvision and timm come without their dependencies: those would replace torch by a build for CUDA. Triton, which that
-# build would bring along, runs the kernels for GPUs in its interpreter and compiles them for GPUs that are not there.
+# Optional packages and model libraries; tests that need them are skipped without them. torchvision and timm are installed
+# without their dependencies, which would replace torch by a CUDA build. Triton's interpreter runs the GPU kernels.
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
-		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=4.44"
+		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
 	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask]"
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-oldest build site *.egg-info .pytest_cache .ruff_cache

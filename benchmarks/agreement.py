@@ -1,12 +1,12 @@
-"""Do populations end alike, whichever way they are trained?
+"""Do populations end alike for every way of training?
 
     python benchmarks/agreement.py --json benchmarks/results/agreement.json
 
 ConvNeXts on the digits, trained one by one in plain PyTorch (`plain.py`), in tiles with torch's kernels, and in tiles
-with compiled kernels (`--device cuda`: those of a GPU, in bfloat16 too). Each path gets a root seed of its own, so the
-samples are independent, and each is compared with the plain one by Welch's t test of the means and by the two-sample
-Kolmogorov-Smirnov test, of test accuracy and test loss; Bonferroni's correction is over all of them. No difference
-shown is no proof of agreement: the intervals say how large one could still be.
+with compiled kernels (`--device cuda`: those of a GPU, in bfloat16 too). Each way has its own root seed, so the
+samples are independent. Test accuracy and test loss are compared with the plain ones by Welch's t test of the means and
+the two-sample Kolmogorov-Smirnov test, with Bonferroni's correction over all tests. The absence of a significant
+difference does not prove agreement; the intervals show how large a difference could be.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/convmixer_gpu.py --data-root DIR --json benchmarks/results/convmixer_gpu.json
 
 Ours is a tile of one network with compiled kernels; the peer is the same recipe in plain PyTorch (`plain.py`, eager,
-float32), from the same seeds with the same batches in the same order. They take turns, seed by seed. Accuracies are
+float32), from the same seeds with the same batches in the same order. They alternate, seed by seed. Accuracies are
 compared by a paired t test. The first epoch of each, in which kernels are compiled, is left out of the times.
 """
 

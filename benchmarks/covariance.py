@@ -4,7 +4,7 @@
 
 Ours reads a `.pop` folder (shards of 32 networks, hashes checked, warm in the page cache) anew each time. The peers
 start from a float32 array in memory, which costs them no time, and get the faster of their settings:
-`numpy.cov` computes float32 input in float64 unless `dtype` says otherwise: so it stands against both of our modes, and
+`numpy.cov` computes float32 input in float64 unless `dtype` is given, so it is compared with both of our modes, and
 with `dtype=numpy.float32` against our float32 mode. Every contender runs in a process of its own with the
 same number of threads, in turns for several rounds; memory is that process's peak above what it held after its
 imports, the peer's array included. Medians and ranges over rounds are reported, and the largest error in units of the
@@ -28,7 +28,7 @@ import numpy as np
 from reporting import memory, write
 
 from weightscope._util.environment import environment, usable_cores
-from weightscope.analysis.across_networks.joint_covariance import covariance
+from weightscope.analysis.across_networks import joint_covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.shard_format import seeds_of
@@ -66,7 +66,7 @@ def make_population(path: Path, networks: int, size: int) -> None:
 
 
 def ours(path: Path, precision: Any) -> Callable[[], np.ndarray]:
-    return lambda: covariance(Population(path), precision=precision).matrix
+    return lambda: joint_covariance(Population(path), precision=precision).matrix
 
 
 def ours_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:

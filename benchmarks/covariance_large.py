@@ -4,9 +4,9 @@
 
 Three rows, every contender in a process of its own, in turns. Data lie in `.pop` folders, warm in the page cache.
 
-- in memory, float32: `covariance(population, precision="float32")`, against one call of BLAS's `ssyrk` on random
+- in memory, float32: `joint_covariance(population, precision="float32")`, against one call of BLAS's `ssyrk` on random
   rows of the same size that are in memory already, into a zeroed matrix.
-- on disk, float32: `covariance(population, file="c.npy")` for D beyond memory; time, and memory as the process's
+- on disk, float32: `joint_covariance(population, file="c.npy")` for D beyond memory; time, and memory as the process's
   peak above its imports. No peer: nothing else does it.
 - leading eigenpairs: `eigenpairs(population, 64)`, against reading the same rows and forming their Gram matrix in
   float64.
@@ -31,7 +31,7 @@ from reporting import write
 from scipy.linalg import blas
 
 from weightscope._util.environment import usable_cores
-from weightscope.analysis.across_networks.joint_covariance import covariance, eigenpairs
+from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.population import Population
 from weightscope.statistics.syrk import add_gram
 
@@ -39,7 +39,7 @@ RANK = 64
 
 
 def ours_in_memory(path: Path) -> Callable[[], Any]:
-    return lambda: covariance(Population(path), precision="float32")
+    return lambda: joint_covariance(Population(path), precision="float32")
 
 
 def bare_syrk(path: Path) -> Callable[[], Any]:
@@ -56,7 +56,7 @@ def bare_syrk(path: Path) -> Callable[[], Any]:
 
 
 def ours_on_disk(path: Path) -> Callable[[], Any]:
-    return lambda: covariance(Population(path), precision="float32", file=path.with_suffix(".covariance.npy"))
+    return lambda: joint_covariance(Population(path), precision="float32", file=path.with_suffix(".covariance.npy"))
 
 
 def ours_eigenpairs(path: Path) -> Callable[[], Any]:

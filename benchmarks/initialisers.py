@@ -36,12 +36,12 @@ from torch import Tensor, nn
 import weightscope.init as wi
 from weightscope._util.environment import usable_cores
 from weightscope.anatomy import attention, positions
-from weightscope.anatomy.token_grid import Tokens
+from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.init.attention import query_key, value_output
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised, solve
 from weightscope.init.impulse_attention import filter_offsets
-from weightscope.init.positions import sinusoidal_codes
 from weightscope.networks import ViT
+from weightscope.networks.positions import sinusoidal_positions
 
 HEADS, WIDTH, LAYERS = 12, 768, 12  # ViT-B/16
 CONVNEXT_TINY = [(96, 3), (192, 3), (384, 9), (768, 3)]  # (channels, depthwise layers), 7 x 7 filters
@@ -164,7 +164,7 @@ def map_error(x: Tensor, q: Tensor, k: Tensor, target: Tensor) -> float:
 
 def impulse_attention(rounds: int, peer_heads: int, steps: int) -> dict[str, Any]:
     vit = ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10)
-    tokens = Tokens(16, 16)
+    tokens = TokenGrid(16, 16)
     x = normalised(positions(vit)[0].read())
     targets = {offset: impulse_matrix(tokens, offset).double() for offset in filter_offsets(3, True)}
     ours, errors, norms = [], [], []
@@ -199,8 +199,8 @@ def impulse_attention(rounds: int, peer_heads: int, steps: int) -> dict[str, Any
 
 def offsets_5(rounds: int) -> dict[str, Any]:
     """What 5 x 5 offsets cost: all 25 of them, with no peer."""
-    x = normalised(sinusoidal_codes(16, 16, 192))
-    tokens, offsets = Tokens(16, 16), filter_offsets(5, True)
+    x = normalised(sinusoidal_positions(16, 16, 192))
+    tokens, offsets = TokenGrid(16, 16), filter_offsets(5, True)
     times, errors = [], []
     for _ in range(rounds):
         seconds, solved = timed(lambda: solve(x, tokens, offsets, 64))

@@ -1,4 +1,4 @@
-"""One network of a recipe in plain PyTorch: what the fast paths are compared with, here and in the tests."""
+"""One network of a recipe in plain PyTorch, the reference of benchmarks and tests."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
+from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import build_network
 from weightscope.training.optimiser import schedule_factor
 
 
@@ -25,7 +25,7 @@ def train_alone(
     data = (load(plan.data.name, train=plan.data.train) if data is None else data).to(device)
     training, root = plan.training, plan.population.seed
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
-    network = build_network(plan).to(device)
+    network = build_for(plan).to(device)
     optimiser = torch.optim.AdamW(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )

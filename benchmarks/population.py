@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weightscope._util.environment import usable_cores
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.data.catalog import CATALOG
+from weightscope.data.catalog import dataset_info
 from weightscope.data.dataset import Dataset
 from weightscope.errors import UsageError
+from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import build_network
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels.c import build
 from weightscope.training.memory import keep_freed_memory
@@ -67,11 +67,11 @@ def random_images(count: int) -> Dataset:
     pixels = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     labels = torch.randint(0, 10, (count,), generator=generator)
     half, quarter = torch.full((3,), 0.5), torch.full((3,), 0.25)
-    return Dataset(CATALOG["cifar10"], pixels, labels, pixels[:100], labels[:100], half, quarter)
+    return Dataset(dataset_info("cifar10"), pixels, labels, pixels[:100], labels[:100], half, quarter)
 
 
-def stacked(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
-    """Ours; `training` are fields of the recipe's section."""
+def batched(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
+    """weightscope; `training` are fields of the recipe's section."""
     run = TileRun(recipe.replace({f"training.{name}": value for name, value in training.items()}), 0, data, device)
 
     def work() -> int:
@@ -93,7 +93,7 @@ def loop(
     """One network in plain PyTorch; `compiled` is the mode of `torch.compile`."""
     images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    network = build_network(recipe).to(device, memory_format=layout)
+    network = build_for(recipe).to(device, memory_format=layout)
     if compiled:
         torch._dynamo.reset()  # or another network's shapes make this one's dynamic
     forward = torch.compile(network, mode=compiled) if compiled else network
@@ -118,8 +118,8 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
     """Plain `torch.func`: vmap over stacked parameters, without an optimiser's cost."""
     count, size = recipe.population.tile, recipe.training.batch_size
     images, labels, mean, std = (v.to(device) for v in (data.train_images, data.train_labels, data.mean, data.std))
-    template = build_network(recipe).to(device)
-    parameters, buffers = torch.func.stack_module_state([build_network(recipe).to(device) for _ in range(count)])
+    template = build_for(recipe).to(device)
+    parameters, buffers = torch.func.stack_module_state([build_for(recipe).to(device) for _ in range(count)])
     if bfloat16:
         buffers = {name: v.bfloat16() if v.is_floating_point() else v for name, v in buffers.items()}
 
@@ -143,8 +143,8 @@ def vmapped(recipe: Recipe, data: Dataset, device: torch.device, *, bfloat16: bo
 
 OURS = ("torch kernels", "compiled kernels")
 CONTENDERS: dict[str, tuple[Callable[..., Callable[[], int]], dict[str, Any]]] = {
-    "torch kernels": (stacked, {"kernels": "torch"}),
-    "compiled kernels": (stacked, {"kernels": "compiled"}),
+    "torch kernels": (batched, {"kernels": "torch"}),
+    "compiled kernels": (batched, {"kernels": "compiled"}),
     "loop": (loop, {}),
     "loop, channels last": (loop, {"channels_last": True}),
     "compiled loop": (loop, {"compiled": "default"}),

@@ -5,7 +5,7 @@
 The population's ConvNeXt, a ViT of 64 tokens, a ConvMixer-32/4, and one large ConvMixer-256/8 alone, on images of
 CIFAR-10's size. A network-epoch is 50,000 images. All contenders run in one process, in turns for several rounds; the
 device is waited for before the clock is read. Peers: a loop over networks, eager and compiled with CUDA graphs, and
-vmap, in float32 and in bfloat16. Beside them stands the copying speed of the device, and for the ConvNeXt the share of
+vmap, in float32 and in bfloat16. The copying speed of the device is reported, too, and for the ConvNeXt the share of
 it that the step would need if it moved only what it must (`CONVNEXT_BYTES`). `--device cpu` runs the same, to try the
 script; compiled kernels in bfloat16 are left out there.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from population import loop, random_images, stacked, vmapped
+from population import batched, loop, random_images, vmapped
 from reporting import write
 
 from weightscope._util.environment import environment
@@ -67,9 +67,9 @@ def contenders(
     if device.type == "cuda":
         for tile in [1] if network in ALONE else tiles:
             name = f"weightscope compiled, tile {tile}, bfloat16"
-            add(name, stacked, tile, kernels="compiled", precision="bfloat16")
-    add(f"weightscope compiled, tile {largest}, float32", stacked, largest, kernels="compiled")
-    add(f"weightscope torch, tile {largest}, float32", stacked, largest)
+            add(name, batched, tile, kernels="compiled", precision="bfloat16")
+    add(f"weightscope compiled, tile {largest}, float32", batched, largest, kernels="compiled")
+    add(f"weightscope torch, tile {largest}, float32", batched, largest)
     for precision in ("float32", "bfloat16"):
         half = precision == "bfloat16"
         add(f"eager loop, {precision}", loop, bfloat16=half)

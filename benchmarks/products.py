@@ -70,7 +70,7 @@ def make(folder: Path, shape: tuple[int, int, int, int], size: float) -> dict[st
 
 
 def ours(folder: Path) -> int:
-    return len(products(folder, clip=64).rows)
+    return len(products(folder, clip=64).records)
 
 
 def peer(folder: Path, dtype: torch.dtype) -> int:

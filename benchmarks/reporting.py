@@ -1,4 +1,4 @@
-"""What every benchmark needs: the memory of its process, and its rows in a file with the environment."""
+"""Helpers of the benchmarks: memory of the process, and results with their environment as JSON."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def memory() -> dict[str, int]:
 
 
 def write(path: Path | None, rows: list[dict[str, Any]], **about: Any) -> None:
-    """Write rows and environment as JSON; nothing without a path."""
+    """Write rows and environment as JSON, unless the path is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rows": rows, "environment": environment() | about}, indent=1) + "\n")

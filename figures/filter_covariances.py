@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "filter_covariances"
 STATISTICS = (
     plots.Statistic("relative_spread", "spread of the variance about the centre ÷ that of even variances", 1.0),
-    plots.Statistic("offset", "how far the variance lies up and left of the centre (pixels)", 0.0),
+    plots.Statistic("offset", "offset of the variance up and left of the centre (pixels)", 0.0),
     plots.Statistic("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, log=True),
 )
 
@@ -62,7 +62,7 @@ def panel(row: dict[str, Any], values: np.ndarray) -> plots.Panel:
 
 
 def offsets(row: dict[str, Any]) -> tuple[float, float]:
-    """How far the variance lies up and left of the centre."""
+    """Offset of the variance up and left of the centre."""
     return -row["offset_down"], -row["offset_right"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope import plots
-from weightscope.analysis.across_networks.study import over_hidden_units
+from weightscope.analysis.across_networks import over_hidden_units
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "mlp_stripes"
@@ -21,19 +21,19 @@ def main(study: Path = STUDY, out: Path = HERE / "mlp_stripes.png") -> None:
         block, stops = int(stored["block"]), [0, *stored["stops"].tolist()]
         blocks = {str(name): slice(a, b) for name, a, b in zip(stored["names"], stops, stops[1:], strict=False)}
     np.fill_diagonal(matrix, 1.0)  # the diagonal does not fit into the stored bytes
-    title = f"Correlation of [vec W1, vec W2] in block {block}, {n} networks"
+    title = f"Correlation of [vec fc1, vec fc2] in block {block}, {n} networks"
     whole = plots.covariance_map(matrix, blocks, kind="correlation", title=title, diagonal="mask")
     plots.save(whole.figure, out.with_name(f"{out.stem}_whole{out.suffix}"))
 
     figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
     groups = {name: over_hidden_units(shape) for name, shape in zip(blocks, shapes, strict=True)}
-    title = f"W1 is striped, W2 is not (block {block})"
+    title = f"fc1 is striped, fc2 is not (block {block})"
     plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, groups=groups)
     kinds = {
-        ("W1", "column"): "W1, over hidden units",
-        ("W2", "row"): "W2, over hidden units",
-        ("W1", "row"): "W1, over inputs",
-        ("W2", "column"): "W2, over outputs",
+        ("fc1", "column"): "fc1, over hidden units",
+        ("fc2", "row"): "fc2, over hidden units",
+        ("fc1", "row"): "fc1, over inputs",
+        ("fc2", "column"): "fc2, over outputs",
     }
     rows = [
         (f"block {row['block']}", kinds[row["matrix"], row["means"]], row["ratio"], *row["ci95"])

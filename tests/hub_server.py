@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from huggingface_hub import close_session, constants
 
-from weightscope.checkpoint import web
+from weightscope.checkpoint import transfer
 
 COMMIT = hashlib.sha1(b"the commit").hexdigest()
 REPOSITORY = "org/model"
@@ -36,8 +37,10 @@ class Hub:
         silent: seconds to wait before every answer.
         code: X-Error-Code of failures.
         moved: the commit that answers claim.
+        answer: body of the API's answers; None for a correct one.
+        redirect: Location of every answer about a file; None for none.
         requests: (method, path, range or None, status, authorised) in order.
-        sent: bytes of bodies.
+        sent: bytes of the bodies of files.
     """
 
     files: dict[str, bytes]
@@ -52,6 +55,8 @@ class Hub:
     code: str = ""
     moved: str = COMMIT
     siblings: bool = True
+    answer: bytes | None = None
+    redirect: str | None = None
     requests: list[tuple] = field(default_factory=list)
     sent: int = 0
     url: str = ""
@@ -87,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(hub.fail[name].pop(0), b"", {"X-Error-Code": hub.code} if hub.code else {})
         if match := re.fullmatch(rf"/api/models/{REPOSITORY}/revision/(main|v1|{COMMIT})", path):
             listing = {"siblings": [{"rfilename": n} for n in hub.files]} if hub.siblings else {}
-            return self._answer(200, json.dumps({"sha": COMMIT, **listing}).encode(), {})
+            body = json.dumps({"id": REPOSITORY, "sha": COMMIT, **listing}).encode()
+            return self._answer(200, body if hub.answer is None else hub.answer, {})
         match = re.fullmatch(rf"(?:/{REPOSITORY}/resolve/{COMMIT}|/stored)/([^/]+)", path)
         if not match or match[1] not in hub.files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
@@ -99,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         if name.endswith(".json"):
             etag = hashlib.sha1(body).hexdigest()
         head = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.moved, "Accept-Ranges": "bytes"}
+        if hub.redirect is not None and self.command == "GET":
+            return self._answer(302, b"", head | {"Location": hub.redirect})
         if hub.storage and not stored and not name.endswith(".json"):
             head |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(body))}
             return self._answer(302, b"", head | {"Location": f"{hub.storage}/stored/{name}?signature=x"})
@@ -130,7 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
         except OSError:
             return
-        hub.sent += len(body)
+        if not self.path.startswith("/api/"):
+            hub.sent += len(body)
 
 
 @contextmanager
@@ -145,15 +154,29 @@ def serving(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        close_session()  # its connections would keep the server's threads
         server.shutdown()
         server.server_close()
         thread.join()
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """A cache of its own, no token, no proxies, and no waiting between tries."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+    """Caches of its own, no token, no proxies, online, and no waiting between tries."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
     monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(cache))
-    monkeypatch.setattr(web, "_PAUSE", 0.001)
+    for name, value in {"HF_HUB_CACHE": cache / "hub", "HF_TOKEN_PATH": cache / "token"}.items():
+        monkeypatch.setattr(constants, name, str(value))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(transfer, "_PAUSE", 0.001)
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """What `HF_ENDPOINT=url` does; huggingface_hub reads its environment variables once, when it is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `HF_HUB_OFFLINE=1` does."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

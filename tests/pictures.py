@@ -1,4 +1,4 @@
-"""Data and helpers for the tests of pictures."""
+"""Data and helpers for the tests of figures."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def figure_of(drawn: Axes | Figure) -> Figure:
 
 
 def drawn_texts(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
-    """What is really drawn: axes also hold ticks outside of their limits."""
+    """The texts that are drawn; axes also hold ticks outside their limits."""
     found: list[Text] = []
     draw = Text.draw
 

@@ -9,11 +9,15 @@ import pytest
 import shims
 import torch
 from families import DEPTH, FAMILIES, HEADS, HIDDEN, WIDTH, Family, rows, scramble
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weightscope import anatomy
+from weightscope._util.names import unwrapped
+from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
+from weightscope.init import transfer_
 
 torch.set_num_threads(1)
 KINDS = {
@@ -322,27 +326,27 @@ def test_the_views_reproduce_the_real_mlps(family, monkeypatch):
     recorder = Recorder(model, monkeypatch)
     family.call(model)
     for part in anatomy.mlps(model):
-        assert (part.hidden, part.width) == tuple(part.read("w1").shape)
-        assert part.read("w2").shape[1] == part.hidden
+        assert (part.hidden, part.width) == tuple(part.read("fc1").shape)
+        assert part.read("fc2").shape[1] == part.hidden
         if family.name not in ("timm-vit-packed", "timm-vit-swiglu") and "conv" not in family.name:
             assert (part.width, part.hidden) in ((WIDTH, HIDDEN), (WIDTH, 4 * WIDTH))
         inner = {n: part.names[n][0].removesuffix(".weight") for n in part.names}
-        if inner["w1"] not in recorder.inputs:  # nn.TransformerEncoder's compiled shortcut
-            pytest.fail(f"{inner['w1']} was not called")
+        if inner["fc1"] not in recorder.inputs:  # nn.TransformerEncoder's compiled shortcut
+            pytest.fail(f"{inner['fc1']} was not called")
 
         def apply(name, x, part=part):
             bias = part.read_bias(name)
             return x @ part.read(name).T + (0 if bias is None else bias)
 
-        convolution = model.get_parameter(part.names["w1"][0]).ndim == 4
+        convolution = model.get_parameter(part.names["fc1"][0]).ndim == 4
 
         def channels_last(x, convolution=convolution):
             return x.movedim(1, -1) if convolution else x
 
-        x, y = (channels_last(recorder.inputs[inner[n]][0][0]) for n in ("w1", "w2"))
-        hidden = apply("w1", x)
+        x, y = (channels_last(recorder.inputs[inner[n]][0][0]) for n in ("fc1", "fc2"))
+        hidden = apply("fc1", x)
         if part.kind == "plain":
-            torch.testing.assert_close(hidden, channels_last(recorder.outputs[inner["w1"]]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(hidden, channels_last(recorder.outputs[inner["fc1"]]), rtol=1e-4, atol=1e-4)
         else:
             inner_module = model.get_submodule(part.name)
             activation = next(
@@ -350,7 +354,7 @@ def test_the_views_reproduce_the_real_mlps(family, monkeypatch):
             )
             expected = activation(apply("gate", x)) * hidden
             torch.testing.assert_close(expected, y, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(apply("w2", y), channels_last(recorder.outputs[inner["w2"]]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(apply("fc2", y), channels_last(recorder.outputs[inner["fc2"]]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", **ids(rows("depthwise")))
@@ -511,7 +515,7 @@ def test_names_of_transformers_before_5():
         assert all(torch.equal(part.read(n), same.read(n)) for n in "qkvo")
         assert all(torch.equal(part.read_bias(n), same.read_bias(n)) for n in "qkvo")
     for part, same in zip(anatomy.mlps(old), anatomy.mlps(model), strict=True):
-        assert all(torch.equal(part.read(n), same.read(n)) for n in ("w1", "w2"))
+        assert all(torch.equal(part.read(n), same.read(n)) for n in ("fc1", "fc2"))
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs ../shared/models")
@@ -569,7 +573,7 @@ def test_gpt2_cross_attention_and_a_square_conv1d():
         mine = x @ cross.read(name) + cross.read_bias(name).unsqueeze(1)
         torch.testing.assert_close(mine.transpose(0, 1).reshape(3, -1), theirs)
     (mlp,) = anatomy.mlps(model)  # n_inner == n_embd: the shapes do not tell the layout
-    torch.testing.assert_close(x @ mlp.read("w1").T + mlp.read_bias("w1"), model.h[0].mlp.c_fc(x))
+    torch.testing.assert_close(x @ mlp.read("fc1").T + mlp.read_bias("fc1"), model.h[0].mlp.c_fc(x))
 
 
 def test_nanogpt_keeps_the_same_names_in_linear_layers():
@@ -621,16 +625,16 @@ def test_wrong_shapes_names_and_types():
     with pytest.raises(SpecError, match="expected values of shape"):
         part.write("q", torch.zeros(3, WIDTH + 1, 16))
     with pytest.raises(SpecError, match="expected values of shape"):
-        mlp.write("w1", mlp.read("w1").T)
+        mlp.write("fc1", mlp.read("fc1").T)
     with pytest.raises(SpecError, match="`pos_embed`: expected values of shape"):
         table.write(torch.zeros(1, 17, WIDTH))
     with pytest.raises(UsageError, match="one of 'q', 'k', 'v', 'o', found 'w'"):
         part.read("w")
-    with pytest.raises(UsageError, match="plain MLP and has the matrices w1, w2"):
+    with pytest.raises(UsageError, match="plain MLP: expected one of fc1, fc2"):
         mlp.read("gate")
-    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+    with pytest.raises(AnatomyError, match="expected a module, a mapping"):
         anatomy.attention([1, 2])
-    with pytest.raises(AnatomyError, match="found none of the parts"):
+    with pytest.raises(AnatomyError, match="found no known parts"):
         anatomy.attention(nn.Linear(2, 2))
 
 
@@ -640,9 +644,9 @@ def test_no_bias():
     with pytest.raises(SpecError, match="no bias for q"):
         part.write_bias("q", torch.zeros(4, 12))
     (mlp, _) = anatomy.mlps(FAMILIES["hf-llama"].build())
-    assert mlp.read_bias("w1") is None
-    with pytest.raises(SpecError, match="no bias for w1"):
-        mlp.write_bias("w1", torch.zeros(HIDDEN))
+    assert mlp.read_bias("fc1") is None
+    with pytest.raises(SpecError, match="no bias for fc1"):
+        mlp.write_bias("fc1", torch.zeros(HIDDEN))
 
 
 def test_values_that_overflow_in_half_precision_are_refused():
@@ -698,3 +702,48 @@ def test_no_model_library_is_imported():
     package = Path(anatomy.__file__).parent
     for file in package.glob("*.py"):
         assert not re.search(r"^\s*(import|from) (timm|transformers|torchvision|mamba)", file.read_text(), re.MULTILINE)
+
+
+def test_one_function_opens_anything(tmp_path):
+    model = FAMILIES["ours-vit"].build()
+    config = {"num_heads": HEADS}
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    expected = [part.read("q") for part in anatomy.attention(model)]
+    sources = (model, model.state_dict(), Checkpoint(path), path, str(path), tmp_path)
+    for source in (*sources, anatomy.named_tensors(path, config)):
+        tensors = anatomy.named_tensors(source, config)
+        assert set(model.state_dict()) <= set(tensors.names)
+        for found in (anatomy.attention(source, config), anatomy.attention(tensors)):
+            assert all(torch.equal(part.read("q"), q) for part, q in zip(found, expected, strict=True))
+    assert anatomy.named_tensors(tensors) is tensors
+    with pytest.raises(DataError, match="no such file"):
+        anatomy.named_tensors(tmp_path / "other.safetensors")
+
+
+def test_a_path_is_read_lazily(tmp_path):
+    model = FAMILIES["ours-vit"].build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    checkpoint = anatomy.opened(tmp_path)
+    before = checkpoint.bytes_read
+    (first, *_) = anatomy.attention(checkpoint, {"num_heads": HEADS})
+    assert checkpoint.bytes_read == before
+    first.read("o")
+    assert checkpoint.bytes_read == before + model.get_parameter(first.parameters["o"][0]).nbytes
+
+
+@pytest.mark.parametrize("compiled", ["mlp", "attn"])
+def test_transfer_into_a_model_with_compiled_submodules(compiled):
+    teacher, student = (FAMILIES["ours-vit"].build() for _ in range(2))
+    scramble(teacher, seed=1)
+    for block in student.blocks:
+        setattr(block, compiled, torch.compile(getattr(block, compiled), backend="eager"))  # only wraps
+    assert any("_orig_mod" in name for name in student.state_dict())
+    transfer_(student, teacher)
+    state = teacher.state_dict()
+    for name, value in student.state_dict().items():
+        assert torch.equal(value, state[unwrapped(name)]), name
+    assert [part.layer for part in anatomy.mlps(student)] == [part.layer for part in anatomy.mlps(teacher)]
+    for finder, what in ((anatomy.mlps, "fc1"), (anatomy.attention, "o")):
+        for mine, theirs in zip(finder(student), finder(teacher), strict=True):
+            assert torch.equal(mine.read(what), theirs.read(what))

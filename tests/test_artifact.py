@@ -1,8 +1,10 @@
+import base64
 import json
 import resource
 import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from weightscope.artifacts.population_fit import FitResult, Group, load_artifact
+from weightscope._util.plugins import source_hash
+from weightscope.artifacts import PopulationFit, load_artifact, write_standalone
+from weightscope.artifacts.population_fit import Group
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fitting.population import fit, write_standalone
-from weightscope.init.from_artifact import ArtifactInit, draw, load_init
+from weightscope.fitting.population import fit
+from weightscope.init.from_artifact import PopulationInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.structures import STRUCTURES
@@ -200,7 +204,7 @@ def test_an_unsaved_fit_is_an_initialiser_too(path):
     result = load_artifact(path)
     ours, saved = (
         init(Network(), generator=torch.Generator().manual_seed(3)).fc1.weight
-        for init in (ArtifactInit(result), load_init(path))
+        for init in (PopulationInit(result), load_init(path))
     )
     assert torch.equal(ours, saved)
 
@@ -294,9 +298,9 @@ def in_group(**values):
     [
         (lambda header: "{", "its header is not JSON"),
         (lambda header: "[" * 100_000, "its header is not JSON"),
-        (lambda header: [], "its header does not make sense"),
+        (lambda header: [], "invalid header"),
         (changed(version=2), "expected version 1 of the format, found 2"),
-        (changed(format="other"), "does not make sense: format"),
+        (changed(format="other"), "invalid header: format"),
         (changed(extra=1), "extra"),
         (changed(networks="many"), "networks"),
         (changed(groups=[]), "groups"),
@@ -304,14 +308,14 @@ def in_group(**values):
         (changed(spec=[["fc1.weight", [6, -4], "parameter"]]), "integers >= 0"),
         (changed(spec=[]), "no tensors"),
         (in_group(structure="magic"), "no structure 'magic'"),
-        (in_group(structure="kronecker"), "arrays do not fit"),
+        (in_group(structure="kronecker"), "unexpected arrays"),
         (in_group(structure=None), "`values`: expected"),
         (in_group(spec=[["fc1.weight", [10**9, 10**9], "parameter"]]), "`mean`: expected"),
         (in_group(spec=[["fc1.weight", [0, 10**12], "parameter"]]), "empty ones"),
-        (in_group(spec=[["fc1.weight", [48], "parameter"]]), "does not fit its arrays|do not cover"),
-        (in_group(form="kronecker"), "does not fit its arrays"),
-        (in_group(matrices=[[1, 48]]), "does not fit its arrays"),
-        (in_group(fixed=3), "does not fit its arrays"),
+        (in_group(spec=[["fc1.weight", [48], "parameter"]]), "does not match its arrays|do not cover"),
+        (in_group(form="kronecker"), "does not match its arrays"),
+        (in_group(matrices=[[1, 48]]), "does not match its arrays"),
+        (in_group(fixed=3), "does not match its arrays"),
         (in_group(parameters=-1), "parameters"),
     ],
 )
@@ -330,7 +334,7 @@ def test_a_header_is_never_trusted(path, change, message):
         (lambda arrays: arrays | {"0.mean": arrays["0.mean"] * np.nan}, "expected finite numbers"),
         (lambda arrays: arrays | {"0.factor": arrays["0.factor"][:-1]}, "`factor`: expected the shape"),
         (lambda arrays: arrays | {"0.variance": -np.ones(48)}, "negative"),
-        (lambda arrays: arrays | {"0.values": arrays["0.mean"]}, "do not fit"),
+        (lambda arrays: arrays | {"0.values": arrays["0.mean"]}, "unexpected arrays"),
         (lambda arrays: arrays | {"1.mean": arrays["0.mean"]}, "belong to no group"),
         (lambda arrays: arrays | {"mean": arrays["0.mean"]}, "belong to no group"),
         (lambda arrays: arrays | {"00.mean": arrays["0.mean"]}, "belong to no group"),
@@ -346,7 +350,7 @@ def test_files_that_are_no_artifacts(tmp_path, path):
     with pytest.raises(DataError, match="found no file"):
         load_artifact(tmp_path / "missing.safetensors")
     save_file({"weight": np.ones(3)}, tmp_path / "plain.safetensors")
-    with pytest.raises(DataError, match="but no initialiser's artifact"):
+    with pytest.raises(DataError, match="a safetensors file without its header"):
         load_init(tmp_path / "plain.safetensors")
     whole = path.read_bytes()
     for name, data in {
@@ -358,7 +362,7 @@ def test_files_that_are_no_artifacts(tmp_path, path):
         "text": b"not a safetensors file at all",
     }.items():
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(DataError, match="no sound safetensors file"):
+        with pytest.raises(DataError, match="an invalid safetensors file"):
             load_artifact(tmp_path / name)
     with pytest.raises(DataError, match="artifact"):
         load_artifact(tmp_path)
@@ -386,6 +390,85 @@ def test_groups_keep_the_specs_order():
     np.testing.assert_allclose(
         result.sample(np.random.default_rng(0), 500).mean(axis=0), [0, 0, 10, 10, 20, 20], atol=0.5
     )
-    assert isinstance(result, FitResult)
+    assert isinstance(result, PopulationFit)
     assert isinstance(result.groups[0], Group)
     assert draw(result.groups[1], torch.Generator().manual_seed(0)).shape == (2,)
+
+
+# Artifacts as the first version wrote them, with hyphens in the names of structures: zlib, base 85.
+OLD = {
+    "conv_schedule": (
+        "c-noEO>V;=5QVFrq+;Df7~28o8eP_vHNn#a#ReB+M^)szm!CAvq6r(sd^2wz48!wNTxZfWJvwN?LDP`!nVeAV4{nrZK(Zz0ntU4DgR9B"
+        "5zGW+o?quw7rL=MiIyIuL$!ksY)bG%aKHt}Z-{_k9a0lNh`X0j0fzq(+Fml0Y#)_)qqO9_)6h2*=Nr#>}^M@7(cepAY(Q51h3*Df{XpP"
+        "3^mL<WA(~9L8<J@br2pZ^&#yfbFaPd-!oHNQ9V{}s%n<7B9@6$yJRu-ZZyeLIRH~b23wEs(Su#a&0@TXyHqhZ*Mk1ap;BoEk5UAp__eS"
+        "Y20`$p^}-DFdhG<shB>3BY;H(r8EYi87-C8j}+X0kHXz2Vn{I?Oy4-Ta9(h;_F14uZ(+C$5b4;cOwx^5WMIfAqNu"
+    ),
+    "identity_product": (
+        "c-n<h?W!9g5H0it`Uu6}O&GsM&2yCg>6XRp+8fD6Q`aP1Lf*ZzZYa0yk1Gf|bIzGLqn|#0XzR}U{uHVoef53Mc6W9Q@#RqGA)f==v3tj"
+        "U=5q42W4rEcZj(a2<#OD_6l?TToI~l@myV^&X&=f=c;Zg}HI#lH{1lo%$|*EdODv%8gc`%S9_S2PpwuDwamnyS%%4``e#*mf-on<`nwr"
+        "9|<66Q`=Ywx#BedgE7^MVi5J(_G`<VQ`mFG=<Pi`9=C6`7DZc#g><uldKb^O!H82w95ep>Ouam^J6)PlBK+RJ47SzBrDKv~d28lx#$M9"
+        "V1QtV0U`5)5y&66QEwp0c2|wbCdlwNc<C;)5X9{I5F&!b+<xpmD&3de5E$D>O)p$U&pi@A%s+3<Jo8Ks3lXDD{^^st;0WhiHY8ZMsi~8"
+        "c<L}yloo6e-5c{N1Yhp&IpudF?fq(dvlJDA9OwYQs?!h^Ae}fT+3ysm$H6<IEGYXechZ(9x2|jMTIWckbD}#I<7fi%CHi?#jj1~&7W;?"
+        "*wUa@_LaV1%xUT3!5)v#w0;9&>gJL"
+    ),
+    "isotropic": (
+        "c-oay!H&}~5M7CH;E04QE{n2}lcs6f3peg?q^Tm;8MkI#JF=bbqAC)fz~>+?91tJCFYJLcpTOAZ?sm}%X?;oj=K0O|&G_rHv$zhVX?Ea"
+        "Q%RFluvN(_{kejV{+;l(|<WLj1=BjU@t;vEWH4(<{n8!_hO1+R;ddZY@U~7W3jWvDekhVmLR<eyY&PyH;1a`pm_$PRljyh2iw6_wFH4G"
+        "t_ync{3QkW1@Lrj8&Sji!#S>{Q$S|O;}4kGbX8gbKkX>=?gXm`va(Sr@h1Oe9pk3#>PjKZe}Y7+A}Z+q^0J0_FPcxyU|5<{#4{FSknK|"
+        "BxTch>AdGtFVV_c7iav({u<h?ZA*DN4Q;v?^lFCk{svO|z6@hL9e-mwIzFbPK9&Odm`vFt|0U9d|U%asSasJsP}LhF?Z)2Y22&P{7Cd>"
+        "!bP;&G2lk;Mi@xH4Z|1(I7}d_k{op<JD<OA3%+}M+K8A)}(u-ZfEGRRw}b;(9ku;F0!;L^7*WqPP1}4Daw3yLbz4WOFEm)X*MnCq@2yG"
+        "$)f}C--hmyi1UN7Y(R^!6=8_Oi)sC*_*UMQ1xbk8vanm`tAxZ?WrV<9IfQ7Em8*Dk&#Vly@TB8enN0H4FucTd^IUw+-~Iaj`~BIU7w13"
+        "T{QU6h%Qty*_x%gS)<=5"
+    ),
+}
+
+
+@pytest.mark.parametrize("structure", OLD)
+def test_old_artifacts_stay_readable(tmp_path, structure):
+    path = tmp_path / "old.safetensors"
+    path.write_bytes(stored := zlib.decompress(base64.b85decode(OLD[structure])))
+    found = load_artifact(path)
+    saved = found.save(tmp_path / "new.safetensors").read_bytes()
+    if structure == "isotropic":
+        assert found.groups[0].label == structure
+        assert saved == stored
+    else:
+        assert found.numbers.structure == structure
+        assert f'\\"{structure.replace("_", "-")}\\"'.encode() in stored
+        assert saved == stored.replace(structure.replace("_", "-").encode(), structure.encode())
+    assert load_artifact(tmp_path / "new.safetensors").to_dict() == found.to_dict()
+
+
+FOREIGN = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+from weightscope.structures import Diagonal
+
+class Mine(Diagonal):
+    pass
+"""
+
+
+def test_a_file_cannot_have_anything_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign_structure.py").write_text(FOREIGN)
+    reference = "foreign_structure:Mine"
+    path = fitted("diagonal").save(tmp_path / "a.safetensors")
+    rewritten(path, in_group(structure=reference, source_hash="0" * 16))
+    for load in (load_artifact, load_init):
+        with pytest.raises(DataError, match="is not imported because a file says so"):
+            load(path)
+    assert not (tmp_path / "imported").exists()
+    with pytest.raises(DataError, match=r"source changed since the fit \(hash 0{16}, now [0-9a-f]{16}\)"):
+        load_artifact(path, structures=[reference])
+    assert (tmp_path / "imported").exists()
+    from foreign_structure import Mine
+
+    rewritten(path, in_group(structure=reference, source_hash=source_hash(Mine)))
+    init = load_init(path, structures=[reference])
+    assert type(init.result.groups[0].structure) is Mine
+    rewritten(path, in_group(structure="pathlib:Path"))
+    with pytest.raises(DataError, match="expected a subclass of weightscope"):
+        load_artifact(path, structures=["pathlib:Path"])
+    with pytest.raises(DataError, match="does not match"):
+        load_artifact(rewritten(path, in_group(structure="diagonal", source_hash="")))

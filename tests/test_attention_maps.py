@@ -303,24 +303,24 @@ def test_bad_images():
     vit = small()
     with pytest.raises(DataError, match=r"expected images \(B, c, height, width\), found \(3, 32, 32\)"):
         attention_maps(vit, images()[0])
-    with pytest.raises(DataError, match=r"scaled floats; found torch\.uint8"):
+    with pytest.raises(DataError, match=r"as floats, normalised .* found torch\.uint8"):
         attention_maps(vit, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
-    with pytest.raises(DataError, match="takes images with 3 channels, found 1"):
+    with pytest.raises(DataError, match="expected images of 3 channels, found 1"):
         attention_maps(vit, images()[:, :1])
-    with pytest.raises(DataError, match="8 x 8 patches, which do not fill images of 30 x 30"):
+    with pytest.raises(DataError, match="divisible into 8 x 8 patches, found 30 x 30"):
         attention_maps(vit, images()[:, :, :30, :30])
-    with pytest.raises(DataError, match=r"does not take images \(3, 3, 24, 24\)"):
+    with pytest.raises(DataError, match=r"failed on images \(3, 3, 24, 24\)"):
         attention_maps(vit, images()[:, :, :24, :24])
     bad = images()
     bad[1, 0, 0, 0] = torch.nan
-    with pytest.raises(DataError, match="1 of 3 images hold numbers that are not finite"):
+    with pytest.raises(DataError, match="1 of 3 images contain non-finite numbers"):
         attention_maps(vit, bad)
 
 
 def test_bad_models():
     with pytest.raises(AnatomyError, match="expected attention modules, found"):
         attention_maps(ConvMixer(8, 2, 3, 4, 5), images())
-    with pytest.raises(UsageError, match="need a module that can run, found OrderedDict"):
+    with pytest.raises(UsageError, match=r"model: expected an nn\.Module, found OrderedDict"):
         attention_maps(small().state_dict(), images())
     broken = small()
     with torch.no_grad():
@@ -329,7 +329,10 @@ def test_bad_models():
         attention_maps(broken, images())
     with pytest.raises(AnatomyError, match="called none of its attention modules"):
         attention_maps(small(), images(), forward=lambda model, x: model.patch_embed(x))
-    for option, match in (({"filter_size": 4}, "an odd number"), ({"batch_size": 0}, "at least 1")):
+    for option, match in (
+        ({"filter_size": 4}, "an odd number"),
+        ({"batch_size": 0}, "batch_size: expected an integer >= 1"),
+    ):
         with pytest.raises(UsageError, match=match):
             attention_maps(small(), images(), **option)
 
@@ -383,7 +386,7 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
     for kind in ("maps", "expected", "offsets", "ranks"):
         found.plot(tmp_path / f"{kind}.png", kind)
         assert (tmp_path / f"{kind}.png").stat().st_size > 5_000
-    with pytest.raises(UsageError, match="kind must be one of"):
+    with pytest.raises(UsageError, match="kind: expected one of"):
         found.plot(tmp_path / "x.png", "all")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from weightscope import anatomy
 from weightscope import init as wi
-from weightscope.auditing import PROMISES, AuditReport, Check, audit
+from weightscope.auditing import EXPECTATIONS, AuditReport, Check, audit
 from weightscope.auditing import attention as attention_audit
 from weightscope.auditing.intervals import LEVEL, chi_squared, f_ratio, normal, predicted
 from weightscope.errors import AnatomyError, UsageError
@@ -105,7 +105,7 @@ def test_correct_initialisations_pass_on_200_seeds(case):
         assert report.false_alarm_rate < 0.01
 
 
-def test_an_uninitialised_model_fails_every_promise_that_is_about_it():
+def test_an_uninitialised_model_fails_all_expectations():
     vit, mixer = small_vit(0), small_mixer(0)
     for case, (make, name, parameters) in CASES.items():
         if name in ("kaiming_uniform", "sinusoidal_positions") or "ssm" in name:
@@ -205,10 +205,10 @@ def test_product_statistics_equal_those_of_the_dense_product(d, r):
 def test_intervals_are_neither_too_narrow_nor_too_wide():
     """Over 200 draws of the construction, the deviation of each statistic is 1/10 to 1/4 of the half interval."""
     null = attention_audit.Null(64, 16, 1, 0.7, 0.7, "svd")
-    promised = attention_audit.intervals(null)
+    expected = attention_audit.intervals(null)
     g = generator(9)
     draws = [attention_audit.product_statistics(*attention_audit._draw(null, g)) for _ in range(SEEDS)]
-    for name, (low, high) in promised.items():
+    for name, (low, high) in expected.items():
         values = torch.tensor([draw[name] for draw in draws])
         assert bool(((values >= low) & (values <= high)).all()), name
         assert 1 / 10 < float(values.std()) / ((high - low) / 2) < 1 / 4, name
@@ -255,7 +255,7 @@ def test_a_report_names_layer_head_and_statistic():
     (line,) = [line for line in text.splitlines() if line.endswith("FAILED")]
     assert line.split()[0] == "1"
     assert " !" in line
-    assert "promised" in text
+    assert "expected" in text
     assert max(map(len, text.splitlines())) < 160
 
 
@@ -329,17 +329,17 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
 
 def test_bad_input():
     vit, mixer = small_vit(0), small_mixer(0)
-    with pytest.raises(UsageError, match="no audit for 'mimetic'; there are mimetic_attention"):
+    with pytest.raises(UsageError, match="no audit 'mimetic'; did you mean 'mimetic_ssm'"):
         audit(vit, "mimetic")
-    with pytest.raises(UsageError, match="mimetic_attention: 'gamma' is no parameter"):
+    with pytest.raises(UsageError, match="mimetic_attention: no parameter 'gamma'"):
         audit(vit, "mimetic_attention", gamma=2.0)
-    with pytest.raises(UsageError, match="could be meant for"):
+    with pytest.raises(UsageError, match="is a parameter of mimetic_attention and mimetic_mlp"):
         audit(vit, "mimetic_attention+mimetic_mlp", layers=0)
     with pytest.raises(UsageError, match="need the name of an initialiser"):
         audit(vit, alpha_qk=0.2)
     with pytest.raises(UsageError, match="preset: expected one of"):
         audit(vit, "mimetic_attention", preset="audio")
-    with pytest.raises(UsageError, match="needs sigma0, v, a"):
+    with pytest.raises(UsageError, match="missing sigma0, v, a"):
         audit(mixer, "conv_covariance")
     with pytest.raises(AnatomyError, match="expected self-attention, found none"):
         audit(mixer, "mimetic_attention")
@@ -351,7 +351,7 @@ def test_bad_input():
         audit(vit.state_dict(), "xavier", config={"num_heads": 3})
     with pytest.raises(UsageError, match="scaled matrices look like any others"):
         audit(vit, "layer_scale_identity")
-    with pytest.raises(AnatomyError, match="expected a module or a mapping"):
+    with pytest.raises(AnatomyError, match="expected a module, a mapping"):
         audit(3, "xavier")
 
 
@@ -376,7 +376,67 @@ def test_sawtooth_schedule_and_layer_scale():
 def test_every_audit_takes_the_parameters_of_its_initialiser():
     import inspect
 
-    for name, promise in PROMISES.items():
+    for name, expectations in EXPECTATIONS.items():
         known = set(wi.parameters(name))
-        asked = set(list(inspect.signature(promise).parameters)[1:])
+        asked = set(list(inspect.signature(expectations).parameters)[1:])
         assert asked <= known, name
+
+
+# --- expectations of one's own -------------------------------------------------------------------------------------
+
+
+def small_head(tensors, *, limit=0.5):
+    found = float(tensors.get("head.weight").abs().max())
+    return [Check("small_head", "weight", None, None, "head.weight", "largest", found, 0.0, limit)]
+
+
+def returns_nothing(tensors):
+    tensors.get("head.weight")
+
+
+def takes_no_tensors():
+    return []
+
+
+@pytest.mark.parametrize("init", [small_head, f"{__name__}:small_head"])
+def test_expectations_of_ones_own(init):
+    model = small_vit(0)
+    assert audit(model, init).passed
+    found = audit(model, init, limit=1e-3)
+    assert not found.passed
+    (failure,) = found.failures
+    assert (failure.statistic, failure.high) == ("largest", 1e-3)
+    assert "small_head: FAILED, 1 of 1 checks" in str(found)
+    assert audit(model.state_dict(), init, limit=0.6).passed
+
+
+def test_expectations_of_ones_own_join_registered_ones():
+    model = wi.mimetic_attention_(small_vit(0), generator=generator(0))
+    found = audit(model, f"mimetic_attention + {__name__}:small_head", limit=1e-3, layers=1)
+    assert found.verdicts == {"mimetic_attention": True, "small_head": False}
+
+
+@pytest.mark.parametrize(
+    ("init", "parameters", "message"),
+    [
+        (small_head, {"limits": 1.0}, "small_head: no parameter 'limits'; did you mean 'limit'"),
+        (returns_nothing, {}, "returns_nothing: expected a list of .*Check back, found None"),
+        (takes_no_tensors, {}, r"expected a function `f\(tensors, \*\*parameters\)"),
+        (3, {}, "found 3"),
+        (f"{__name__}:small_hat", {}, "did you mean 'small_head'"),
+    ],
+)
+def test_bad_expectations(init, parameters, message):
+    with pytest.raises(UsageError, match=message):
+        audit(small_vit(0), init, **parameters)
+
+
+def test_a_report_is_a_result():
+    found = report()
+    assert repr(found) == "<AuditReport: failed, 1 of 64 checks failed>"
+    assert str(found) == found.text()
+    table = found.to_pandas()
+    assert len(table) == 64
+    assert table[~table.passed].part.tolist() == ["vo"]
+    assert "1 of 64 checks failed" in found._repr_html_()
+    assert AuditReport(()).summary() == "nothing to audit"

@@ -1,14 +1,23 @@
-"""The benchmark's statistics against scipy, its pairing, its arms, and that it goes on where it stopped."""
+"""The benchmark's statistics against scipy, its arms and pairing, own initialisers, and resuming."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from fake_training import recipe, write_population
 from scipy import stats
 
-from weightscope.benchmarking.run import arms, bench, summarise
+import weightscope
+from weightscope._util.plugins import imported
+from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise
+from weightscope.benchmarking.statistics import holm
 from weightscope.errors import UsageError
 from weightscope.recipe import InitConfig, Recipe
 
@@ -70,7 +79,7 @@ def test_each_length_and_each_freezing_has_its_own_reference() -> None:
 
 
 def test_arms_cross_initialisers_lengths_and_freezing() -> None:
-    planned = arms(RECIPE, ["default", "mimetic_mlp"], epochs=[1, 4], seeds=5, frozen="*.conv_dw.weight")
+    planned = plan_arms(RECIPE, ["default", "mimetic_mlp"], epochs=[1, 4], seeds=5, frozen="*.conv_dw.weight")
     assert [(a.init, a.epochs) for a in planned][:4] == [
         ("default", 1),
         ("mimetic_mlp", 1),
@@ -82,11 +91,11 @@ def test_arms_cross_initialisers_lengths_and_freezing() -> None:
     assert planned[5].recipe.training.epochs == 4
     assert len({a.folder for a in planned}) == 8
     with pytest.raises(UsageError, match="at least 2 seeds"):
-        arms(RECIPE, ["default"], seeds=1)
-    with pytest.raises(UsageError, match="different names"):
-        arms(RECIPE, ["default", "default"])
-    with pytest.raises(UsageError, match="different names"):
-        arms(RECIPE, [])
+        plan_arms(RECIPE, ["default"], seeds=1)
+    with pytest.raises(UsageError, match="different names, found default more than once"):
+        plan_arms(RECIPE, ["default", "default", "mimetic_mlp"])
+    with pytest.raises(UsageError, match="different names, found none"):
+        plan_arms(RECIPE, [])
 
 
 def test_arms_are_paired_and_a_second_run_trains_nothing(tmp_path: Path) -> None:
@@ -104,7 +113,7 @@ def test_arms_are_paired_and_a_second_run_trains_nothing(tmp_path: Path) -> None
     again = bench(RECIPE, tables, tmp_path, epochs=[1, 2], **options)
     assert again.runs == result.runs
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.h5")} == before
-    assert "kaiming_uniform" in result.table()
+    assert "kaiming_uniform" in result.text()
 
 
 def test_an_initialiser_that_changes_nothing_gives_equal_bits(tmp_path: Path) -> None:
@@ -112,22 +121,190 @@ def test_an_initialiser_that_changes_nothing_gives_equal_bits(tmp_path: Path) ->
     twice = [InitConfig(name="default"), InitConfig(name="default+default")]
     result = bench(RECIPE, twice, tmp_path, workers=1, device="cpu", progress=False)
     assert [r["accuracy"] for r in result.runs[:3]] == [r["accuracy"] for r in result.runs[3:]]
-    assert result.summary[1]["p"] == 1
+    assert result.arms[1]["p"] == 1
 
 
 def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "strong.toml").write_text('name = "mimetic_mlp"\nsigma = 0.5\n')
-    arm = arms(RECIPE, ["default", str(tmp_path / "strong.toml")])[1]
+    arm = plan_arms(RECIPE, ["default", str(tmp_path / "strong.toml")])[1]
     assert arm.init == "strong"
     assert arm.recipe.init[0].parameters == {"sigma": 0.5}
     (tmp_path / "bad.toml").write_text("name = 3\n")
     with pytest.raises(UsageError, match=r"bad.toml: name: input should be a valid string"):
-        arms(RECIPE, [str(tmp_path / "bad.toml")])
+        plan_arms(RECIPE, [str(tmp_path / "bad.toml")])
     with pytest.raises(UsageError, match="cannot read the recipe"):
-        arms(RECIPE, ["none.toml"])
+        plan_arms(RECIPE, ["none.toml"])
 
 
-def test_an_unknown_initialiser_is_an_error_that_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="mimetic_mlp"):
-        bench(RECIPE, ["mimetic"], tmp_path, workers=1, device="cpu", progress=False)
-    assert not any(tmp_path.rglob("*.h5"))
+@pytest.mark.parametrize(("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", "mimetic_mlp")])
+def test_an_unknown_initialiser_is_an_error_with_the_known_names(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        bench(RECIPE, ["default", name], tmp_path, workers=1, device="cpu", progress=False)
+    assert not any(tmp_path.rglob("*.h5")), "known before the first arm is trained"
+
+
+class Fake:
+    """Stands in for `collect`: records its arguments; accuracies depend on whether the initialiser is the default."""
+
+    def __init__(self) -> None:
+        self.recipes: list[Recipe] = []
+        self.folders: list[Path] = []
+
+    def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
+        self.recipes.append(recipe)
+        self.folders.append(path)
+        path.mkdir(parents=True)
+        n = recipe.population.networks
+        better = recipe.init[0].name != "default"
+        accuracy = np.linspace(0.8, 0.9, n) + better * np.linspace(0.01, 0.02, n)
+        losses = np.array([np.inf] + [1.0] * (n - 1))
+        metrics = {"test_accuracy": accuracy, "test_loss": losses, "diverged": ~np.isfinite(losses)}
+        return FakePopulation(metrics)
+
+
+class FakePopulation:
+    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
+
+    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
+        self.metrics = metrics
+
+    def __len__(self) -> int:
+        return len(self.metrics["diverged"])
+
+
+def scaled_init(module: torch.nn.Module, *, generator: torch.Generator, scale: float = 0.5) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(scale)
+    return module
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake()
+
+
+def test_a_function_is_recorded_by_reference_and_labelled_by_its_name(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightscope.benchmarking.run.resolve", lambda config: None)
+    result = bench(RECIPE, ["default", scaled_init], tmp_path / "b", collector=fake)
+    assert [row["init"] for row in result.arms] == ["default", "scaled_init"]
+    reference = fake.recipes[1].init[0].name
+    assert reference == f"{__name__}:scaled_init"
+    assert imported(reference) is scaled_init
+
+    def local_init(module: torch.nn.Module, *, generator: torch.Generator) -> torch.nn.Module:
+        return module
+
+    arm = plan_arms(RECIPE, [local_init])[0]
+    assert (arm.init, arm.folder) == ("local_init", "local_init-1-epochs.pop")
+    assert imported(arm.recipe.init[0].name) is local_init
+
+
+def test_labels_are_short_and_differ() -> None:
+    table = InitConfig.model_validate({"name": "my.module:scaled_init", "scale": 0.1})
+    inits = ["default", "my.module:my_init", "mimetic_mlp+mine:f", table, InitConfig(artifact="runs/fit.safetensors")]
+    labels = ["default", "my_init", "mimetic_mlp+f", "scaled_init (scale=0.1)", "fit"]
+    assert [arm.init for arm in plan_arms(RECIPE, inits)] == labels
+    with pytest.raises(UsageError, match="found scaled_init more than once"):
+        plan_arms(RECIPE, [scaled_init, "other:scaled_init"])
+    for bad, message in ((3, "expected a name, a file, a function or an InitConfig"), (lambda m: m, "name of its own")):
+        with pytest.raises(UsageError, match=message):
+            plan_arms(RECIPE, [bad])  # type: ignore[list-item]
+
+
+def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "tiny.toml"
+    path.write_text("\n".join(
+        f"[{section}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+        for section, values in RECIPE.model_dump(exclude_unset=True, mode="json").items()
+    ))  # fmt: skip
+    assert Recipe.load(path) == RECIPE
+    bench(str(path), ["default"], collector=fake)
+    assert fake.folders[0] == Path("tiny-bench/runs/default-1-epochs.pop")
+    write_population(tmp_path / "old.pop", recipe(networks=4))
+    bench(tmp_path / "old.pop", ["default"], seeds=2, collector=fake)
+    assert fake.folders[1].parts[0] == "old-bench"
+    assert fake.recipes[1].data == recipe().data
+    bench(RECIPE, ["default"], collector=fake)
+    assert fake.folders[2].parts[0] == "convnext-digits-bench"
+    bench("digits-convnext", ["default"], seeds=2, collector=fake)
+    assert fake.folders[3].parts[0] == "digits-convnext-bench"
+    with pytest.raises(UsageError, match="did you mean 'digits-convnext'"):
+        bench("digit-convnext", ["default"], collector=fake)
+
+
+def test_the_result_is_for_further_work(fake: Fake, tmp_path: Path) -> None:
+    result = bench(RECIPE, ["default", "mimetic_mlp"], tmp_path / "b", epochs=[1, 2], collector=fake)
+    assert repr(result) == "<BenchResult: 4 arms, 12 networks on digits>"
+    lines = str(result).splitlines()
+    assert lines[0].split()[:3] == ["initialiser", "epochs", "n"]
+    assert lines[0].endswith("p (Holm)")
+    assert len(lines) == 6
+    assert lines[3].split()[:4] == ["mimetic_mlp", "1", "3", "86.50"]
+    assert lines[3].endswith("(1 diverged)")
+    frame = result.to_pandas()
+    assert list(frame["init"]) == ["default", "mimetic_mlp"] * 2
+    assert frame["difference"].iloc[1] == pytest.approx(0.015)
+    assert "<td>mimetic_mlp</td>" in result._repr_html_()
+    result.plot(tmp_path / "bench.png", title="Two arms")
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    written = json.loads((tmp_path / "b" / "results.json").read_text())
+    assert written["summary"] == result.arms == result.rows()
+    assert written["runs"][0]["loss"] is None
+    assert BenchResult(result.runs, result.arms).summary() == "4 arms, 12 networks"
+
+
+def test_holm_does_not_depend_on_the_order() -> None:
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([]) == []
+
+
+MINE = """
+import torch
+
+def my_init(module, *, generator):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+    return module
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with an initialiser of eight lines and a tiny recipe, as the working directory."""
+    (tmp_path / "mine.py").write_text(MINE.strip() + "\n")
+    (tmp_path / "tiny.toml").write_text(
+        '[network]\ntype = "convnext"\nwidth = 4\ndepth = 1\nkernel_size = 3\n'
+        '[data]\nname = "digits"\ntrain = 64\ntest = 40\n[training]\nepochs = 1\nbatch_size = 32\n'
+        "[population]\nnetworks = 2\ntile = 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_an_own_initialiser_is_benchmarked_from_the_command_line(mine: Path) -> None:
+    command = [sys.executable, "-m", "weightscope", "bench", "tiny.toml", "--init", "default", "--init", "mine:my_init"]
+    command += ["--workers", "1", "--device", "cpu", "-o", "out"]
+    environment = os.environ | {"PYTHONPATH": str(Path(weightscope.__file__).parent.parent)}
+    found = subprocess.run(command, cwd=mine, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[3].startswith("my_init ")
+    written = json.loads((mine / "out" / "results.json").read_text())
+    assert [row["init"] for row in written["summary"]] == ["default", "my_init"]
+    assert written["summary"][1]["difference"] != 0, "the initialiser was applied"
+    assert (mine / "out" / "convergence.png").exists()
+
+
+def test_an_own_initialiser_is_benchmarked_from_python(mine: Path) -> None:
+    my_init = imported("mine:my_init")
+    small = Recipe.load("tiny.toml").replace({"population.tile": 1})
+    result = bench(small, ["default", my_init], "out", workers=2, device="cpu", progress=False)
+    assert [row["init"] for row in result.arms] == ["default", "my_init"]
+    assert result.arms[1]["difference"] != 0

@@ -10,7 +10,7 @@ import fake_training as fake
 import numpy as np
 import pytest
 
-from weightscope.analysis.across_networks.joint_covariance import covariance, eigenpairs
+from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population
 from weightscope.spec import TensorSpec, WeightSpec
@@ -41,7 +41,7 @@ def enough_for(panel: int, size: int, item: int) -> int:
 @pytest.mark.parametrize("n", [2, 256, 700])
 def test_on_disk_in_panels_equals_numpy(tmp_path: Path, n: int, panel: int) -> None:
     data = rows(n, 61)
-    found = covariance(source(data), file=tmp_path / "c.npy", memory=enough_for(panel, 61, 8))
+    found = joint_covariance(source(data), file=tmp_path / "c.npy", memory=enough_for(panel, 61, 8))
     wanted = np.cov(data.astype(np.float64), rowvar=False)
     scale = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
     assert np.all(np.abs(found.matrix - wanted) <= 1e-10 * scale)
@@ -53,7 +53,7 @@ def test_on_disk_in_panels_equals_numpy(tmp_path: Path, n: int, panel: int) -> N
 
 def test_float32_is_within_1e_5_of_the_standard_deviations(tmp_path: Path) -> None:
     data = rows(3000, 40)
-    found = covariance(source(data), file=tmp_path / "c.npy", precision="float32", memory=enough_for(9, 40, 4))
+    found = joint_covariance(source(data), file=tmp_path / "c.npy", precision="float32", memory=enough_for(9, 40, 4))
     wanted = np.cov(data.astype(np.float64), rowvar=False)
     assert found.matrix.dtype == np.float32
     scale = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
@@ -64,8 +64,8 @@ def test_the_correlation_on_disk_is_that_of_memory(tmp_path: Path) -> None:
     data = rows(300, 25)
     data[7, 3] = np.nan
     options = {"kind": "correlation"}
-    found = covariance(source(data), file=tmp_path / "c.npy", memory=enough_for(4, 25, 8), **options)
-    wanted = covariance(source(data), **options)
+    found = joint_covariance(source(data), file=tmp_path / "c.npy", memory=enough_for(4, 25, 8), **options)
+    wanted = joint_covariance(source(data), **options)
     np.testing.assert_allclose(found.matrix, wanted.matrix, atol=1e-12)
     assert np.isnan(found.matrix[1]).all()
     assert (found.n, found.excluded, found.diagnostics) == (299, 1, wanted.diagnostics)
@@ -73,11 +73,11 @@ def test_the_correlation_on_disk_is_that_of_memory(tmp_path: Path) -> None:
 
 def test_what_memory_would_have_to_hold_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"memory: 25 coordinates need at least \d+ bytes, found 1000"):
-        covariance(source(rows(300, 25)), file=tmp_path / "c.npy", memory=1000)
-    with pytest.raises(UsageError, match=r"written as .npy, found .*c.npz"):
-        covariance(source(rows(300, 25)), file=tmp_path / "c.npz")
+        joint_covariance(source(rows(300, 25)), file=tmp_path / "c.npy", memory=1000)
+    with pytest.raises(UsageError, match=r"ends in .npy, found .*c.npz"):
+        joint_covariance(source(rows(300, 25)), file=tmp_path / "c.npz")
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
-        covariance(source(rows(1, 25)), file=tmp_path / "c.npy")
+        joint_covariance(source(rows(1, 25)), file=tmp_path / "c.npy")
     assert not list(tmp_path.iterdir())
 
 
@@ -142,8 +142,8 @@ def test_diverged_networks_are_left_out_of_both(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     fake.write_population(path, fake.recipe())
     population = Population(path)
-    found = covariance(population, "mlp.*", file=tmp_path / "c.npy")
-    wanted = covariance(population, "mlp.*")
+    found = joint_covariance(population, "mlp.*", file=tmp_path / "c.npy")
+    wanted = joint_covariance(population, "mlp.*")
     np.testing.assert_allclose(found.matrix, wanted.matrix, atol=1e-12)
     assert found.excluded == wanted.excluded == 2
     assert eigenpairs(population, 4, "mlp.*").excluded == 2
@@ -153,7 +153,7 @@ def test_a_rank_that_the_data_do_not_have_is_refused() -> None:
     with pytest.raises(UsageError, match="rank: expected 1 to 9 for 10 rows of 50, found 10"):
         eigenpairs(source(rows(10, 50)), 10)
     flat = np.outer(np.arange(10), np.ones(50))
-    with pytest.raises(UsageError, match="rank: the rows vary in 1 directions only, found 3"):
+    with pytest.raises(UsageError, match="rank: expected at most 1, the rank of the rows, found 3"):
         eigenpairs(source(flat), 3)
 
 

@@ -114,7 +114,7 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_what_is_handed_out_is_nobody_elses(network, tmp_path, kind):
+def test_tensors_are_copies(network, tmp_path, kind):
     checkpoint = Checkpoint(SOURCES[kind](network, tmp_path))
     for _ in range(3):
         value = checkpoint["conv.weight"]
@@ -165,14 +165,14 @@ def test_a_file_saved_on_a_gpu_needs_none(tmp_path):
     assert Checkpoint(tmp_path / "m.pt")["w"].tolist() == [0, 1, 2]
 
 
-def test_training_checkpoints_say_what_stands_beside(tmp_path):
+def test_training_checkpoints_list_what_is_skipped(tmp_path):
     first, second = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
     torch.save({"model": first, "ema": second, "epoch": 1}, tmp_path / "m.pt")
     checkpoint = Checkpoint(tmp_path / "m.pt")
     assert not checkpoint["w"].any()
-    assert "stands beside the weights, which are in 'model'" in checkpoint.skipped["ema"]
+    assert "outside the dictionary of weights, 'model'" in checkpoint.skipped["ema"]
     assert Checkpoint(tmp_path / "m.pt", key="ema")["w"].all()
-    with pytest.raises(UsageError, match="no dictionary of tensors 'x'; there are 'model', 'ema'"):
+    with pytest.raises(UsageError, match="no dictionary of tensors 'x'; expected one of 'model', 'ema'"):
         Checkpoint(tmp_path / "m.pt", key="x")
     torch.save({"a": first, "b": second}, tmp_path / "m.pt")
     with pytest.raises(DataError, match=r"several dictionaries.*key=: 'a', 'b'"):
@@ -201,7 +201,7 @@ def test_quarter_precision_and_quantised_tensors(tmp_path):
     assert "belongs to the quantised `e.weight`" in checkpoint.skipped["e.weight.absmax"]
     for name, value in state.items():
         assert torch.equal(checkpoint.raw(name).flatten().view(torch.uint8), value.flatten().view(torch.uint8))
-    with pytest.raises(MissingTensor, match="left out: integers"):
+    with pytest.raises(MissingTensor, match="skipped: integers"):
         checkpoint["d.qweight"]
     with pytest.raises(KeyError, match="no tensor"):
         checkpoint["x\n"]
@@ -275,7 +275,7 @@ def test_a_real_vision_transformer():
         assert torch.equal(checkpoint[name], state[name].float())
 
 
-def test_sources_that_cannot_be_meant(tmp_path):
+def test_invalid_sources(tmp_path):
     with pytest.raises(UsageError, match="found int"):
         Checkpoint(3)
     with pytest.raises(UsageError, match="another scheme"):
@@ -293,6 +293,21 @@ def test_sources_that_cannot_be_meant(tmp_path):
         save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(DataError, match="found 2 checkpoints; name one"):
         Checkpoint(tmp_path)
+
+
+def test_a_checkpoint_as_text_table_and_html(tmp_path):
+    state = {"blocks.0.weight": torch.zeros(3, 4).half(), "steps": torch.zeros((), dtype=torch.int64)}
+    checkpoint = Checkpoint(plain(state, tmp_path / "m.safetensors"))
+    frame = checkpoint.to_pandas().set_index("name")
+    assert list(frame.columns) == ["shape", "dtype", "bytes", "skipped"]
+    assert frame.loc["blocks.0.weight", ["shape", "dtype", "bytes"]].tolist() == ["3x4", "F16", 24]
+    assert "integers" in frame.loc["steps", "skipped"]
+    assert "blocks.0.weight" in checkpoint._repr_html_()
+    assert "3x4" in str(checkpoint)
+    many = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1000)}
+    assert repr(Checkpoint(many)) == "<Checkpoint: state dict, 1000 weights of 1,000 numbers>"
+    assert Checkpoint(many)._repr_html_().count("<tr>") < 30
+    assert checkpoint.bytes_read < 400  # the header
 
 
 def test_memory_is_that_of_the_tensor_asked_for(tmp_path):

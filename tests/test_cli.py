@@ -211,7 +211,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("covariance", "none.pop"), 2, "expected a population's folder"),
+        (("covariance", "none.pop"), 2, "expected the folder of a population"),
         (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
         (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
         *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch sees no GPU")]),
@@ -219,7 +219,10 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         (("bench", "TINY", "--init", "defalt"), 2, "default"),
         (("bench", "TINY"), 2, "Missing option '--init'"),
         (("inspect", "none.pop"), 3, "none.pop"),
-        (("collcet",), 2, "No such command"),
+        (("collcet",), 2, "no command 'collcet'; did you mean 'collect'?"),
+        (("list", "initialiser"), 2, "no kind of entry 'initialiser'; did you mean 'initialisers'?"),
+        (("covariance", "TINY", "--kind", "correlations"), 2, "'covariance', 'correlation'"),
+        (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "--kind: applies to the folder of one population"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -255,6 +258,45 @@ def test_a_damaged_population_exits_3(folder: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "c.png").exists()
 
 
+def test_former_names_of_options_are_accepted_with_a_note(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def found(*arguments: str) -> tuple[dict[str, object], str]:
+        table, figure = folder / "options.json", folder / "options.png"
+        common = ("--select", "*.mlp.fc1.weight", "-o", figure, "--json", table)
+        code, _, err = run("covariance", folder / "tiny.pop", *common, *arguments, capsys=capsys)
+        assert code == 0, err
+        return json.loads(table.read_text()), err
+
+    expression = "diag(stages.0.blocks.0.mlp.fc2.weight @ stages.0.blocks.0.mlp.fc1.weight)"
+    new, silent = found("--kind", "correlation", "--computed", expression)
+    assert "deprecated" not in silent
+    assert new["kind"] == "correlation"
+    for old in (("--correlation", "--compute", expression), ("--correlation", f"--compute={expression}")):
+        values, note = found(*old)
+        assert values == new
+        assert "--compute is deprecated, use --computed" in note
+        assert "--correlation is deprecated, use --kind=correlation" in note
+
+
+def test_list_shows_every_kind_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("list", "--json", tmp_path / "all.json", capsys=capsys)
+    assert code == 0
+    kinds = ["initialisers", "structures", "networks", "datasets", "recipes"]
+    assert [line for line in out.splitlines() if line and not line.startswith(" ")] == kinds
+    assert list(json.loads((tmp_path / "all.json").read_text())) == kinds
+    assert run("list", "networks", capsys=capsys)[1].startswith("networks\n  convmixer(width, depth, kernel_size=7,")
+
+
+def test_bench_names_its_folder_after_the_recipe(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--init", "default", "--seeds", 2, "--workers", 1, "--device", "cpu")
+    code, out, err = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
+    assert code == 0, err
+    assert (tmp_path / "tiny-bench" / "results.json").exists()
+    assert "wrote tiny-bench/results.json and tiny-bench/convergence.png" in out
+
+
 def test_debug_shows_the_traceback(folder: Path) -> None:
     from weightscope.errors import UsageError
 
@@ -272,11 +314,11 @@ def test_python_dash_m() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["products", "vit", "-o", "a.xyz"], "a.xyz: expected a name that ends in .png, .pdf, .svg"),
+        (["products", "vit", "-o", "a.xyz"], "a.xyz: expected a file name ending in .png, .pdf, .svg"),
         (["products", "vit", "-o", "no/such.png"], "its folder no does not exist"),
         (["products", "vit", "--json", "no/such.json"], "its folder no does not exist"),
-        (["covariance", "vit", "--matrix", "a.csv"], "ends in .npz, .npy"),
-        (["fit-init", "vit", "-o", "a.pt"], "ends in .safetensors"),
+        (["covariance", "vit", "--matrix", "a.csv"], "ending in .npz, .npy"),
+        (["fit-init", "vit", "-o", "a.pt"], "ending in .safetensors"),
         (["fit-init", "vit", "-o", "folder.safetensors"], "found a folder"),
         (["export", "a.pop", "-o", "no/such.h5"], "its folder no does not exist"),
     ],

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, isolate, serving
+from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save
@@ -15,17 +15,19 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.inspection import look
+from weightscope.analysis.attention_products import FactoredProduct
+from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
-from weightscope.artifacts.network_fit import load_portable
-from weightscope.auditing.attention import product_statistics
+from weightscope.artifacts import NetworkFit, load_artifact
+from weightscope.artifacts.network_fit import FilterFit
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fitting.network import STRUCTURES, fit_conv_schedule, fit_identity_product, fit_network
+from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
 from weightscope.fitting.source import fit_init, parsed_options
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.structures import STRUCTURES
 
 
 def seeded(seed=0):
@@ -42,7 +44,7 @@ def vit(width=96, depth=4, heads=3, seed=0):
     return ViT(16, 4, width, depth, heads, 5)
 
 
-# --- conv-schedule ----------------------------------------------------------------------------------------------------
+# --- conv_schedule ----------------------------------------------------------------------------------------------------
 
 
 def stack(width, depth, kernel):
@@ -160,7 +162,7 @@ def test_a_schedule_never_falls_to_zero():
 
 def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     source = wi.conv_covariance_(mixer(), preset="imagenet-thawed", generator=seeded())
-    fitted = fit_network(source, "conv-schedule", psd="clip")
+    fitted = fit_network(source, "conv_schedule", psd="clip")
     init = wi.load_init(fitted.save(tmp_path / "schedule.safetensors"))
     numbers = fitted.numbers
     given = {key: getattr(numbers, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
@@ -168,7 +170,7 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
         one, other = init(make(), generator=seeded(5)), wi.conv_covariance_(make(), **given, generator=seeded(5))
         for mine, theirs in zip(depthwise(one), depthwise(other), strict=True):
             assert torch.equal(mine.read(), theirs.read())
-    assert f"sigma0={numbers.sigma0:.4g}" in look(str(tmp_path / "schedule.safetensors")).text()
+    assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
 def test_scale_is_a_factor_and_audited():
@@ -185,7 +187,7 @@ def test_scale_is_a_factor_and_audited():
         wi.conv_covariance_(mixer(), preset="imagenet-thawed", scale=0)
 
 
-# --- identity-product -------------------------------------------------------------------------------------------------
+# --- identity_product -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_shared_keys_are_recovered():
     for part in attention(state, config):
         write_query_key(part, "svd", 0.7, 0.7, g)
         write_value_output(part, "svd", 0.4, 0.4, g)
-    for layer in fit_network(state, "identity-product", config=config).numbers.layers:
+    for layer in fit_network(state, "identity_product", config=config).numbers.layers:
         assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=4 / 192)
         assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, 0.4), abs=4 / 192)
         assert layer.qk.residual < 0.05
@@ -233,15 +235,15 @@ def test_a_recipe_has_the_diagonal_and_the_norm_of_the_product():
         q = torch.randn(6, 192, 32, generator=g) * 0.1
         part.write("q", q)
         part.write("k", q + 0.1 * torch.randn(6, 192, 32, generator=g))
-    fitted = fit_network(source, "identity-product")
+    fitted = fit_network(source, "identity_product")
     target = vit(192, 2, 6, seed=1)
-    wi.PortableInit(fitted)(target, generator=seeded())
+    wi.NetworkInit(fitted)(target, generator=seeded())
     for theirs, mine in zip(attention(source), attention(target), strict=True):
         found = []
         for part in (theirs, mine):
             q, k = part.read("q").double(), part.read("k").double()
-            rows = [product_statistics(q[h], k[h]) for h in range(6)]
-            found.append([np.mean([row[key] for row in rows]) for key in ("diagonal mean", "alpha")])
+            rows = FactoredProduct(q, k).statistics()
+            found.append([float(rows[key].mean()) for key in ("diagonal_mean", "alpha")])
         assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
@@ -257,20 +259,20 @@ def test_layer_scale_is_folded_or_warned_of():
     for i, block in enumerate(scaled.blocks):
         merged[f"blocks.{i}.attn.proj.weight"] *= block.ls1.gamma.detach()[:, None]
     config = {"num_attention_heads": 3}
-    folded = fit_network(scaled, "identity-product", fold_scales=True)
+    folded = fit_network(scaled, "identity_product", fold_scales=True)
     for mine, theirs in zip(
         folded.numbers.layers, fit_identity_product(merged, config=config).numbers.layers, strict=True
     ):
         assert mine.vo.beta == pytest.approx(theirs.vo.beta, rel=1e-6)
         assert mine.vo.alpha == pytest.approx(theirs.vo.alpha, rel=1e-6)
-    plain = fit_network(scaled, "identity-product")
+    plain = fit_network(scaled, "identity_product")
     assert plain.numbers.layers[0].vo.beta == pytest.approx(0.4, abs=0.1)
     assert "warning: LayerScale" in plain.text()
     assert "folded" in folded.text()
-    assert "LayerScale" not in fit_network(merged, "identity-product", config=config).text()
+    assert "LayerScale" not in fit_network(merged, "identity_product", config=config).text()
     scaled.blocks[1].ls1.gamma.data[3] = math.nan
     with pytest.raises(DataError, match=r"ls1\.gamma.*1 of 48"):
-        fit_network(scaled, "identity-product", fold_scales=True)
+        fit_network(scaled, "identity_product", fold_scales=True)
 
 
 def test_the_rows_are_the_ten_line_computation():
@@ -294,7 +296,7 @@ def test_a_recipe_fits_any_width_depth_and_head_count(tmp_path):
     source = vit(192, 3, 3)
     for i, beta in enumerate((0.2, 0.6, 1.0)):
         wi.mimetic_attention_(source, beta_qk=beta, alpha_qk=0.1, layers=i, generator=seeded(i))
-    init = wi.load_init(fit_network(source, "identity-product").save(tmp_path / "p.safetensors"))
+    init = wi.load_init(fit_network(source, "identity_product").save(tmp_path / "p.safetensors"))
     target = init(vit(144, 5, 4, seed=1), generator=seeded())
     found = fit_identity_product(target).numbers.layers
     assert [layer.qk.beta for layer in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], abs=0.04)
@@ -309,7 +311,7 @@ def test_parts_are_chosen():
     source = wi.mimetic_attention_(vit(), generator=seeded())
     target = vit(seed=1)
     before = [(part.read("q"), part.read("v"), part.read("o")) for part in attention(target)]
-    init = wi.PortableInit(fit_network(source, "identity-product", parts="vo"))
+    init = wi.NetworkInit(fit_network(source, "identity_product", parts="vo"))
     init(target, generator=seeded())
     for (q, v, o), part in zip(before, attention(target), strict=True):
         assert torch.equal(part.read("q"), q)
@@ -320,9 +322,9 @@ def test_parts_are_chosen():
 def test_a_state_dict_needs_its_config():
     source = wi.mimetic_attention_(vit(), generator=seeded())
     with pytest.raises(AnatomyError, match="number of heads"):
-        fit_network(source.state_dict(), "identity-product")
-    found = fit_network(source.state_dict(), "identity-product", config={"num_attention_heads": 3})
-    assert found.numbers.layers == fit_network(source, "identity-product").numbers.layers
+        fit_network(source.state_dict(), "identity_product")
+    found = fit_network(source.state_dict(), "identity_product", config={"num_attention_heads": 3})
+    assert found.numbers.layers == fit_network(source, "identity_product").numbers.layers
 
 
 # --- bad inputs -------------------------------------------------------------------------------------------------------
@@ -333,48 +335,81 @@ def test_weights_that_are_not_finite():
     with torch.no_grad():
         source.blocks[1].attn.qkv.weight[3, 4] = math.nan
     with pytest.raises(DataError, match=r"`blocks\.1\.attn\.qkv\.weight`: 1 of 9216 weights are NaN"):
-        fit_network(source, "identity-product")
+        fit_network(source, "identity_product")
     source = mixer(16, 2, 3)
     with torch.no_grad():
         depthwise(source)[0]._source.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
     with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
-        fit_network(source, "conv-schedule")
+        fit_network(source, "conv_schedule")
 
 
 def test_networks_that_have_nothing_to_fit():
     with pytest.raises(AnatomyError, match="expected attention"):
-        fit_network(mixer(16, 2, 3), "identity-product")
-    for structure in ("filters", "conv-schedule"):
+        fit_network(mixer(16, 2, 3), "identity_product")
+    for structure in ("filters", "conv_schedule"):
         with pytest.raises(AnatomyError, match="expected depthwise"):
             fit_network(vit(), structure)
-    with pytest.raises(DataError, match="filters are all alike"):
-        fit_network(wi.box_filters_(mixer(16, 2, 3)), "conv-schedule")
+    with pytest.raises(DataError, match="filters are all equal"):
+        fit_network(wi.box_filters_(mixer(16, 2, 3)), "conv_schedule")
     with pytest.raises(DataError, match="the product is zero"):
-        fit_network(wi.mimetic_attention_(vit(), alpha_qk=0.0, beta_qk=0.0), "identity-product")
+        fit_network(wi.mimetic_attention_(vit(), alpha_qk=0.0, beta_qk=0.0), "identity_product")
     with pytest.raises(UsageError, match="no layer has 9 x 9 filters, found 3"):
-        fit_network(mixer(16, 2, 3), "conv-schedule", kernel=9)
+        fit_network(mixer(16, 2, 3), "conv_schedule", kernel=9)
 
 
 @pytest.mark.parametrize(
     ("structure", "options", "message"),
     [
-        ("dense", {}, "one network can be fitted by filters, conv-schedule, identity-product, found 'dense'"),
+        ("dense", {}, "no network structure 'dense'; there are filters, conv_schedule, identity_product"),
         ("filters", {"rank": 3}, "filters has no option 'rank'; its options are kronecker"),
-        ("conv-schedule", {"psd": "no"}, "psd: expected one of"),
-        ("conv-schedule", {"schedule": "stage"}, "'depth', 'sawtooth'"),
-        ("identity-product", {"parts": "qkv"}, "parts: expected one of"),
+        ("conv_schedule", {"psd": "no"}, "psd: expected one of"),
+        ("conv_schedule", {"schedule": "stage"}, "'depth', 'sawtooth'"),
+        ("identity_product", {"parts": "qkv"}, "parts: expected one of"),
     ],
 )
-def test_structures_and_options_that_cannot_be_meant(structure, options, message):
+def test_invalid_structures_and_options(structure, options, message):
     with pytest.raises(UsageError, match=message):
         fit_network(mixer(16, 2, 3), structure, **options)
+
+
+def first_layers(source, *, kernel: int = 3):
+    """A fit as a user would write it."""
+    found = fit_network(source, "filters", kernel=kernel)
+    return NetworkFit(FilterFit(found.numbers.layers[:1], kernel=kernel))
+
+
+def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
+    source = mixer(16, 3, 3)
+    for structure in (first_layers, f"{__name__}:first_layers"):
+        found = fit_network(source, structure, kernel=3)
+        assert (len(found.numbers.layers), found.provenance["source"]) == (1, "ConvMixer")
+        again = load_artifact(found.save(tmp_path / "own.safetensors"))
+        np.testing.assert_array_equal(again.numbers.layers[0].covariance, found.numbers.layers[0].covariance)
+        with pytest.raises(UsageError, match="has no option 'rank'; its options are kernel"):
+            fit_network(source, structure, rank=1)
+    with pytest.raises(UsageError, match="expected a NetworkFit, found list"):
+        fit_network(source, lambda source: [])
+    one, other = (fit_network(source, name).to_dict() for name in ("conv-schedule", "conv_schedule"))
+    assert one == other
+    with pytest.raises(UsageError, match="'Isotropic' is fitted to a population"):
+        fit_init(tmp_path / "own.safetensors", STRUCTURES["isotropic"])
+
+
+def test_fits_are_tables(artifacts):
+    for structure, path in artifacts.items():
+        found = load_artifact(path)
+        assert repr(found).startswith(f"<NetworkFit: {structure} of {len(found.numbers.layers)} layers, fitted to ")
+        assert (
+            len(found.to_pandas()) == len(found.rows()) == len(found.numbers.layers) * (1 + ("identity" in structure))
+        )
+        assert "<table>" in found._repr_html_()
 
 
 @pytest.fixture
 def artifacts(tmp_path):
     return {
-        "conv-schedule": fit_network(mixer(64, 3, 5), "conv-schedule").save(tmp_path / "conv-schedule.safetensors"),
-        "identity-product": fit_network(vit(), "identity-product").save(tmp_path / "identity-product.safetensors"),
+        "conv_schedule": fit_network(mixer(64, 3, 5), "conv_schedule").save(tmp_path / "conv_schedule.safetensors"),
+        "identity_product": fit_network(vit(), "identity_product").save(tmp_path / "identity_product.safetensors"),
     }
 
 
@@ -388,15 +423,15 @@ def change(path, header):
 @pytest.mark.parametrize(
     ("structure", "header", "message"),
     [
-        ("conv-schedule", lambda n: n.update(sigma0=-1.0), "sigma falls to"),
-        ("conv-schedule", lambda n: n.update(sigma0=1.0, v=-4.0, a=7.0), "sigma falls to"),
-        ("conv-schedule", lambda n: n.update(scale=0.0), "scale"),
-        ("conv-schedule", lambda n: n.update(v=math.nan), "v: "),
-        ("conv-schedule", lambda n: n.update(v="0.1"), "v: "),
-        ("identity-product", lambda n: n["layers"][0]["qk"].update(alpha=-1.0), "alpha"),
-        ("identity-product", lambda n: n["layers"][0]["qk"].pop("beta"), "beta"),
-        ("identity-product", lambda n: n["layers"].reverse(), "order of their depth"),
-        ("identity-product", lambda n: n.update(layers=[]), "layers"),
+        ("conv_schedule", lambda n: n.update(sigma0=-1.0), "sigma > 0 at every depth"),
+        ("conv_schedule", lambda n: n.update(sigma0=1.0, v=-4.0, a=7.0), "sigma > 0 at every depth"),
+        ("conv_schedule", lambda n: n.update(scale=0.0), "scale"),
+        ("conv_schedule", lambda n: n.update(v=math.nan), "v: "),
+        ("conv_schedule", lambda n: n.update(v="0.1"), "v: "),
+        ("identity_product", lambda n: n["layers"][0]["qk"].update(alpha=-1.0), "alpha"),
+        ("identity_product", lambda n: n["layers"][0]["qk"].pop("beta"), "beta"),
+        ("identity_product", lambda n: n["layers"].reverse(), "order of their depth"),
+        ("identity_product", lambda n: n.update(layers=[]), "layers"),
     ],
 )
 def test_numbers_are_never_trusted(artifacts, structure, header, message):
@@ -407,18 +442,18 @@ def test_numbers_are_never_trusted(artifacts, structure, header, message):
 
 def test_artifacts_on_networks_without_the_part(artifacts):
     with pytest.raises(AnatomyError, match="expected depthwise"):
-        wi.load_init(artifacts["conv-schedule"])(vit())
+        wi.load_init(artifacts["conv_schedule"])(vit())
     with pytest.raises(AnatomyError, match="expected attention"):
-        wi.load_init(artifacts["identity-product"])(mixer(16, 2, 3))
-    whole = artifacts["identity-product"].read_bytes()
-    artifacts["identity-product"].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="no sound safetensors file"):
-        wi.load_init(artifacts["identity-product"])
+        wi.load_init(artifacts["identity_product"])(mixer(16, 2, 3))
+    whole = artifacts["identity_product"].read_bytes()
+    artifacts["identity_product"].write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="an invalid safetensors file"):
+        wi.load_init(artifacts["identity_product"])
 
 
 def test_what_was_saved_is_what_is_loaded(artifacts):
     for structure, path in artifacts.items():
-        again = load_portable(path)
+        again = load_artifact(path)
         assert again.numbers.structure == structure
         assert again.save(path.with_suffix(".again")).read_bytes() == path.read_bytes()
         assert json.loads(json.dumps(again.to_dict(), allow_nan=False)) == again.to_dict()
@@ -445,9 +480,9 @@ def models(tmp_path):
     return {"mixer": tmp_path / "mixer.safetensors", "vit": folder}
 
 
-@pytest.mark.parametrize("structure", list(STRUCTURES))
+@pytest.mark.parametrize("structure", list(NETWORK_FITS))
 def test_fit_init_of_a_checkpoint_inspect_and_bench(structure, models, tmp_path, capsys):
-    source, out = models["vit" if structure == "identity-product" else "mixer"], tmp_path / f"{structure}.safetensors"
+    source, out = models["vit" if structure == "identity_product" else "mixer"], tmp_path / f"{structure}.safetensors"
     table = tmp_path / "table.json"
     arguments = ("fit-init", source, "--structure", structure, "-o", out, "--json", table)
     code, text, err = run(*arguments, capsys=capsys)
@@ -475,12 +510,12 @@ def test_options_of_a_structure(models, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("MIXER",), "'auto' is fitted to a population, and .* is one network: filters, conv-schedule"),
+        (("MIXER",), "'auto' is fitted to a population, and .* is one network: filters, conv_schedule"),
         (("MIXER", "--structure", "dense"), "'dense' is fitted to a population"),
-        (("MIXER", "--structure", "magic"), "'magic' does not exist"),
+        (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone writes initialisers of popul"),
-        (("MIXER", "--structure", "identity-product"), "expected attention"),
+        (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),
         (("POP", "--structure", "filters"), "'filters' is fitted to one network, and .* is a population: auto, iso"),
     ],
@@ -511,30 +546,30 @@ def test_fit_init_reads_a_hub(tmp_path, monkeypatch, capsys):
     state = wi.mimetic_attention_(vit(), generator=seeded()).state_dict()
     files = {"config.json": b'{"num_attention_heads": 3}', "model.safetensors": save(state)}
     with serving(Hub(files)) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        connect(monkeypatch, hub.url)
         out = tmp_path / "p.safetensors"
-        arguments = ("fit-init", f"hf://{REPOSITORY}", "--structure", "identity-product", "-o", out)
+        arguments = ("fit-init", f"hf://{REPOSITORY}", "--structure", "identity_product", "-o", out)
         code, text, err = run(*arguments, capsys=capsys)
         assert code == 0, err
         whole = len(files["model.safetensors"])
         attended = sum(v.nbytes for name, v in state.items() if ".attn." in name and name.endswith("weight"))
         assert hub.sent < attended * 1.05 + whole / 20 + 20000
     assert f"fitted to hf://{REPOSITORY}" in text
-    assert load_portable(out).provenance["commit"]
-    layers = load_portable(out).numbers.layers
+    assert load_artifact(out).provenance["commit"]
+    layers = load_artifact(out).numbers.layers
     assert [layer.qk.beta for layer in layers] == pytest.approx([0.7] * 4, abs=0.08)
 
 
 def test_bench_takes_the_artifact_of_another_network(tmp_path, capsys):
     wi.conv_covariance_(source := mixer(32, 3, 5), preset="imagenet-thawed", generator=seeded())
-    for structure in ("filters", "conv-schedule"):
+    for structure in ("filters", "conv_schedule"):
         fit_network(source, structure).save(tmp_path / f"{structure}.safetensors")
     (tmp_path / "tiny.toml").write_text(
         '[network]\ntype = "convnext"\nwidth = 4\ndepth = 1\nkernel_size = 3\npatch_size = 2\nexpansion = 2\n'
         '[data]\nname = "digits"\ntrain = 64\ntest = 40\n[training]\nepochs = 1\nbatch_size = 16\n'
         "[population]\nnetworks = 2\ntile = 2\n"
     )
-    inits = [x for s in ("filters", "conv-schedule") for x in ("--init", tmp_path / f"{s}.safetensors")]
+    inits = [x for s in ("filters", "conv_schedule") for x in ("--init", tmp_path / f"{s}.safetensors")]
     arguments = ("--init", "default", *inits, "-o", tmp_path / "bench", "--workers", 1, "--device", "cpu")
     code, out, err = run("bench", tmp_path / "tiny.toml", *arguments, capsys=capsys)
     assert code == 0, err
@@ -551,7 +586,7 @@ def test_the_vit_small_by_hand():
     folder = Path(__file__).resolve().parents[2] / "shared/models/vit-small-patch14"
     if not folder.exists():
         pytest.skip("../shared/models/vit-small-patch14 is not there")
-    found = fit_network(folder, "identity-product").numbers.layers
+    found = fit_network(folder, "identity_product").numbers.layers
     # By hand, value-output diagonals are negative in 8 of 12 layers; beta_vo is minus them.
     assert sum(layer.vo.beta > 0 for layer in found) == 8
     assert all(layer.qk.beta > 0 for layer in found)

@@ -14,7 +14,7 @@ from weightscope.cli import main
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
-from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.collection import collect
 from weightscope.training.engine import kernels_on
 from weightscope.training.kernels import functions
@@ -70,7 +70,9 @@ def test_depthwise_equals_the_library(case, dtype):
     x, weight, bias = inputs
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
-    agree(functions.depthwise_conv2d(x, weight, bias, dilation=dilation), expected, inputs, 5 * TYPES[dtype])
+    agree(
+        functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels="c"), expected, inputs, 5 * TYPES[dtype]
+    )
 
 
 def mlp_inputs(sizes, dtype):
@@ -91,7 +93,7 @@ def plain_mlp(x, gain, shift, w1, b1, w2, b2):
 def test_norm_and_mlp_equal_torch(sizes, dtype):
     inputs = mlp_inputs(sizes, dtype)
     x, *weights = inputs
-    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
     agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
 
 
@@ -105,7 +107,7 @@ def test_a_block_equals_torch(batch, dtype):
     x, filters, bias = (draw(*shape, dtype=dtype).requires_grad_() for shape in shapes)
     inner = F.conv2d(x.permute(3, 0, 1, 2), filters[:, None], bias, padding=1, groups=6).permute(1, 2, 3, 0)
     expected = x + plain_mlp(inner.reshape(2, 3, -1), gain, shift, w1, b1, w2, b2).view_as(x)
-    found = functions.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6)
+    found = functions.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6, kernels="c")
     agree(found, expected, [x, filters, bias, gain, shift, w1, b1, w2, b2], 5 * TYPES[dtype])
 
 
@@ -114,24 +116,24 @@ def test_what_does_not_fit_is_refused():
     x, weight, bias = torch.zeros(3, 4, 4, 2), torch.zeros(3, 3, 3), torch.zeros(3)
     for shape in ((3, 4, 4), (2, 3, 3), (3, 3, 5)):
         with pytest.raises(ValueError, match="odd square kernels"):
-            functions.depthwise_conv2d(x, torch.zeros(shape), bias)
+            functions.depthwise_conv2d(x, torch.zeros(shape), bias, kernels="c")
     for other in (torch.float64, torch.bfloat16):
         with pytest.raises(ValueError, match="of one type"):
-            functions.depthwise_conv2d(x.to(other), weight, bias)
+            functions.depthwise_conv2d(x.to(other), weight, bias, kernels="c")
     y, *weights = (value.detach() for value in mlp_inputs((2, 3, 5, 4), torch.float32))
     pairs = tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:])
     with pytest.raises(ValueError, match="expected weights of shapes"):
-        functions.norm_mlp(y[:1], *pairs, 1e-6)
+        functions.norm_mlp(y[:1], *pairs, 1e-6, kernels="c")
     with pytest.raises(ValueError, match="positive eps"):
-        functions.norm_mlp(y, *pairs, 0.0)
+        functions.norm_mlp(y, *pairs, 0.0, kernels="c")
     with pytest.raises(UsageError, match="'c' on a CPU"):
-        StackedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
+        BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
 
 
 @needs_compiler
 def test_a_second_derivative_is_refused():
     x, weight, bias = (draw(*s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 3, 2), (2, 3, 3), (2,)))
-    y = functions.depthwise_conv2d(x, weight, bias).square().sum()
+    y = functions.depthwise_conv2d(x, weight, bias, kernels="c").square().sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -144,20 +146,22 @@ def test_weights_take_the_type_of_the_images(name):
     template = ConvNeXt(8, 1, 3, 2, 5, in_channels=1) if name == "convnext" else ViT(8, 4, 8, 1, 2, 5, in_channels=1)
     images, logits = draw(2, 3, 1, 8, 8, dtype=torch.float64), []
     for kernels in ("torch", "c"):
-        stacked = StackedNetworks(template, 2, kernels=kernels)
-        stacked.weights.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-        logits.append(stacked(images))
+        batched = BatchedNetworks(template, 2, kernels=kernels)
+        batched.weights.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        logits.append(batched(images))
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
 
 
 @needs_compiler
 def test_gradcheck():
     inputs = mlp_inputs((2, 3, 4, 6), torch.float64)
-    assert torch.autograd.gradcheck(lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6), inputs)
+    assert torch.autograd.gradcheck(
+        lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="c"), inputs
+    )
     shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
     block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
     assert torch.autograd.gradcheck(
-        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6), block
+        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6, kernels="c"), block
     )
 
 
@@ -167,7 +171,9 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)
     nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
     hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
-    found = functions.norm_mlp(nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6)
+    found = functions.norm_mlp(
+        nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6, kernels="c"
+    )
     (slope,) = torch.autograd.grad(found.sum(), hidden)
     exact = values.double().requires_grad_()
     expected = F.gelu(exact)
@@ -181,18 +187,18 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
 def test_a_network_has_the_same_bits_alone(name):
     torch.manual_seed(0)
     template = ConvNeXt(16, 2, 7, 2, 5, in_channels=1) if name == "convnext" else ViT(16, 4, 16, 2, 2, 5, in_channels=1)
-    stacked = StackedNetworks(template, 5, kernels="c")
-    stacked.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    batched = BatchedNetworks(template, 5, kernels="c")
+    batched.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     images = draw(5, 7, 1, 16, 16, dtype=torch.float32)
-    logits = stacked(images)
-    stacked.backward(logits.square().sum())
+    logits = batched(images)
+    batched.backward(logits.square().sum())
     for k in range(5):
-        alone = StackedNetworks(template, 1, kernels="c")
-        alone.weights.copy_(stacked.weights[k])
+        alone = BatchedNetworks(template, 1, kernels="c")
+        alone.weights.copy_(batched.weights[k])
         own = alone(images[k : k + 1])
         alone.backward(own.square().sum())
         assert own[0].equal(logits[k])
-        assert alone.gradient[0].equal(stacked.gradient[k])
+        assert alone.gradient[0].equal(batched.gradient[k])
 
 
 TOML = """
@@ -282,7 +288,7 @@ def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
     ours = torch.get_default_dtype()
     inputs = mlp_inputs((2, 5, 7, 200), ours)
     x, *weights = inputs
-    wide = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    wide = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
     identity = build.build_id()
     monkeypatch.setenv("CC", f"{build._compiler()[0]} {flags}")
     build._built.cache_clear()
@@ -291,12 +297,14 @@ def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
     except UsageError:
         pytest.skip(f"the compiler does not know {flags}")
     assert build.build_id() != identity
-    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
+    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
     torch.testing.assert_close(found, wide, rtol=1e-5, atol=1e-5)
     shapes = (3, 6, 7, 21), (3, 5, 5), (3,)
     images, filters, bias = (draw(*shape, dtype=ours) for shape in shapes)
     expected = F.conv2d(images.permute(3, 0, 1, 2), filters[:, None], bias, padding=2, groups=3).permute(1, 2, 3, 0)
-    torch.testing.assert_close(functions.depthwise_conv2d(images, filters, bias), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        functions.depthwise_conv2d(images, filters, bias, kernels="c"), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @needs_compiler

@@ -78,7 +78,7 @@ def test_values_equal_the_definition(spec, vectors):
     [
         ("diag", "expected FUNCTION"),
         ("invert(stem.weight)", "one of product, diag"),
-        ("diag(nothing.weight)", "fits no tensors; the names are stem.weight"),
+        ("diag(nothing.weight)", "matches no tensors; there are `stem.weight`"),
         ("diag(stages.0.blocks.{i}.mlp.fc2.weight @ stages.{s}.blocks.0.mlp.fc1.weight)", "placeholder {s}"),
     ],
 )
@@ -90,7 +90,7 @@ def test_bad_expressions(spec, expression, message):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("diag(stages.0.blocks.0.mlp.fc1.weight)", r"diag needs a square matrix, found \(4, 3\)"),
+        ("diag(stages.0.blocks.0.mlp.fc1.weight)", r"diag: expected a square matrix, found \(4, 3\)"),
         ("product(stages.0.blocks.0.mlp.fc1.weight @ stem.weight @ stem.weight)", "cannot be multiplied"),
         ("center(stem.weight)", "filters of odd side"),
         ("center(stages.0.blocks.0.mlp.fc1.weight)", "filters of odd side"),

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import references_statistics as naive
 
-from weightscope.analysis.across_networks.joint_covariance import covariance
+import weightscope
+from weightscope.analysis.across_networks import PopulationCovariance, joint_covariance
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.group_means import stripes
 from weightscope.statistics.samples import WeightArray, ahead, literal, slices_as_samples
 
 SPEC = WeightSpec(
@@ -32,7 +34,7 @@ class Diverging(WeightArray):
 
 
 def test_joint_covariance_of_a_selection(weights):
-    result = covariance(WeightArray(weights, SPEC), "*.fc?.weight")
+    result = joint_covariance(WeightArray(weights, SPEC), "*.fc?.weight")
     columns = np.r_[0:12, 17:29]
     expected = np.cov(weights[:, columns].astype(np.float64), rowvar=False)
     np.testing.assert_allclose(result.matrix, expected, rtol=1e-10, atol=1e-14)
@@ -48,11 +50,11 @@ def test_joint_covariance_of_a_selection(weights):
 @pytest.mark.parametrize("chunk", [1, 7, 300, 5000])
 def test_chunk_size_buys_speed_only(weights, chunk):
     source = WeightArray(weights, SPEC)
-    np.testing.assert_array_equal(covariance(source, chunk=chunk).matrix, covariance(source).matrix)
+    np.testing.assert_array_equal(joint_covariance(source, chunk=chunk).matrix, joint_covariance(source).matrix)
 
 
 def test_correlation_and_float32(weights):
-    result = covariance(WeightArray(weights, SPEC), kind="correlation", precision="float32")
+    result = joint_covariance(WeightArray(weights, SPEC), kind="correlation", precision="float32")
     assert result.matrix.dtype == np.float32
     np.testing.assert_allclose(result.matrix, np.corrcoef(weights.astype(np.float64), rowvar=False), atol=1e-5)
     assert result.diagnostics == {"precision": "float32", "folded_norms": False, "constant": 0, "rank_bound": 29}
@@ -60,35 +62,35 @@ def test_correlation_and_float32(weights):
 
 def test_networks_are_excluded_and_counted(weights):
     weights[[11, 12], [3, 20]] = np.nan, np.inf
-    result = covariance(Diverging(weights, SPEC))
+    result = joint_covariance(Diverging(weights, SPEC))
     keep = np.delete(weights, [7, 107, 207, 11, 12], axis=0)
     assert (result.n, result.excluded) == (295, 5)
     np.testing.assert_allclose(result.matrix, np.cov(keep.astype(np.float64), rowvar=False), rtol=1e-10, atol=1e-14)
     # Only what is looked at counts: network 12 is finite in this tensor.
-    assert covariance(Diverging(weights, SPEC), "a.fc1.weight").excluded == 4
+    assert joint_covariance(Diverging(weights, SPEC), "a.fc1.weight").excluded == 4
 
 
 def test_computed_coordinates_stand_after_the_weights(weights):
     expression = "diag(a.fc2.weight @ a.fc1.weight)"
-    result = covariance(WeightArray(weights, SPEC), "a.fc1.weight", computed=[expression])
+    result = joint_covariance(WeightArray(weights, SPEC), "a.fc1.weight", computed=[expression])
     assert result.spec.names == ("a.fc1.weight", expression)
     diagonal = np.einsum("kij,kji->ki", weights[:, 17:].reshape(-1, 3, 4), weights[:, :12].reshape(-1, 4, 3))
     expected = naive.covariance(np.concatenate([weights[:, :12], diagonal], axis=1))
     np.testing.assert_allclose(result.matrix, expected, rtol=1e-4, atol=1e-5)
-    alone = covariance(WeightArray(weights, SPEC), None, computed=[expression])
+    alone = joint_covariance(WeightArray(weights, SPEC), None, computed=[expression])
     np.testing.assert_allclose(alone.matrix, result.block(expression), rtol=1e-12)
 
 
 def test_frozen_coordinates_are_counted(weights):
     weights[:, 12:17] = 0.25
-    result = covariance(WeightArray(weights, SPEC), kind="correlation")
+    result = joint_covariance(WeightArray(weights, SPEC), kind="correlation")
     assert result.diagnostics["constant"] == 5
     assert np.isnan(result.block("a.norm.bias")).all()
 
 
 def test_filters_of_a_layer_as_samples():
     filters = np.random.default_rng(1).standard_normal((64, 1, 3, 3))
-    result = covariance(slices_as_samples(filters))
+    result = joint_covariance(slices_as_samples(filters))
     assert result.spec.tensors == (TensorSpec("filter", (3, 3)),)
     np.testing.assert_allclose(result.matrix, np.cov(filters.reshape(64, 9), rowvar=False), rtol=1e-12)
 
@@ -96,7 +98,7 @@ def test_filters_of_a_layer_as_samples():
 def test_permuting_hidden_units_conjugates_the_covariance(weights):
     order = np.random.default_rng(2).permutation(4)
     columns = np.r_[np.arange(12).reshape(4, 3)[order].reshape(-1), 12:29]
-    plain, permuted = (covariance(WeightArray(w, SPEC)).matrix for w in (weights, weights[:, columns]))
+    plain, permuted = (joint_covariance(WeightArray(w, SPEC)).matrix for w in (weights, weights[:, columns]))
     np.testing.assert_allclose(permuted, plain[np.ix_(columns, columns)], rtol=1e-12, atol=1e-16)
 
 
@@ -109,17 +111,69 @@ def test_literal_patterns_match_only_themselves():
 def test_bad_input(weights):
     source = WeightArray(weights, SPEC)
     with pytest.raises(UsageError, match=r"no tensor matches '\*fc3\*'"):
-        covariance(source, "*fc3*")
-    with pytest.raises(UsageError, match="kind must be one of"):
-        covariance(source, kind="corr")
+        joint_covariance(source, "*fc3*")
+    with pytest.raises(UsageError, match="kind: expected one of 'covariance', 'correlation', found 'corr'"):
+        joint_covariance(source, kind="corr")
     with pytest.raises(UsageError, match="nothing to compute"):
-        covariance(source, None)
+        joint_covariance(source, None)
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
-        covariance(WeightArray(weights[:1], SPEC))
+        joint_covariance(WeightArray(weights[:1], SPEC))
     with pytest.raises(SpecError, match=r"expected weights \(N, 29\)"):
         WeightArray(weights[:, 1:], SPEC)
     with pytest.raises(DataError, match="at least 1 finite rows, found 0"):
-        covariance(WeightArray(np.full_like(weights, np.nan), SPEC))
+        joint_covariance(WeightArray(np.full_like(weights, np.nan), SPEC))
+
+
+def test_the_public_covariance_of_a_population(weights, tmp_path):
+    found = weightscope.covariance(WeightArray(weights, SPEC), "*.fc?.weight", kind="correlation")
+    assert isinstance(found, PopulationCovariance)
+    np.testing.assert_array_equal(
+        found.matrix, joint_covariance(WeightArray(weights, SPEC), "*.fc?.weight", kind="correlation").matrix
+    )
+    fc1 = stripes(weights[:, :12].reshape(-1, 4, 3))
+    assert found.stripes["a.fc1.weight"] == fc1
+    frame = found.to_pandas()
+    assert len(frame) == 6
+    (row,) = [r for r in found.rows() if (r["tensor"], r["means"]) == ("a.fc1.weight", "column")]
+    assert (row["ratio"], row["low"], row["high"]) == (fc1.column.value, *fc1.column.ci95)
+    assert f"{fc1.column.value:.2f} (" in found.text()
+    assert repr(found) == "<PopulationCovariance: correlation of 24 coordinates in 2 tensors over 300 networks>"
+    assert "<table>" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict()))["stripes"]["a.fc1.weight"]["column"]["p"] == fc1.column.p
+    assert found.plot(tmp_path / "c.png", means=True).axes
+    assert (tmp_path / "c.png").exists()
+    found.save_matrix(tmp_path / "c.npz")
+    np.testing.assert_array_equal(np.load(tmp_path / "c.npz")["matrix"], found.matrix)
+
+
+def test_the_default_selection_is_the_mlps_or_everything(weights):
+    assert weightscope.covariance(WeightArray(weights, SPEC)).spec == SPEC
+    tensors = [TensorSpec(t.name.replace("fc", "mlp.fc"), t.shape) for t in SPEC.tensors]
+    found = weightscope.covariance(WeightArray(weights, WeightSpec(tensors)))
+    assert found.spec.names == ("a.mlp.fc1.weight", "a.mlp.fc2.weight")
+
+
+def test_matrices_without_stripes_are_named(weights):
+    weights[:, :12] = 1
+    found = weightscope.covariance(WeightArray(weights, SPEC))
+    assert list(found.stripes) == ["a.fc2.weight"]
+    assert "no stripe ratios of `a.fc1.weight`: stripes: expected matrices that vary" in found.text()
+
+
+def test_options_go_with_their_kind_of_source(weights, tmp_path):
+    source = WeightArray(weights, SPEC)
+    with pytest.raises(UsageError, match="unknown option correlation; expected some of kind"):
+        weightscope.covariance(source, correlation=True)
+    with pytest.raises(UsageError, match="kind: applies to a population, found together with part"):
+        weightscope.covariance(source, part="filters", kind="correlation")
+    with pytest.raises(UsageError, match="WeightArray: it has no networks to build"):
+        weightscope.covariance(source, network=0)
+    with pytest.raises(UsageError, match="select: applies to a population, found for a trained network"):
+        weightscope.covariance({"a": None}, "*.weight")
+    with pytest.raises(UsageError, match=r"network: selects within a population's folder, found x\.pt"):
+        weightscope.covariance("x.pt", network=1)
+    with pytest.raises(UsageError, match="expected a population's folder, made by `weightscope collect`"):
+        weightscope.covariance(tmp_path / "none.pop")
 
 
 def test_reading_ahead_keeps_order_and_errors():
@@ -149,10 +203,11 @@ def test_a_population_on_disk_is_a_source(tmp_path):
     fake_training.write_population(tmp_path / "a.pop", fake_training.recipe(networks=60, tile=8))
     population = Population(tmp_path / "a.pop")
     good = population.weights("mlp.fc?.weight")[~population.diverged]
-    result = covariance(population, "mlp.fc?.weight", chunk=7)
+    result = joint_covariance(population, "mlp.fc?.weight", chunk=7)
     assert (result.n, result.excluded) == (len(good), 60 - len(good))
     assert result.excluded > 0
     np.testing.assert_allclose(result.matrix, naive.covariance(good), rtol=1e-10, atol=1e-14)
+    assert weightscope.covariance(str(population.path), "mlp.fc?.weight").n == result.n
     fitted = fit(population, "mlp.fc?.weight", structure="diagonal", joint="all")
     assert (fitted.networks, fitted.excluded) == (result.n, result.excluded)
     assert fitted.provenance["source"] == "a.pop"
@@ -185,5 +240,5 @@ def test_the_benchmark_at_its_smallest_size(tmp_path):
 def test_on_the_disk_or_on_a_device_but_not_both(tmp_path):
     source = WeightArray(np.random.default_rng(0).standard_normal((9, 4)), WeightSpec([TensorSpec("w", (4,))]))
     with pytest.raises(UsageError, match="computed on the CPU, found device cpu"):
-        covariance(source, file=tmp_path / "c.npy", device="cpu")
+        joint_covariance(source, file=tmp_path / "c.npy", device="cpu")
     assert not (tmp_path / "c.npy").exists()

@@ -14,12 +14,12 @@ from scipy import stats
 from torch import nn
 
 import weightscope.init as wi
+from weightscope.analysis.within_network import filter_distributions
 from weightscope.anatomy import depthwise
-from weightscope.artifacts.network_fit import load_any, load_portable
-from weightscope.artifacts.population_fit import load_artifact
+from weightscope.artifacts import load_artifact, write_standalone
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fitting.network import fit_filters, fit_network
-from weightscope.init.covariance_transfer import TransferOptions, filter_laws, target_laws
+from weightscope.init.covariance_transfer import TransferOptions, target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 
@@ -52,7 +52,7 @@ def filters(part):
 
 
 def is_drawn_from(x, covariance, mean):
-    """Whitened energy and whitened mean of x (n, P) are chi-squared; nothing lies outside the covariance's range."""
+    """Whitened energy and whitened mean of x (n, P) are chi-squared; nothing is outside the covariance's range."""
     values, vectors = np.linalg.eigh(covariance)
     kept = values > 1e-9 * values.max()
     y = (x - mean) @ vectors[:, kept] / np.sqrt(values[kept])
@@ -85,7 +85,7 @@ def test_one_pixel_to_nine_and_back_by_hand():
 def test_three_to_five_by_hand():
     """The identity: block (i, j) is 1 at pixel (i, j), its mean is 1/9."""
     out = resized_covariance(np.eye(9), 3, 5).reshape(5, 5, 5, 5)
-    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 lies at (1, 1), the border is 1/9. The other
+    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 is at (1, 1), the border is 1/9. The other
     # half of the symmetric part is entry (0, 0) of block (1, 1): a corner, where all padded blocks are 1/9.
     assert out[0, 0, 1, 1] == pytest.approx((1 + 1 / 9) / 2)
     assert out[0, 0, 0, 0] == pytest.approx(1 / 9)
@@ -118,7 +118,7 @@ def test_resizing_equals_the_naive_version_and_torchs_interpolation(k, size):
         np.testing.assert_allclose(found, (matrix + matrix.T) / 2, atol=1e-12 * np.abs(covariance).max())
 
 
-def test_a_constant_covariance_stays_constant_whatever_the_size():
+def test_a_constant_covariance_stays_constant_at_any_size():
     for k, size in ((3, 7), (7, 3), (5, 9)):
         np.testing.assert_allclose(resized_covariance(np.full((k * k, k * k), 3.0), k, size), 3.0, rtol=1e-14)
 
@@ -246,14 +246,14 @@ def test_a_kronecker_product_is_drawn_exactly_and_others_by_their_nearest():
     wi.covariance_transfer_(target, source, kronecker=True, generator=seeded())
     is_drawn_from(filters(depthwise(target)[0]), np.kron(a, a), 0.0)
 
-    (law,) = filter_laws(structured(mixer(width=64, depth=1, kernel=3)))
-    ((_, found),) = target_laws(depthwise(target), [law], TransferOptions(kronecker=True))
+    (layer,) = filter_distributions(structured(mixer(width=64, depth=1, kernel=3)))
+    ((_, found),) = target_distributions(depthwise(target), [layer], TransferOptions(kronecker=True))
     factor = found.reshape(3, 3, 3, 3)[:, 0, :, 0] / math.sqrt(found[0, 0])  # A, from A[0, 0] A
     np.testing.assert_allclose(np.kron(factor, factor), found, atol=1e-12)
-    best = np.linalg.norm(law.covariance - found)
+    best = np.linalg.norm(layer.covariance - found)
     for step in 10.0 ** rng.uniform(-4, 0, size=200):  # no other A (x) A is nearer
         other = factor + step * rng.normal(size=(3, 3))
-        assert np.linalg.norm(law.covariance - np.kron(other, other)) >= best
+        assert np.linalg.norm(layer.covariance - np.kron(other, other)) >= best
 
 
 def test_mixed_kernel_sizes_are_resized_each_or_chosen():
@@ -264,28 +264,28 @@ def test_mixed_kernel_sizes_are_resized_each_or_chosen():
         nn.Conv2d(32, 32, 3, groups=32),
     )
     structured(source)
-    laws = filter_laws(source)
-    assert [law.kernel for law in laws] == [3, 5, 3]
+    source_layers = filter_distributions(source)
+    assert [layer.kernel for layer in source_layers] == [3, 5, 3]
     target = depthwise(mixer(width=8, depth=3, kernel=7))
-    found = target_laws(target, laws, TransferOptions())
-    for (_, covariance), law in zip(found, laws, strict=True):
-        np.testing.assert_allclose(covariance, resized_covariance(law.covariance, law.kernel, 7), atol=1e-12)
-    five = resized_covariance(laws[1].covariance, 5, 7)
-    for _, covariance in target_laws(target, laws, TransferOptions(kernel=5)):
+    found = target_distributions(target, source_layers, TransferOptions())
+    for (_, covariance), layer in zip(found, source_layers, strict=True):
+        np.testing.assert_allclose(covariance, resized_covariance(layer.covariance, layer.kernel, 7), atol=1e-12)
+    five = resized_covariance(source_layers[1].covariance, 5, 7)
+    for _, covariance in target_distributions(target, source_layers, TransferOptions(kernel=5)):
         np.testing.assert_allclose(covariance, five)
-    with pytest.raises(UsageError, match="no layer of the source has 9 x 9 filters, found 3, 5"):
+    with pytest.raises(UsageError, match="no layer of the source has 9 x 9 filters, found sizes 3, 5"):
         wi.covariance_transfer_(mixer(), source, kernel=9)
 
 
 def test_stages_correspond():
     torch.manual_seed(0)
     source, target = structured(ConvNeXt((8, 16), (2, 1))), ConvNeXt((12, 24), (3, 2))
-    laws = filter_laws(source)
-    found = [c for _, c in target_laws(depthwise(target), laws, TransferOptions(schedule="stage"))]
-    first, second, third = (law.covariance for law in laws)
+    source_layers = filter_distributions(source)
+    found = [c for _, c in target_distributions(depthwise(target), source_layers, TransferOptions(schedule="stage"))]
+    first, second, third = (layer.covariance for layer in source_layers)
     for covariance, wanted in zip(found, (first, (first + second) / 2, second, third, third), strict=True):
         np.testing.assert_allclose(covariance, wanted)
-    with pytest.raises(UsageError, match="as many stages on both sides, found 1 in the source and 2"):
+    with pytest.raises(UsageError, match="equal numbers of stages, found 1 in the source and 2"):
         wi.covariance_transfer_(target, mixer(kernel=7), schedule="stage")
 
 
@@ -304,7 +304,7 @@ def test_across_families_only_depthwise_filters_change(source, target):
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == (name not in touched)
         assert value.isfinite().all()
-    wanted = target_laws(depthwise(model), filter_laws(donor), TransferOptions())
+    wanted = target_distributions(depthwise(model), filter_distributions(donor), TransferOptions())
     for part, (_, covariance) in zip(depthwise(model), wanted, strict=True):
         values = np.abs(np.linalg.eigvalsh(covariance))
         # The total energy of n filters has the mean n tr S and the variance 2 n |S|^2.
@@ -402,15 +402,14 @@ def test_an_artifact_draws_what_the_function_draws(tmp_path, options):
 
 
 def test_an_artifact_says_what_it_holds(path):
-    found = load_any(path)
-    assert found.to_dict() == load_portable(path).to_dict()
+    found = load_artifact(path)
     text = found.text()
     for word in ("filters, fitted to ConvMixer", "covariance_transfer_", "5x5", "blocks.0.0.fn.0", "0.500"):
         assert word in text
     assert [layer.depth for layer in found.numbers.layers] == [0.0, 0.5, 1.0]
     assert "filters of 3 layers" in repr(wi.load_init(path))
-    with pytest.raises(DataError, match="fitted to one network"):
-        load_artifact(path)
+    with pytest.raises(UsageError, match="fitted to one network"):
+        write_standalone(path, path.with_name("apply.py"))
 
 
 def rewritten(path, change_header=None, change_arrays=None):
@@ -459,7 +458,7 @@ def test_a_header_is_never_trusted(path, change, message):
         (lambda a: a.update({"9.mean": np.zeros(25)}), r"9\.mean"),
         (lambda a: a.update({"0.mean": np.zeros(24)}), r"expected float64 \(25,\)"),
         (lambda a: a.update({"0.mean": np.zeros(25, np.float32)}), "found float32"),
-        (lambda a: a.update({"0.mean": np.full(25, np.nan)}), "not finite"),
+        (lambda a: a.update({"0.mean": np.full(25, np.nan)}), "expected finite numbers"),
         (lambda a: a.update({"0.covariance": -np.eye(25)}), "negative variances"),
         (lambda a: a.update({"0.covariance": np.triu(np.ones((25, 25)))}), "not symmetric"),
     ],
@@ -472,7 +471,7 @@ def test_arrays_are_never_trusted(path, change, message):
 @pytest.mark.parametrize("cut", [1, 100, 3000])
 def test_a_truncated_artifact_is_refused(path, cut):
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(DataError, match="no sound safetensors file"):
+    with pytest.raises(DataError, match="an invalid safetensors file"):
         wi.load_init(path)
 
 

@@ -6,7 +6,6 @@ import pickle
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,9 @@ import pytest
 import torch
 
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, Call, loads, uint8_array
-from weightscope.data import Dataset, catalog, fetch, load, locations
+from weightscope.data import Dataset, fetch, load, locations
+from weightscope.data.catalog import dataset_info
+from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, UsageError
 
 SIZES = {"fashion-mnist": (30, 10), "cifar10": (50, 10), "cifar100": (30, 10)}
@@ -24,7 +25,7 @@ SIZES = {"fashion-mnist": (30, 10), "cifar10": (50, 10), "cifar100": (30, 10)}
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small data sets, no data on this machine, and no network."""
     for name, (train, test) in SIZES.items():
-        monkeypatch.setitem(catalog.CATALOG, name, replace(catalog.CATALOG[name], train=train, test=test))
+        monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | {"train": train, "test": test})
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
     monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
@@ -92,9 +93,9 @@ def test_a_dataset_is_typed_moved_and_told_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("mnist", {}, "no data set 'mnist'; there are digits, fashion-mnist"),
-        ("digits", {"train": 1438}, "data.train: digits has 1437 images.*found 1438"),
-        ("digits", {"test": 0}, "data.test: digits has 360 images.*found 0"),
+        ("mnist", {}, "no data set 'mnist'; there are cifar10, cifar100, digits, fashion-mnist"),
+        ("digits", {"train": 1438}, "data.train: expected 1 to 1437 images of digits, found 1438"),
+        ("digits", {"test": 0}, "data.test: expected 1 to 360 images of digits, found 0"),
     ],
 )
 def test_impossible_requests_are_refused(name: str, options: dict, match: str) -> None:
@@ -176,7 +177,7 @@ def test_missing_data_say_where_they_were_looked_for_and_how_to_get_them(
     with pytest.raises(DataError) as caught:
         load(name, tmp_path / "root")
     message = str(caught.value)
-    for part in (name, "root", "environment", "data", "shared", catalog.CATALOG[name].how_to_get, "--data"):
+    for part in (name, "root", "environment", "data", "shared", dataset_info(name).how_to_get, "--data"):
         assert part in message
     assert "\n" not in message
     assert caught.value.exit_code == 3
@@ -228,7 +229,7 @@ def test_a_gzip_file_cut_short_is_refused(tmp_path: Path, cut: float) -> None:
     path = tmp_path / (IDX[2] + ".gz")
     raw = path.read_bytes()
     path.write_bytes(raw[: int(cut * len(raw))])
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz: cannot be read .*get it again"):
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz: cannot be read .*download it again"):
         load("fashion-mnist", tmp_path)
 
 
@@ -260,7 +261,7 @@ def test_half_a_data_set_is_refused(tmp_path: Path) -> None:
 def test_a_data_set_of_one_colour_is_refused(tmp_path: Path) -> None:
     _write_fashion(tmp_path)
     (tmp_path / IDX[0]).write_bytes(_idx(np.full((30, 28, 28), 7)))
-    with pytest.raises(DataError, match="channel 0 of the training images is the same everywhere"):
+    with pytest.raises(DataError, match="channel 0 of the training images is constant"):
         load("fashion-mnist", tmp_path)
 
 
@@ -429,7 +430,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path, pro
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ([1, 2], "expected a dictionary with 'data' and 'labels', found another"),
+        ([1, 2], "expected a dictionary with 'data' and 'labels', found something else"),
         ({b"data": np.zeros((10, 3072), np.uint8)}, r"'data' and 'labels', found \['data'\]"),
         (_batch(data=np.zeros((10, 300))), "expected an array of unsigned bytes in C order"),
         (
@@ -519,7 +520,7 @@ def test_calls_are_left_as_data() -> None:
 
 def test_without_a_network_the_error_says_why(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(DataError, match=r"the Hugging Face Hub could not be used \(no network\)"):
+    with pytest.raises(DataError, match=r"downloading from the Hugging Face Hub failed \(no network\)"):
         load("cifar10", tmp_path)
 
 
@@ -568,3 +569,142 @@ def _write_parquet(folder: Path, name: str) -> tuple[dict[str, Path], np.ndarray
         paths[part] = folder / f"{part}.parquet"
         parquet.write_table(pyarrow.table(table), paths[part])
     return paths, images, labels
+
+
+# --- users' own --------------------------------------------------------------------------------------------
+
+
+def _own(n: int = 20, m: int = 6, channels: int = 2, size: int = 6, classes: int = 3) -> list[np.ndarray]:
+    return [*_images(n, channels, size, classes), *_images(m, channels, size, classes)]
+
+
+CALLS: list[str] = []
+
+
+def own_factory() -> list[np.ndarray]:
+    CALLS.append("own")
+    return _own()
+
+
+def dataset_factory() -> Dataset:
+    return Dataset.from_arrays(*_own(), name="mine")
+
+
+def failing_factory() -> None:
+    raise KeyError("disk")
+
+
+def test_arrays_of_your_own() -> None:
+    arrays = _own()
+    data = Dataset.from_arrays(*arrays, name="mine")
+    assert (data.info.channels, data.info.size, data.info.classes) == (2, 6, 3)
+    assert (data.info.train, data.info.test) == (20, 6)
+    for tensor, array in zip(
+        (data.train_images, data.train_labels, data.test_images, data.test_labels), arrays, strict=True
+    ):
+        assert np.array_equal(tensor, array)
+    grey = load([arrays[0][:, 0].astype(np.int32), arrays[1], torch.from_numpy(arrays[2][:, 0].copy()), arrays[3]])
+    assert grey.train_images.shape == (20, 1, 6, 6)
+    assert grey.train_images.dtype == torch.uint8
+    assert torch.equal(grey.test_images[:, 0], data.test_images[:, 0])
+
+
+def test_a_dataset_is_loaded_as_it_is_or_in_part() -> None:
+    data = Dataset.from_arrays(*_own(), name="mine")
+    assert load(data).fingerprint == data.fingerprint
+    part = load(data, train=7, test=2)
+    assert torch.equal(part.train_images, data.train_images[:7])
+    assert torch.equal(part.test_labels, data.test_labels[:2])
+    torch.testing.assert_close(
+        part.mean.double(), (part.train_images.double() / 255).mean((0, 2, 3)), rtol=1e-6, atol=0
+    )
+    with pytest.raises(UsageError, match=r"data.train: expected 1 to 20 images of mine, found 21"):
+        load(data, train=21)
+
+
+def test_a_factory_by_reference_is_called_once() -> None:
+    CALLS.clear()
+    name = f"{__name__}:own_factory"
+    assert dataset_info(name).classes == 3
+    data = load(name, train=12)
+    assert (len(data.train_labels), data.info.name, data.info.train) == (12, name, 20)
+    assert load(own_factory).fingerprint == load(name).fingerprint != data.fingerprint
+    assert CALLS == ["own"]
+    assert load(f"{__name__}:dataset_factory").fingerprint == load(name).fingerprint
+
+
+def test_a_recipe_may_name_a_factory() -> None:
+    from weightscope.recipe import Recipe
+
+    values = {
+        "network": {"type": "convnext", "width": 4, "depth": 1, "patch_size": 2},
+        "data": {"name": f"{__name__}:own_factory", "train": 20},
+        "training": {"epochs": 1},
+    }
+    assert Recipe.parse(values).data.train == 20
+    # Parsing runs no code of the user's, so the number of images is checked when they are loaded.
+    more = Recipe.parse(values).replace({"data.train": 21})
+    with pytest.raises(UsageError, match="expected 1 to 20 images"):
+        load(more.data.name, train=more.data.train)
+
+
+def test_a_factory_that_fails_is_named() -> None:
+    with pytest.raises(DataError, match=r"failing_factory: the data set's factory raised KeyError: 'disk'"):
+        load(f"{__name__}:failing_factory")
+    with pytest.raises(UsageError, match=r"no_such_module:f: cannot import no_such_module"):
+        load("no_such_module:f")
+
+
+def _changed(part: int, change) -> list[np.ndarray]:
+    arrays = _own()
+    arrays[part] = change(arrays[part])
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (_own()[:3], r"arrays: expected a Dataset or the four arrays \(train_images, .*\), found 3 items"),
+        (7, "expected a Dataset or the four arrays .*, found int"),
+        (
+            _changed(0, lambda x: x / 255),
+            r"train_images: expected integers .*, found float64; .*\(255 \* images\).round",
+        ),
+        (_changed(2, lambda x: x > 9), "test_images: expected integers from 0 to 255, found bool; convert"),
+        (_changed(0, lambda x: x.astype(int) * 2), "train_images: expected values from 0 to 255, found 0 to 510"),
+        (_changed(0, lambda x: x.astype(int) - 1), "train_images: expected values from 0 to 255, found -1"),
+        (_changed(0, lambda x: x[:, 0, 0]), r"train_images: expected shape \(n, channels, S, S\).*found \(20, 6\)"),
+        (_changed(2, lambda x: x[:0]), r"test_images: expected shape .*none of them 0, found \(0, 2, 6, 6\)"),
+        (_changed(0, lambda x: x[..., :5]), r"train_images: expected square images .*; crop or pad them"),
+        (_changed(0, lambda x: x.transpose(0, 2, 3, 1)), "expected square images .*; move the channels to the second"),
+        (
+            _changed(2, lambda x: x[:, :1]),
+            r"test_images: expected images \(2, 6, 6\) as in training, found \(1, 6, 6\)",
+        ),
+        (
+            _changed(1, lambda x: x[:19]),
+            r"train_labels: expected shape \(20,\), one label for each image, found \(19,\)",
+        ),
+        (_changed(1, lambda x: x[:, None]), r"train_labels: expected shape \(20,\), .*found \(20, 1\)"),
+        (_changed(1, lambda x: x + 0.5), "train_labels: expected integers, found float64"),
+        (_changed(1, lambda x: x - 1), "train_labels: expected labels from 0, found -1 at item 0"),
+        (_changed(1, lambda x: x + 1), "expected every class from 0 to 3, found no image of class 0; number the"),
+        (_changed(1, lambda x: np.where(x == 1, 5, x)), "every class from 0 to 5, found no image of class 1"),
+        (_changed(3, lambda x: x + 1), "test_labels: expected labels from 0 to 2, found 3"),
+        (_changed(0, lambda x: x * 0), "channel 0 of the training images is constant"),
+        (_changed(0, lambda x: [x, x[0]]), "train_images: expected an array, found list"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(source: object, match: str) -> None:
+    with pytest.raises(DataError, match=match) as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_datasets_have_a_short_repr_and_are_listed_where_they_are_defined() -> None:
+    assert repr(load("digits", test=9)) == (
+        "<Dataset digits: 1437 training and 9 test images of 1 x 8 x 8 pixels, 10 classes>"
+    )
+    assert list(DATASETS) == ["cifar10", "cifar100", "digits", "fashion-mnist"]
+    for name, reader in DATASETS.items():
+        assert reader.__module__.rpartition(".")[2] in name.replace("-", "_")

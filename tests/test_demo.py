@@ -13,7 +13,7 @@ from weightscope.recipe import Recipe
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_demo_leaves_a_report_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_demo_writes_a_report_and_resumes(tmp_path: Path) -> None:
     lines: list[str] = []
     options = {"networks": 16, "epochs": 1, "seeds": 3, "workers": 1, "device": "cpu", "progress": False}
     report = run_demo(tmp_path, say=lines.append, **options)
@@ -32,7 +32,7 @@ def test_the_demo_leaves_a_report_and_goes_on_where_it_was(tmp_path: Path) -> No
 
 
 def test_too_few_networks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least 16, found 3"):
+    with pytest.raises(UsageError, match="networks: expected an integer >= 16, found 3"):
         run_demo(tmp_path, networks=3)
 
 

@@ -1,10 +1,10 @@
-"""The stacked depthwise convolution against the library's, values and gradients."""
+"""The depthwise convolution in PyTorch against the library's, values and gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from weightscope.training.kernels.pytorch import depthwise_conv2d
+from weightscope.training.kernels.functions import depthwise_conv2d
 
 CASES = [  # channels, height, width, batch, kernel, dilation
     (5, 4, 4, 3, 7, 1),
@@ -53,5 +53,5 @@ def test_memory_layout_does_not_change_the_result() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 4, 4), (2, 3, 3), (3, 3, 5)])
 def test_kernels_must_be_odd_square_and_one_for_each_channel(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="expected odd square kernels"):
+    with pytest.raises(ValueError, match="odd square kernels"):
         depthwise_conv2d(torch.zeros(3, 8, 8, 1), torch.zeros(shape))

@@ -1,14 +1,17 @@
 import json
+import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 
-from weightscope.artifacts.population_fit import load_artifact, varying_spec
+from weightscope.artifacts import load_artifact, write_standalone
+from weightscope.artifacts.population_fit import varying_spec
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit, grouped
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import STRUCTURES
+from weightscope.structures import STRUCTURES, Structure
 
 P, N = 8, 6
 
@@ -277,8 +280,8 @@ def test_provenance_and_text(tmp_path):
     [
         ({"select": "nothing"}, UsageError, "no tensor matches 'nothing'"),
         ({"structure": "full"}, UsageError, "no structure 'full'; there are isotropic"),
-        ({"structure": ()}, UsageError, "no structure to fit"),
-        ({"joint": "layer"}, UsageError, "joint must be one of tensor, block, all, found 'layer'"),
+        ({"structure": ()}, UsageError, "structure: expected at least one of isotropic"),
+        ({"joint": "layer"}, UsageError, "joint: expected one of 'tensor', 'block', 'all', found 'layer'"),
         ({"holdout": 0.0}, UsageError, "holdout: expected a share between 0 and 1"),
         ({"holdout": 1.0}, UsageError, "holdout: expected a share"),
         ({"holdout": 2.5}, UsageError, "holdout: expected a share"),
@@ -289,6 +292,168 @@ def test_provenance_and_text(tmp_path):
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         fit(WeightArray(population(), SPEC), **{"select": W1, "structure": "isotropic", **arguments})
+
+
+class Stream:
+    """N networks of D entries, made chunk by chunk; refuses to make a chunk while two others are still in memory."""
+
+    spec = WeightSpec([TensorSpec("a.mlp.fc1.weight", (20, 15)), TensorSpec("a.mlp.fc2.weight", (10, 20))])
+
+    def __init__(self, n, size=400):
+        self.n, self.size, self.alive = n, size, []
+
+    def chunks(self, select="*", size=None):
+        columns = self.spec.columns(self.spec.select(select))
+        for start in range(0, self.n, self.size):
+            self.alive = [reference for reference in self.alive if reference() is not None]
+            assert len(self.alive) <= 1, "more than one chunk is held"
+            rng = np.random.default_rng(start)
+            rows = rng.standard_normal((min(self.size, self.n - start), self.spec.size)) + rng.standard_normal()
+            chunk = (rows * np.linspace(0.5, 2, self.spec.size)).astype(np.float32)[:, columns]
+            self.alive.append(weakref.ref(chunk))
+            yield chunk
+            del chunk, rows
+
+
+@pytest.mark.parametrize("structure", ["isotropic", "diagonal", "group_means", "dense", "all"])
+def test_structures_from_moments_hold_one_chunk(structure):
+    chosen = ["isotropic", "group_means", "diagonal", "dense"] if structure == "all" else structure
+    peaks = []
+    for n in (2000, 8000):
+        tracemalloc.start()
+        result = fit(Stream(n), structure=chosen, joint="tensor")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert result.networks == n
+    # 6,000 more networks are 12 MB; per network only a few scores and flags are kept.
+    assert peaks[1] < peaks[0] + 1_500_000
+
+
+def test_streamed_fits_equal_fits_in_memory():
+    """`low_rank` needs samples, so the others are fitted to the group in memory as well."""
+    stream = Stream(900, size=70)
+    weights = np.concatenate([chunk.copy() for chunk in stream.chunks()])
+    held = fit(WeightArray(weights, Stream.spec), structure=["diagonal", "group_means", "dense", "low_rank"], holdout=3)
+    streamed = fit(stream, structure=["diagonal", "group_means", "dense"], holdout=3)
+    for row, other in zip(streamed.table, held.table, strict=False):
+        assert row["structure"] == other["structure"]
+        assert (row["log_prob"], row["parameters"]) == (pytest.approx(other["log_prob"]), other["parameters"])
+    for name in ("diagonal", "dense"):
+        data = weights.astype(np.float64)
+        expected = STRUCTURES[name].fit(data, Stream.spec)
+        (group,) = fit(stream, structure=name).groups
+        np.testing.assert_allclose(group.structure.covariance(), expected.covariance(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_chunk_is_refused_where_samples_are_kept():
+    """The stream's own check can fail: a consumer that collects chunks is refused."""
+    with pytest.raises(AssertionError, match="more than one chunk"):
+        list(Stream(2000).chunks())
+
+
+def test_a_source_that_changes_while_it_is_read():
+    class Growing(Stream):
+        def chunks(self, select="*", size=None):
+            self.n += 10
+            return super().chunks(select, size)
+
+    with pytest.raises(DataError, match="the source changed while it was read: expected 410 networks"):
+        fit(Growing(400), structure="diagonal")
+
+
+class Spherical(Structure):
+    """A structure as a user would write it: N(0, s^2 I) with its own arrays and form."""
+
+    options = ("mean_too",)
+
+    def __init__(self, spec, mean, scale, parameters=0, diagnostics=None):
+        super().__init__(spec, mean, parameters, diagnostics)
+        self.scale = float(scale)
+
+    @classmethod
+    def fit(cls, data, spec, *, mean_too=False):
+        mean = data.mean(axis=0) if mean_too else np.zeros(spec.size)
+        return cls(spec, mean, np.sqrt(np.mean((data - mean) ** 2)), 1 + mean_too * spec.size)
+
+    @property
+    def noise_shapes(self):
+        return ((self.spec.size,),)
+
+    def deviation(self, noise):
+        return self.scale * noise[0]
+
+    def covariance(self):
+        return self.scale**2 * np.eye(self.spec.size)
+
+    def log_prob(self, x):
+        z = (x - self.mean) / self.scale
+        return -0.5 * (z**2).sum(-1) - self.spec.size * (np.log(self.scale) + 0.5 * np.log(2 * np.pi))
+
+    def _arrays(self):
+        return {"scale": np.array(self.scale)}
+
+    @classmethod
+    def from_tensors(cls, tensors, spec, parameters=0, diagnostics=None):
+        return cls(spec, tensors["mean"], tensors["scale"], parameters, diagnostics)
+
+
+class Wide(STRUCTURES["diagonal"]):
+    """A registered structure with a change; streamed, and standalone files can apply it."""
+
+    @classmethod
+    def from_moments(cls, moments, spec):
+        fitted = super().from_moments(moments, spec)
+        return cls(spec, fitted.mean, 4 * fitted.variance, None, fitted.parameters)
+
+
+REFERENCE = f"{__name__}:Spherical"
+
+
+@pytest.mark.parametrize("structure", [Spherical, REFERENCE])
+def test_a_structure_of_ones_own(structure, tmp_path):
+    source = WeightArray(population(), SPEC)
+    result = fit(source, W1, structure=["diagonal", structure], holdout=5)
+    assert [row["structure"] for row in result.table] == ["diagonal", "Spherical"]
+    assert result.groups[0].label == "Spherical"  # one number instead of 48 variances
+    again = fit(source, W1, structure=structure, options={"mean_too": True})
+    assert again.groups[0].label == "Spherical (mean_too True)"
+    path = result.save(tmp_path / "own.safetensors")
+    header = result.to_dict()["groups"][0]
+    assert (header["structure"], len(header["source_hash"])) == (REFERENCE, 16)
+    for allowed in (Spherical, REFERENCE):
+        loaded = load_artifact(path, structures=[allowed])
+        assert loaded.to_dict() == result.to_dict()
+        assert isinstance(loaded.groups[0].structure, Spherical)
+    with pytest.raises(DataError, match=f"{REFERENCE} is not part of weightscope and is not imported"):
+        load_artifact(path)
+    with pytest.raises(DataError, match="is not imported because a file says so"):
+        load_artifact(path, structures=[Wide, "some.other:Structure"])
+    with pytest.raises(UsageError, match="standalone initialiser needs one of the forms affine"):
+        write_standalone(result, tmp_path / "own.py")
+    with pytest.raises(UsageError, match="different names"):
+        fit(source, W1, structure=["diagonal", "diagonal"])
+
+
+def test_a_registered_structure_with_a_change(tmp_path):
+    weights = population()
+    result = fit(WeightArray(weights, SPEC), W1, structure=Wide)
+    plain = STRUCTURES["diagonal"].fit(weights[:, SPEC.slices[W1]], SPEC.select(W1))
+    np.testing.assert_allclose(result.groups[0].structure.variance, 4 * plain.variance)
+    path = result.save(tmp_path / "wide.safetensors")
+    with pytest.raises(DataError, match="is not part of weightscope"):
+        write_standalone(path, tmp_path / "apply.py")
+    assert write_standalone(path, tmp_path / "apply.py", structures=[Wide]).exists()
+
+
+def test_results_are_tables_and_pictures():
+    result = fit(WeightArray(population(), SPEC), joint="tensor", structure=["isotropic", "diagonal"])
+    assert repr(result) == "<PopulationFit: 4 tensors in 4 groups, 200 networks: diagonal, isotropic>"
+    assert result.rows() == list(result.table)
+    assert len(result.to_pandas()) == len(result.table) == 4 * 2 + 3
+    assert "<table>" in result._repr_html_()
+    axes = result.plot(group=W1)
+    assert {"isotropic", "diagonal"} <= {text.get_text() for text in axes.get_yticklabels()}
+    axes.figure.clear()
 
 
 def test_too_few_networks():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope.analysis.across_networks.joint_covariance import covariance
+from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
 from weightscope.training import train_tile
@@ -75,7 +75,7 @@ def test_a_population_chooses_its_tile_and_keeps_it(tmp_path):
 def test_covariance_on_a_gpu_equals_numpy(tmp_path, precision):
     plan = Recipe.parse({**BASE, "network": NETWORKS["convnext"]}).replace({"training.epochs": 1})
     population = collect(plan, tmp_path / "p.pop", device="cuda", networks=32)
-    found = covariance(population, device="cuda", precision=precision)
+    found = joint_covariance(population, device="cuda", precision=precision)
     exact = np.cov(population.weights().astype(np.float64), rowvar=False)
     scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
     assert (abs(found.matrix - exact) <= (1e-5 if precision == "float32" else 1e-10) * scale.max()).all()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_batched import check_against_plain, make
 from test_compiled import FILTERS, SIZES, draw, mlp_inputs, plain_mlp
-from test_stacked import check_against_plain, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,10 +14,10 @@ from weightscope.data.augment import augment, draws_needed, normalise
 from weightscope.networks import ConvNeXt
 from weightscope.recipe import AugmentConfig, Recipe
 from weightscope.training import engine
-from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels import functions
-from weightscope.training.optimiser import StackedAdamW
+from weightscope.training.optimiser import BatchedAdamW
 
 pytest.importorskip("triton", reason="no Triton")
 from weightscope.training.kernels import triton as triton_kernels
@@ -141,17 +141,17 @@ def test_a_block_equals_torch():
     ("name", "mode"), [("convnext", "train"), ("convmixer-dilated", "train"), ("convmixer", "eval"), ("vit", "train")]
 )
 def test_networks_equal_the_plain_ones(name, mode):
-    stacked, plain = make(name, count=2, kernels="triton")
-    fused = {type(module).__name__ for module in stacked.modules()}
+    batched, plain = make(name, count=2, kernels="triton")
+    fused = {type(module).__name__ for module in batched.modules()}
     assert {"convnext": "_ConvNeXtBlock", "vit": "_NormMlp"}.get(name, "_NormResidual") in fused
-    check_against_plain(stacked, plain, mode, batch=3)
+    check_against_plain(batched, plain, mode, batch=3)
 
 
 def test_wide_networks_fall_back_where_no_kernel_fits():
     assert triton_kernels.fits(16, 32)
     assert not triton_kernels.fits(96, 384)
-    stacked = StackedNetworks(ConvNeXt(96, 1, 3, 2, 5, expansion=4), 1, DEVICE, kernels="triton")
-    assert not any(type(module).__name__ == "_ConvNeXtBlock" for module in stacked.modules())
+    batched = BatchedNetworks(ConvNeXt(96, 1, 3, 2, 5, expansion=4), 1, DEVICE, kernels="triton")
+    assert not any(type(module).__name__ == "_ConvNeXtBlock" for module in batched.modules())
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -161,7 +161,7 @@ def test_adamw_equals_the_form_in_torch(clip):
     for kernels in ("torch", "triton"):
         generator = torch.Generator().manual_seed(0)
         weights, gradient = (torch.randn(3, 1500, generator=generator).to(DEVICE) for _ in range(2))
-        optimiser = StackedAdamW(
+        optimiser = BatchedAdamW(
             weights,
             gradient,
             trained,
@@ -199,8 +199,8 @@ def test_images_are_loaded_as_by_augment_and_normalise(changes, mixup):
         expected = share * expected + (1 - share) * expected.flip(1)
     given = (None if v is None else v.to(DEVICE) for v in (images, index, draws if draws.numel() else None, shares))
     found = triton_kernels.load_images(*given, (mean.to(DEVICE), std.to(DEVICE)), config, torch.float32)
-    folded = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
-    torch.testing.assert_close(found.cpu(), folded, rtol=1e-6, atol=1e-6)
+    expected = expected.permute(0, 2, 3, 4, 1).reshape(6, 6, 10, 19)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 RECIPE = Recipe.parse(

@@ -66,7 +66,7 @@ def test_trailing_axes_are_columns_and_bad_networks_are_counted():
 
 
 def test_bad_input():
-    with pytest.raises(DataError, match=r"need matrices \(N, p, n\), found \(5, 6\)"):
+    with pytest.raises(DataError, match=r"expected matrices \(N, p, n\), found \(5, 6\)"):
         stripes(np.ones((5, 6)))
     with pytest.raises(DataError, match="at least 3 finite networks, found 2"):
         stripes(np.ones((2, 3, 4)))

@@ -10,7 +10,6 @@ from weightscope.errors import UsageError
 from weightscope.init import mimetic_attention_, sinusoidal_positions_
 from weightscope.init._topk import _filtered, factors, spectrum
 from weightscope.init.attention import noisy_identity, query_key, value_output
-from weightscope.init.positions import sinusoidal_codes
 from weightscope.networks import ViT, sinusoidal_positions
 
 
@@ -97,9 +96,9 @@ def test_without_noise_heads_get_random_subspaces():
 def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
     """The spectrum only buys speed: the product differs by less than a thousandth."""
     matrix = noisy_identity(d, alpha, beta, seeded(7))
-    law = spectrum(alpha, beta)
-    assert _filtered(matrix, k, law) is not None, "not even tried"
-    left, right = factors(matrix, k, None, law)
+    typical = spectrum(alpha, beta)
+    assert _filtered(matrix, k, typical) is not None, "not even tried"
+    left, right = factors(matrix, k, None, typical)
     assert relative(left @ right.T, low_rank_product(matrix, k)) < 1e-3
     exact = torch.linalg.svdvals(matrix.double())[:k]
     torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=2e-3)
@@ -190,7 +189,7 @@ def test_attention_of_a_forward_pass_uses_the_product():
         ({"preset": "audio"}, "'vision', 'language'"),
         ({"preset": "language", "beta_qk": 0.1}, "leave them out"),
         ({"construction": "qr"}, "'svd', 'same-random'"),
-        ({"construction": "same-random", "alpha_vo": 0.2}, "leave the alphas alone"),
+        ({"construction": "same-random", "alpha_vo": 0.2}, "leave out the alphas"),
         ({"parts": "q"}, "'both', 'qk', 'vo'"),
         ({"layers": 5}, r"expected some of \[0, 1\], found 5"),
         ({"layers": []}, "at least one layer"),
@@ -211,14 +210,10 @@ def test_cross_attention_alone_is_refused():
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
-def test_codes_agree_with_the_networks_own():
-    torch.testing.assert_close(sinusoidal_codes(5, 7, 32), sinusoidal_positions(5, 7, 32), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(9, None), (4, 6)])
 def test_codes_have_constant_norm_and_shifts_rotate_them(rows, columns):
     """<code(a), code(b)> depends on b - a only, so a shift is an isometry of the codes."""
-    codes = sinusoidal_codes(rows, columns, 32, dtype=torch.float64)
+    codes = sinusoidal_positions(rows, columns, 32, dtype=torch.float64)
     torch.testing.assert_close(codes.square().sum(1), torch.full((len(codes),), 16.0, dtype=torch.float64))
     gram = codes @ codes.T
     step = 1 if columns is None else columns + 1
@@ -232,14 +227,14 @@ def test_class_tokens_are_kept_or_zeroed(special):
     model = vit(pool="token", positions="learned")
     before = model.pos_embed.detach().clone()
     sinusoidal_positions_(model, gamma=3.0, special=special)
-    torch.testing.assert_close(model.pos_embed.detach()[0, 1:], 3 * sinusoidal_codes(4, 4, 96))
+    torch.testing.assert_close(model.pos_embed.detach()[0, 1:], 3 * sinusoidal_positions(4, 4, 96))
     wanted = before[0, 0] if special == "keep" else torch.zeros(96)
     assert torch.equal(model.pos_embed.detach()[0, 0], wanted)
 
 
 def test_position_refusals():
-    with pytest.raises(UsageError, match="4 divides, found 30"):
-        sinusoidal_codes(4, 4, 30)
+    with pytest.raises(UsageError, match="multiple of 4, found 30"):
+        sinusoidal_positions(4, 4, 30)
     with pytest.raises(UsageError, match="special"):
         sinusoidal_positions_(vit(), special="random")
     with pytest.raises(UsageError, match="temperature"):

@@ -61,10 +61,10 @@ def test_gates_get_a_vector_of_their_own():
     before = copy.deepcopy(model)
     mimetic_mlp_(model, mode="rows", sigma=1.0, gate=True, layers=0, generator=seeded())
     old, new = anatomy.mlps(before), anatomy.mlps(model)
-    moves = [new[0].read(name) - old[0].read(name) for name in ("w1", "gate")]
+    moves = [new[0].read(name) - old[0].read(name) for name in ("fc1", "gate")]
     assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
     assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
-    assert torch.equal(new[1].read("w1"), old[1].read("w1"))
+    assert torch.equal(new[1].read("fc1"), old[1].read("fc1"))
 
 
 # --- state-space layers -----------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_states_decay_slowly_and_steps_are_one():
     model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), c=8.0)
     for part in anatomy.ssms(model):
         kept = torch.exp(torch.nn.functional.softplus(part.read("dt_bias"))[:, None] * -torch.exp(part.read("A_log")))
-        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 whatever c is
+        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 for every c
         assert kept[:, 1:].min() > 0.99
 
 
@@ -147,7 +147,7 @@ def test_t_fixup_scales_by_depth(kind, scale):
     assert 0.95 * bound < part.read("q").abs().max() <= bound
     assert 0.95 * bound * scale < part.read("v").abs().max() <= bound * scale
     mlp = anatomy.mlps(model)[1]
-    assert 0.95 < mlp.read("w2").abs().max() / (math.sqrt(6 / (5 * 48)) * scale) <= 1 + 1e-6
+    assert 0.95 < mlp.read("fc2").abs().max() / (math.sqrt(6 / (5 * 48)) * scale) <= 1 + 1e-6
 
 
 def test_t_fixup_embeddings():

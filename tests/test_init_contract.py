@@ -1,7 +1,7 @@
 """One contract for every initialiser on every family where it applies.
 
-The effective operators are what the initialiser promises, nothing else changes, the generator decides the bits, and
-forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
+The effective operators are as published, nothing else changes, the generator determines the bits, and forward and
+backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
 """
 
 import copy
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from weightscope import anatomy
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
-from weightscope.init import REGISTRY, conv_covariance, get
+from weightscope.init import INITIALISERS, conv_covariance, get
 from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
-from weightscope.init.positions import sinusoidal_codes, table_codes
+from weightscope.init.positions import table_codes
 from weightscope.init.residual import zero_matrix
+from weightscope.networks.positions import sinusoidal_positions
 
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
@@ -79,7 +80,7 @@ def selves(model: nn.Module) -> list[Any]:
     return [part for part in anatomy.attention(model) if part.kind == "self"]
 
 
-# --- what each initialiser promises -----------------------------------------------------------------------------------
+# --- expectations of each initialiser ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -173,7 +174,7 @@ def check_impulse_attention(before: nn.Module, after: nn.Module, loose: float) -
         )
         causal = bool(part.causal)
         if table is None:
-            tokens, codes = TokenGrid(4, 4), sinusoidal_codes(4, 4, part.width)
+            tokens, codes = TokenGrid(4, 4), sinusoidal_positions(4, 4, part.width)
         else:
             tokens = TokenGrid(*(table.grid or (1, table.tokens - table.prefix)), table.prefix, causal)
             codes = table.read()
@@ -211,14 +212,14 @@ def has_positions(model: nn.Module) -> bool:
 
 def check_mlp_scalar(before: nn.Module, after: nn.Module, loose: float) -> None:
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        torch.testing.assert_close(new.read("w1"), old.read("w1") + 0.05, atol=1e-6 + loose, rtol=0)
+        torch.testing.assert_close(new.read("fc1"), old.read("fc1") + 0.05, atol=1e-6 + loose, rtol=0)
 
 
 def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
     """Eq. 1: every row of W1 moves by the same vector, of variance sigma."""
     moves = []
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        move = new.read("w1") - old.read("w1")
+        move = new.read("fc1") - old.read("fc1")
         torch.testing.assert_close(move, move[:1].expand_as(move), atol=1e-5 + 2 * loose, rtol=0)
         moves.append(move.mean(0))
     flat = torch.cat(moves)
@@ -229,8 +230,8 @@ def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
 
 def check_mlp_anticorrelated(before: nn.Module, after: nn.Module, loose: float) -> None:
     for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        wanted = (old.read("w1") - old.read("w2").T) / 2
-        torch.testing.assert_close(new.read("w1"), wanted, atol=1e-6 + loose, rtol=0)
+        wanted = (old.read("fc1") - old.read("fc2").T) / 2
+        torch.testing.assert_close(new.read("fc1"), wanted, atol=1e-6 + loose, rtol=0)
 
 
 def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -278,7 +279,7 @@ def blocks_of(model: nn.Module) -> list[Tensor]:
 
 
 def spread(model: nn.Module, deviation: Callable[[Tensor], float], loose: float) -> None:
-    """All entries over their promised deviation have mean 0 and variance 1."""
+    """All entries over their expected standard deviation have mean 0 and variance 1."""
     white = torch.cat([(block / deviation(block)).reshape(-1) for block in blocks_of(model)])
     assert abs(white.mean()) < SIX / math.sqrt(len(white)) + loose
     assert abs(white.square().mean() - 1) < SIX * math.sqrt(2 / len(white)) + loose
@@ -313,7 +314,7 @@ def check_layer_scale(before: nn.Module, after: nn.Module, loose: float) -> None
     if factors:
         assert all(torch.allclose(p, torch.full_like(p, 0.1)) for p in factors)
         return
-    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
         try:
             pairs = zip(finder(before), finder(after), strict=True)
         except AnatomyError:
@@ -367,7 +368,7 @@ def touched_layer_scale(model: nn.Module) -> set[str]:
     if factors:
         return factors
     out: set[str] = set()
-    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "w2")):
+    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
         try:
             parts = finder(model)
         except AnatomyError:
@@ -377,7 +378,7 @@ def touched_layer_scale(model: nn.Module) -> set[str]:
 
 
 def fixup_names(model: nn.Module) -> set[str]:
-    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "w1", "w2", "gate")
+    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "fc1", "fc2", "gate")
 
 
 def zero_names(model: nn.Module) -> set[str]:
@@ -390,7 +391,7 @@ SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bia
 
 @dataclass(frozen=True)
 class Case:
-    """An initialiser with numbers, the families it is for, what it may touch and what it promises."""
+    """An initialiser with numbers, the families it is for, what it may change and what is expected."""
 
     name: str
     families: list[Family]
@@ -415,7 +416,7 @@ ROTARY = ("hf-llama", "hf-phi3", "hf-neox", "hf-t5", "hf-clip-text")
 PICTURES = [f for f in rows("depthwise") if "mamba" not in f.name]
 SELF = only("attention", "torch-kdim")
 MLPS = rows("mlps")
-MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "w1")}
+MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "fc1")}
 BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
 
 CASES = [
@@ -497,16 +498,16 @@ def grid() -> list[Any]:
 
 
 def test_every_registered_initialiser_is_under_contract():
-    assert {case.name for case in CASES} == set(REGISTRY)
+    assert {case.name for case in CASES} == set(INITIALISERS)
 
 
 @pytest.mark.parametrize(("case", "family"), grid())
 def test_contract(case, family):
     before = fresh(family)
-    model, twin = fresh(family), fresh(family)
+    model, other = fresh(family), fresh(family)
     assert case.run(model) is model
-    case.run(twin)
-    now, again, old = state(model), state(twin), state(before)
+    case.run(other)
+    now, again, old = state(model), state(other), state(before)
     assert all(torch.equal(now[name], again[name]) for name in now), "same generator, other bits"
     allowed = case.touched(before)
     changed = {name for name in now if not torch.equal(now[name], old[name])}
@@ -550,7 +551,7 @@ def test_the_meta_device_is_refused(name):
         get(name)(fresh(FAMILIES["ours-vit"]).to("meta"))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
     quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
     case = next(case for case in CASES if case.name == name)
@@ -578,7 +579,7 @@ def test_impulse_refuses_rotated_queries(name):
         get("impulse_attention", grid=16)(fresh(FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n not in SOURCED])
+@pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_a_module_without_the_part_raises(name):
     needs = {"conv_covariance": {"preset": "imagenet-thawed"}}.get(name, {})
     with pytest.raises(AnatomyError, match="expected"):

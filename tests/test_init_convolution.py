@@ -137,7 +137,7 @@ def test_only_filters_change_and_bits_follow_the_generator():
         (stack(4, k=4), SETTING, "odd size, found 4 x 4"),
         (nn.Conv1d(4, 4, 3, groups=4), SETTING, "two-dimensional filters, found 1-D"),
         (nn.Conv2d(4, 4, (3, 5), groups=4), SETTING, "square"),
-        (stack(4), {"sigma0": 0.1}, "needs v, a"),
+        (stack(4), {"sigma0": 0.1}, "missing v, a"),
         (stack(4), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
         (stack(4), {"preset": "cifar"}, "cifar-patch1"),
         (stack(4), {**SETTING, "psd": "none"}, "'abs', 'clip'"),

@@ -9,11 +9,10 @@ from weightscope.anatomy import attention, positions
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_
-from weightscope.init._lbfgs import minimise
-from weightscope.init.impulse import _Problem, attention_map, impulse_matrix, normalised, solve
+from weightscope.init.impulse import _minimised, _Problem, attention_map, impulse_matrix, normalised, solve
 from weightscope.init.impulse_attention import filter_offsets
-from weightscope.init.positions import sinusoidal_codes
 from weightscope.networks import ViT
+from weightscope.networks.positions import sinusoidal_positions
 
 GRID = TokenGrid(16, 16)
 BOUND = 4e-5  # mean squared error of a 256 x 256 map
@@ -25,7 +24,7 @@ def seeded(seed=0):
 
 @pytest.fixture(scope="module")
 def codes():
-    return normalised(sinusoidal_codes(16, 16, 192))
+    return normalised(sinusoidal_positions(16, 16, 192))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,9 @@ def test_every_offset_meets_the_bound_with_every_peak_in_place(codes, solved, of
 
 def test_better_and_smaller_than_three_hundred_steps_of_adam(codes, solved):
     """The same problem by Adam at rate 0.01 falling to 0: more error and larger norms."""
-    q, k = impulse_adam(sinusoidal_codes(16, 16, 192), impulse_map(16, 16, 1, 1), 64, 300, 1e-2, seeded(), decay=True)
+    q, k = impulse_adam(
+        sinusoidal_positions(16, 16, 192), impulse_map(16, 16, 1, 1), 64, 300, 1e-2, seeded(), decay=True
+    )
     assert error(codes, solved[1, 1], (1, 1)) < error(codes, (q.double(), k.double()), (1, 1))
     assert solved[1, 1][0].norm() < 0.9 * q.norm()
     assert solved[1, 1][1].norm() < 0.9 * k.norm()
@@ -74,7 +75,7 @@ def test_a_rotation_of_both_factors_changes_nothing(codes, solved):
 
 
 def test_gradients_are_those_of_the_objective():
-    x = normalised(sinusoidal_codes(4, 5, 16))
+    x = normalised(sinusoidal_positions(4, 5, 16))
     for tokens in (TokenGrid(4, 5), TokenGrid(1, 20, causal=True)):
         problem = _Problem(x, tokens, 0.3, 1)
         a, b = (torch.randn(16, 6, generator=seeded(s), dtype=torch.float64).requires_grad_() for s in (1, 2))
@@ -96,7 +97,7 @@ def test_lbfgs_finds_the_minimum_of_a_quadratic_and_of_rosenbrock():
         return float(0.5 * x @ matrix @ x - x.sum()), matrix @ x - 1
 
     torch.testing.assert_close(
-        minimise(quadratic, torch.zeros(12, dtype=torch.float64), 60), 1 / matrix.diagonal(), atol=1e-6, rtol=0
+        _minimised(quadratic, torch.zeros(12, dtype=torch.float64), 60), 1 / matrix.diagonal(), atol=1e-6, rtol=0
     )
 
     def rosenbrock(x):
@@ -104,21 +105,21 @@ def test_lbfgs_finds_the_minimum_of_a_quadratic_and_of_rosenbrock():
         gradient = torch.stack([-2 * (1 - x[0]) - 400 * x[0] * (x[1] - x[0] ** 2), 200 * (x[1] - x[0] ** 2)])
         return float(value), gradient
 
-    found = minimise(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64), 80)
+    found = _minimised(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64), 80)
     torch.testing.assert_close(found, torch.ones(2, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "mixture"])
 def test_random_pseudo_inputs_are_solved_too(kind):
     draws = torch.randn(256, 192, generator=seeded(3), dtype=torch.float64)
-    x = normalised(draws if kind == "gaussian" else 0.5 * draws + sinusoidal_codes(16, 16, 192))
+    x = normalised(draws if kind == "gaussian" else 0.5 * draws + sinusoidal_positions(16, 16, 192))
     pair = solve(x, GRID, [(0, 1)], 64)[0, 1]
     assert error(x, pair, (0, 1)) < BOUND
 
 
 def test_class_token_and_narrow_heads():
     tokens = TokenGrid(8, 8, prefix=1)
-    x = normalised(torch.cat([torch.zeros(1, 96), sinusoidal_codes(8, 8, 96)]))
+    x = normalised(torch.cat([torch.zeros(1, 96), sinusoidal_positions(8, 8, 96)]))
     pair = solve(x, tokens, [(1, 0)], 8)[1, 0]
     found = attention_map(x, *pair, 8**-0.5)
     wanted = impulse_matrix(tokens, (1, 0))
@@ -129,7 +130,7 @@ def test_class_token_and_narrow_heads():
 
 def test_causal_sequences_look_back():
     tokens = TokenGrid(1, 32, causal=True)
-    x = normalised(sinusoidal_codes(32, None, 64))
+    x = normalised(sinusoidal_positions(32, None, 64))
     pair = solve(x, tokens, [(0, -1)], 16)[0, -1]
     found = attention_map(x, *pair, 0.25, causal=True)
     assert not found.triu(1).any()
@@ -242,7 +243,6 @@ def test_a_forward_pass_shows_the_impulses():
         ({"pseudo_input": "images"}, "positions"),
         ({"following": "images"}, "positions"),
         ({"grid": (8, 8)}, "leave it out"),
-        ({"iterations": 0}, "iterations"),
         ({"layers": [7]}, "expected some of"),
     ],
 )

@@ -1,3 +1,4 @@
+import copy
 import functools
 import inspect
 import subprocess
@@ -23,21 +24,22 @@ def vit():
 
 def test_every_exported_initialiser_is_registered_under_its_name():
     exported = {n.removesuffix("_") for n in wi.__all__ if n.endswith("_")}
-    assert exported == set(wi.REGISTRY)
-    assert all(wi.REGISTRY[name] is getattr(wi, f"{name}_") for name in wi.REGISTRY)
+    assert exported == set(wi.INITIALISERS)
+    assert all(hasattr(wi, name) for name in wi.__all__)
+    assert all(wi.INITIALISERS[name] is getattr(wi, f"{name}_") for name in wi.INITIALISERS)
 
 
-@pytest.mark.parametrize("name", list(wi.REGISTRY))
+@pytest.mark.parametrize("name", list(wi.INITIALISERS))
 def test_signatures_are_alike(name):
     """`name_(module, [source,] *, ..., generator=None)`, keyword-only numbers, a docstring with source and example."""
-    found = inspect.signature(wi.REGISTRY[name]).parameters
+    found = inspect.signature(wi.INITIALISERS[name]).parameters
     assert next(iter(found)) == "module"
     assert found["generator"].default is None
     assert found["generator"].kind is inspect.Parameter.KEYWORD_ONLY
     positional = [p.name for p in found.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert positional in (["module"], ["module", "source"], ["module", "teacher"])
-    assert "Example:" in wi.REGISTRY[name].__doc__
-    assert name == "default" or "Source:" in wi.REGISTRY[name].__doc__
+    assert "Example:" in wi.INITIALISERS[name].__doc__
+    assert name == "default" or "Source:" in wi.INITIALISERS[name].__doc__
 
 
 def test_get_binds_named_numbers():
@@ -84,14 +86,18 @@ def test_parameters_lists_names_and_defaults():
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("mimetic", {}, r"no initialiser 'mimetic'; there are default\(\); kaiming_uniform\(slope, bias, select\)"),
-        ("mimetic_attention", {"alpha": 0.1}, "no parameter 'alpha'; .*alpha_qk, beta_qk"),
-        ("default", {"alpha": 0.1}, "default: none"),
-        ("impulse_attention+mimetic_attention", {"layers": 0}, "could be meant for impulse_attention or mimetic"),
-        ("transfer", {}, "transfer: needs source"),
+        ("mimetic", {}, r"no initialiser 'mimetic'; did you mean 'mimetic_ssm'"),
+        ("mimetic_attention", {"alpha": 0.1}, r"no parameter 'alpha'; did you mean 'alpha_\w\w'\? .*alpha_qk, beta_qk"),
+        ("default", {"alpha": 0.1}, r"no parameter 'alpha' \(parameters: default\(\)\)"),
+        (
+            "impulse_attention+mimetic_attention",
+            {"layers": 0},
+            "is a parameter of impulse_attention and mimetic_attention",
+        ),
+        ("transfer", {}, "transfer: missing source"),
         ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
         ("", {}, "no initialiser ''"),
-        (7, {}, "by its name"),
+        (7, {}, "expected the name of an initialiser, .* found 7"),
     ],
 )
 def test_refusals(name, numbers, message):
@@ -102,8 +108,89 @@ def test_refusals(name, numbers, message):
 def test_compose_refusals():
     with pytest.raises(UsageError, match="at least one"):
         wi.compose()
-    with pytest.raises(UsageError, match="names or functions"):
+    with pytest.raises(UsageError, match=r"expected the name of an initialiser, .* found 3"):
         wi.compose("default", 3)
+
+
+# --- initialisers of one's own ----------------------------------------------------------------------------------------
+
+
+def half_(module, *, generator, factor=0.5):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(factor).add_(torch.randn(p.shape, generator=generator) * 1e-3)
+    return module
+
+
+def with_any_name_(module, **parameters):
+    assert set(parameters) == {"anything", "generator"}
+    return module
+
+
+def returns_nothing_(module, *, generator):
+    return None
+
+
+def returns_another_(module, *, generator):
+    return copy.deepcopy(module)
+
+
+def draws_globally_(module):
+    return module
+
+
+@pytest.mark.parametrize("init", [half_, f"{__name__}:half_"])
+def test_get_takes_functions_and_references(init):
+    one, other = vit(), vit()
+    assert wi.get(init, factor=0.25)(one, generator=seeded(4)) is one
+    half_(other, factor=0.25, generator=seeded(4))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert wi.parameters(init) == {"factor": 0.5}
+
+
+def test_references_join_names_and_share_numbers_out():
+    one, other, third = vit(), vit(), vit()
+    wi.get(f"mimetic_mlp + {__name__}:half_", b=0.1, factor=0.25)(one, generator=seeded(4))
+    half_(wi.mimetic_mlp_(other, b=0.1), factor=0.25, generator=seeded(4))
+    wi.compose(wi.get("mimetic_mlp", b=0.1), wi.get(half_, factor=0.25))(third, generator=seeded(4))
+    for a, b, c in zip(one.parameters(), other.parameters(), third.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+def test_functions_may_take_any_parameter_and_be_partial():
+    assert wi.get(with_any_name_, anything=3)(vit()) is not None
+    bound = functools.partial(half_, factor=0.0)
+    assert wi.parameters(bound) == {"factor": 0.0}
+    assert wi.get(bound)(vit(), generator=seeded()).head.weight.abs().max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("init", "numbers", "message"),
+    [
+        (half_, {"factors": 1}, "half_: no parameter 'factors'; did you mean 'factor'"),
+        (draws_globally_, {}, r"draws_globally_: expected .*`f\(module, \*, generator\)`, found `f\(module\)`"),
+        (lambda: None, {}, r"found `f\(\)`"),
+        (f"{__name__}:hall_", {}, "did you mean 'half_'"),
+        ("no_such_package:f", {}, "cannot import no_such_package"),
+    ],
+)
+def test_functions_of_another_form_are_refused(init, numbers, message):
+    with pytest.raises(UsageError, match=message):
+        wi.get(init, **numbers)
+
+
+@pytest.mark.parametrize(("init", "found"), [(returns_nothing_, "None"), (returns_another_, "another module")])
+def test_functions_must_return_the_module(init, found):
+    with pytest.raises(UsageError, match=f"{init.__name__}: expected .* return it, found {found}"):
+        wi.get(init)(vit(), generator=seeded())
+
+
+def test_every_initialiser_says_where_it_is_from_and_what_it_needs():
+    for name in wi.INITIALISERS:
+        details = wi.INITIALISERS.details[name]
+        assert details["source"]
+        assert details["needs"]
 
 
 def test_import_is_light():
@@ -170,7 +257,7 @@ def test_select_limits_what_is_drawn():
     assert changed == {"head.weight", "head.bias"} | {
         f"blocks.{i}.mlp.fc1.{k}" for i in (0, 1) for k in ("weight", "bias")
     }
-    with pytest.raises(UsageError, match=r"'\*fc9\*' matches none of"):
+    with pytest.raises(UsageError, match=r"no tensor matches '\*fc9\*'"):
         wi.kaiming_uniform_(model, select="*fc9*")
 
 

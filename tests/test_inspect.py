@@ -1,4 +1,4 @@
-"""`describe` says what is in a population, in plain data and in text."""
+"""`inspect`: the contents of populations, artifacts and checkpoints."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,10 @@ from pathlib import Path
 import fake_training as fake
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from weightscope.analysis.inspection import describe
+import weightscope
+from weightscope.analysis.inspection import inspect
 from weightscope.errors import DataError
 from weightscope.population import Population
 
@@ -15,7 +17,7 @@ from weightscope.population import Population
 def test_a_complete_population(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     fake.write_population(path, fake.recipe())
-    found, population = describe(path), Population(path)
+    found, population = inspect(path), Population(path)
     assert (found.networks, found.done, found.diverged, found.missing_tiles) == (20, 20, 2, ())
     assert found.dimension == fake.SPEC.size
     assert [t.name for t in found.tensors] == list(fake.SPEC.names)
@@ -31,7 +33,7 @@ def test_a_complete_population(tmp_path: Path) -> None:
 def test_the_text_names_everything(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     fake.write_population(path, fake.recipe(), tiles=[0, 2])
-    text = describe(path).text()
+    text = inspect(path).text()
     for part in (
         "12 of 20 networks",
         "1 missing",
@@ -57,15 +59,29 @@ def test_diverged_networks_are_left_out_of_the_quantiles(tmp_path: Path) -> None
         tile = fake.train_tile(recipe, index)
         tile.metrics["test_loss"] = np.where(tile.metrics["diverged"], np.nan, 1.0)
         fake.shards.save(path, manifest, tile, "cpu")
-    assert set(describe(path).quantiles["test_loss"].values()) == {1.0}
+    assert set(inspect(path).quantiles["test_loss"].values()) == {1.0}
 
 
 def test_an_empty_and_a_damaged_population(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     manifest = fake.write_population(path, fake.recipe(), tiles=[])
-    assert "0 of 20 networks" in describe(path).text()
-    assert "no metrics yet" in describe(path).text()
+    assert "0 of 20 networks" in inspect(path).text()
+    assert "no metrics yet" in inspect(path).text()
     fake.shards.save(path, manifest, fake.train_tile(fake.recipe(), 0), "cpu")
     (path / "shards/00000.h5").write_bytes(b"x")
     with pytest.raises(DataError, match=r"00000.h5: damaged"):
-        describe(path)
+        inspect(path)
+
+
+def test_contents_are_results(tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    found = weightscope.inspect(tmp_path / "a.pop")
+    assert found == inspect(Population(tmp_path / "a.pop"))
+    assert [row["name"] for row in found.rows()] == list(fake.SPEC.names)
+    assert list(found.to_pandas()["stop"])[-1] == fake.SPEC.size
+    assert repr(found) == f"<PopulationContents: {found.summary()}>"
+    save_file({"a.weight": np.zeros((2, 3), np.float32)}, tmp_path / "a.safetensors")
+    contents = weightscope.inspect(tmp_path / "a.safetensors")
+    assert contents.rows() == [{"name": "a.weight", "shape": "2x3", "type": "float32"}]
+    assert "1 tensors, 6 weights" in contents.text()
+    assert contents.text() == inspect(weightscope.Checkpoint(tmp_path / "a.safetensors")).text()

@@ -207,7 +207,7 @@ def test_explained_variance_off_the_diagonal():
     assert explained_variance(sigma, np.diag([2.0, 2.0])) == pytest.approx(0.8)
     assert explained_variance(sigma, np.diag([2.0, 2.0]), diagonal=False) == 0
     assert explained_variance(sigma, 3 * sigma) == pytest.approx(-3)
-    with pytest.raises(DataError, match="nothing to explain"):
+    with pytest.raises(DataError, match="entries other than zero, found none off the diagonal"):
         explained_variance(np.eye(3), np.eye(3), diagonal=False)
     with pytest.raises(DataError, match=r"one size, found \(2, 2\) and \(3, 3\)"):
         explained_variance(sigma, np.eye(3))
@@ -295,21 +295,21 @@ def test_batches_change_nothing(monkeypatch):
 def test_bad_covariances():
     with pytest.raises(DataError, match=r"expected a covariance \(D, D\), found \(3, 4\)"):
         kronecker_sum(np.zeros((3, 4)))
-    with pytest.raises(DataError, match="8 is no square"):
+    with pytest.raises(DataError, match="expected a covariance of square matrices, found 8 coordinates"):
         kronecker_sum(np.eye(8))
     with pytest.raises(DataError, match=r"expected a covariance \(6, 6\) of 3 x 2 matrices, found \(7, 7\)"):
         kronecker_sum(np.eye(7), 3)
     with pytest.raises(DataError, match=r"of 2 x 2 matrices, found \(5, 5\)"):
         kronecker_sum(np.eye(5), n=2)
-    with pytest.raises(UsageError, match="p: expected a positive number"):
+    with pytest.raises(UsageError, match="p: expected an integer >= 1"):
         kronecker_sum(np.eye(4), 0)
-    with pytest.raises(DataError, match="2 entries that are not finite"):
+    with pytest.raises(DataError, match="2 non-finite entries"):
         kronecker_sum(np.diag([1.0, np.nan, np.inf, 1.0]))
     lopsided = np.eye(4)
     lopsided[0, 1] = 0.1
     with pytest.raises(DataError, match="expected a symmetric covariance"):
         kronecker_sum(lopsided)
-    with pytest.raises(DataError, match="is zero"):
+    with pytest.raises(DataError, match="expected a covariance other than zero"):
         kronecker_sum(np.zeros((4, 4)))
     with pytest.raises(UsageError, match="needs square matrices, found 2 x 3"):
         kronecker_sum(np.eye(6), 2, 3, same=True)
@@ -322,13 +322,13 @@ def test_bad_samples():
     rng = np.random.default_rng(16)
     with pytest.raises(DataError, match=r"expected matrices \(N, p, n\), found \(3, 4\)"):
         separability_test(np.zeros((3, 4)))
-    with pytest.raises(DataError, match="needs more than 4, found 4"):
+    with pytest.raises(DataError, match="expected more than 4, found 4"):
         separability_test(rng.standard_normal((4, 3, 3)))
-    with pytest.raises(DataError, match="likelihood ratio of 3 x 3 matrices needs more than 10"):
+    with pytest.raises(DataError, match="likelihood ratio of 3 x 3 matrices: expected more than 10"):
         separability_test(rng.standard_normal((10, 3, 3)), statistic="likelihood_ratio", scale_free=False)
-    with pytest.raises(DataError, match="1 of 20 matrices hold numbers that are not finite"):
+    with pytest.raises(DataError, match="1 of 20 matrices contain non-finite numbers"):
         separability_test(np.concatenate([rng.standard_normal((19, 3, 3)), np.full((1, 3, 3), np.nan)]))
-    with pytest.raises(DataError, match="nothing to test"):
+    with pytest.raises(DataError, match="found 1 x 3: always separable"):
         separability_test(rng.standard_normal((20, 1, 3)))
     dependent = rng.standard_normal((50, 3, 3))
     dependent[:, 2] = dependent[:, 0]
@@ -339,9 +339,9 @@ def test_bad_samples():
     with pytest.raises(DataError, match="5 matrices are too few, or nearly dependent; scale_free=False needs fewer"):
         separability_test(rng.standard_normal((5, 3, 3)))
     w = rng.standard_normal((20, 3, 3))
-    with pytest.raises(UsageError, match="statistic must be one of"):
+    with pytest.raises(UsageError, match="statistic: expected one of"):
         separability_test(w, statistic="f")
-    with pytest.raises(UsageError, match="scale_free=False"):
+    with pytest.raises(UsageError, match="scale_free: expected False"):
         separability_test(w, statistic="likelihood_ratio")
     with pytest.raises(UsageError, match="at least 19"):
         separability_test(w, draws=5)

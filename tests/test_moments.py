@@ -171,7 +171,7 @@ def test_destroy_gives_the_same_matrix_once(rows):
     kept = moments.covariance()
     np.testing.assert_array_equal(kept, moments.covariance(destroy=True))
     for use in (moments.covariance, moments.variance, moments.squared_norms, lambda: moments.update(rows)):
-        with pytest.raises(UsageError, match="gave their memory away"):
+        with pytest.raises(UsageError, match="destroyed by destroy=True"):
             use()
 
 
@@ -204,11 +204,11 @@ def test_a_torch_device_gives_the_same(rows, precision):
 def test_bad_input(rows):
     with pytest.raises(UsageError, match="length >= 1"):
         Moments(0)
-    with pytest.raises(UsageError, match="precision must be one of"):
+    with pytest.raises(UsageError, match="precision: expected one of 'float64', 'float32', found"):
         Moments(3, precision="float16")
     with pytest.raises(DataError, match=r"expected rows \(n, 3\), found \(1500, 40\)"):
         Moments(3).update(rows)
-    with pytest.raises(UsageError, match="only moments of one"):
+    with pytest.raises(UsageError, match="merge: expected equal"):
         Moments(3).merge(Moments(4))
     with pytest.raises(DataError, match=r"at least 1 finite rows, found 0 \(1 excluded"):
         _ = Moments(2).update([[np.nan, 0.0]]).mean

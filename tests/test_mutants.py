@@ -334,7 +334,7 @@ SIGMA = 1e-3
 def w1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
     def build(module: nn.Module, g: torch.Generator) -> None:
         for part in anatomy.mlps(module):
-            part.write("w1", update(part.read("w1"), part.read("w2"), g))
+            part.write("fc1", update(part.read("fc1"), part.read("fc2"), g))
 
     return build
 
@@ -369,7 +369,7 @@ MLP = {
 
 def into_w2(module: nn.Module, g: torch.Generator) -> None:
     for part in anatomy.mlps(module):
-        part.write("w2", part.read("w2") + 0.05)
+        part.write("fc2", part.read("fc2") + 0.05)
 
 
 MLP["second layer for first"] = Mutant(into_w2, ("mean",), SCALAR)

@@ -270,8 +270,8 @@ def test_layer_scale_is_where_it_is_asked_for() -> None:
 # --- many networks as one --------------------------------------------------------------------------------
 
 
-class _Stacked(nn.Module):
-    """T leaves beside one another on the channel axis: cut, apply each, join."""
+class _SideBySide(nn.Module):
+    """T leaves side by side on the channel axis: split, apply each, concatenate."""
 
     def __init__(self, leaves: list[nn.Module]) -> None:
         super().__init__()
@@ -287,16 +287,16 @@ LEAVES = (nn.Conv2d, nn.Linear, nn.LayerNorm, nn.BatchNorm2d, LayerNorm2d, Atten
 WITHOUT_PARAMETERS = (nn.GELU, nn.Identity, SpatialMean, TokenPool)  # and without a view of the channel axis
 
 
-def _fold(modules: list[nn.Module]) -> nn.Module:
-    """One container whose leaves are stacked and whose own parameters are joined along the channel axis."""
+def _join(modules: list[nn.Module]) -> nn.Module:
+    """One container whose leaves are side by side and whose own parameters are joined along the channel axis."""
     first = modules[0]
     if isinstance(first, LEAVES):
-        return _Stacked(modules)
+        return _SideBySide(modules)
     for name, parameter in list(first.named_parameters(recurse=False)):
         joined = torch.cat([getattr(m, name).detach() for m in modules], dim=parameter.ndim - 1)
         setattr(first, name, nn.Parameter(joined))
     for name, _ in list(first.named_children()):
-        setattr(first, name, _fold([getattr(m, name) for m in modules]))
+        setattr(first, name, _join([getattr(m, name) for m in modules]))
     return first
 
 
@@ -307,12 +307,12 @@ def test_containers_run_on_channels_of_many_networks(name: str) -> None:
     models = [SMALL[name]().eval() for _ in range(3)]
     image = torch.randn(4, 9, 16, 16)
     expected = torch.cat([model(part) for model, part in zip(models, image.chunk(3, 1), strict=True)], 1)
-    torch.testing.assert_close(_fold(models)(image), expected)
+    torch.testing.assert_close(_join(models)(image), expected)
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_networks_are_made_of_the_known_leaves(name: str) -> None:
-    """A layer that the stacked trainer does not know would be run on the wrong axis without an error."""
+    """A leaf without a batched version cannot be trained."""
     for layer in SMALL[name]().modules():
         if not any(layer.children()):
             assert type(layer) in (*LEAVES, *WITHOUT_PARAMETERS, LayerScale)
@@ -363,8 +363,8 @@ def test_build_makes_what_the_recipe_says() -> None:
         (lambda: ConvMixer(8, 2, 4, 2, 10), "kernel_size must be odd.*found 4"),
         (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "no dilation schedule 'Z'; there are A, B"),
         (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
-        (lambda: ConvNeXt((8, 8), (2,)), "one entry for each stage"),
-        (lambda: ConvNeXt((), ()), "one entry for each stage"),
+        (lambda: ConvNeXt((8, 8), (2,)), "one entry per stage"),
+        (lambda: ConvNeXt((), ()), "one entry per stage"),
         (lambda: ViT(16, 3, 8, 1, 2, 10), "patch_size must divide the image's 16 pixels, found 3"),
         (lambda: ViT(16, 4, 8, 1, 3, 10), "heads must divide width, found width 8 and heads 3"),
         (lambda: ViT(16, 4, 6, 1, 3, 10), "multiple of 4, found 6"),
@@ -374,14 +374,14 @@ def test_build_makes_what_the_recipe_says() -> None:
             lambda: networks.build(
                 SimpleNamespace(type="convmixer", patch_size=3), in_channels=1, image_size=8, num_classes=10
             ),
-            "reduces the image 3 times, which must divide its 8 pixels",
+            "reduces the image by a factor of 3, which must divide its 8 pixels",
         ),
         (
             lambda: networks.build(
                 ConvNeXtConfig(type="convnext", width=(8, 8, 8), depth=(1, 1, 1)),
                 in_channels=1, image_size=28, num_classes=10,
             ),
-            "reduces the image 8 times",
+            "reduces the image by a factor of 8",
         ),
     ],
 )  # fmt: skip

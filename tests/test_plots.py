@@ -1,4 +1,4 @@
-"""All pictures: their texts, their files, and that drawing leaves no trace."""
+"""All figures: their texts and files, and that drawing changes no settings."""
 
 import io
 import os
@@ -27,11 +27,11 @@ from pictures import (
 
 from weightscope import plots
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.plots import _style
+from weightscope.plots import theme
 
 
 def gallery() -> dict[str, Callable[[], Axes | Figure]]:
-    """Every kind of picture with what is hard on it: long names, long titles, many rows."""
+    """Every kind of figure with difficult content: long names, long titles, many rows."""
     g = np.random.default_rng(2)
     title = "A finding that takes more than one line to state, as findings do, when the picture is not very wide at all"
     parts = ("conv_dw.weight", "conv_dw.bias", "norm.weight", "norm.bias", "mlp.fc1.weight", "mlp.fc1.bias")
@@ -77,7 +77,7 @@ GALLERY = gallery()
 
 @pytest.fixture(autouse=True)
 def _no_trace() -> Iterator[None]:
-    """Whatever a test draws, the user's settings are what they were."""
+    """Drawing leaves the user's settings unchanged."""
     before = dict(matplotlib.rcParams)
     yield
     assert dict(matplotlib.rcParams) == before
@@ -100,7 +100,7 @@ def test_every_text_is_large_enough_inside_the_picture_and_alone(name: str, monk
 
 
 @pytest.mark.parametrize("name", ["covariance", "convergence", "held out", "small grid", "colour filters"])
-def test_the_same_picture_whatever_the_user_has_set(name: str) -> None:
+def test_the_users_settings_do_not_change_the_picture(name: str) -> None:
     plain = plots.render(figure_of(GALLERY[name]()))
     hostile = {
         "font.size": 30, "axes.facecolor": "black", "xtick.labelsize": 40, "ytick.major.width": 9, "lines.linewidth": 9,
@@ -110,10 +110,10 @@ def test_the_same_picture_whatever_the_user_has_set(name: str) -> None:
     with matplotlib.rc_context(hostile):
         figure = figure_of(GALLERY[name]())
         assert plots.render(figure) == plain
-    # A report knows nothing of matplotlib and calls savefig itself, under the user's settings.
+    # A report calls `savefig` itself, under the user's settings.
     with matplotlib.rc_context({k: v for k, v in hostile.items() if "tick" in k or k == "font.size"}):
         buffer = io.BytesIO()
-        figure_of(GALLERY[name]()).savefig(buffer, format="png", dpi=_style.DPI, metadata={"Software": None})
+        figure_of(GALLERY[name]()).savefig(buffer, format="png", dpi=theme.DPI, metadata={"Software": None})
         assert buffer.getvalue() == plain
 
 
@@ -124,7 +124,7 @@ import matplotlib
 untouched = dict.__getitem__(matplotlib.rcParams, "backend")
 from weightscope import plots
 ax = plots.training_curves(np.random.default_rng(0).random((5, 4)))
-plots.save(ax.figure, "curves.png")
+plots.save(ax, "curves.png")
 assert dict.__getitem__(matplotlib.rcParams, "backend") is untouched
 from matplotlib import pyplot
 assert pyplot.get_fignums() == []
@@ -159,7 +159,7 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
     files = [tmp_path / f"{i}.{kind}" for i in range(2)]
     for file in files:
-        plots.save(GALLERY["convergence"]().figure, file)
+        plots.save(GALLERY["convergence"](), file)
     first, second = (file.read_bytes() for file in files)
     assert first == second
     assert first.startswith({"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[kind])
@@ -169,9 +169,9 @@ def test_saving_twice_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
 
 def test_other_suffixes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     figure = plots.subplots()[0]
-    with pytest.raises(UsageError, match=r"fig\.jpg: a figure's name must end in \.png, \.pdf, \.svg"):
+    with pytest.raises(UsageError, match=r"fig\.jpg: expected a file name ending in \.png, \.pdf, \.svg"):
         plots.save(figure, tmp_path / "fig.jpg")
-    with pytest.raises(UsageError, match="written as png, pdf, svg, found 'gif'"):
+    with pytest.raises(UsageError, match="kind: expected one of png, pdf, svg, found 'gif'"):
         plots.render(figure, "gif")
     with pytest.raises(WeightscopeError, match="cannot write"):
         plots.save(figure, tmp_path / "none" / "fig.png")

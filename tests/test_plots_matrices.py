@@ -12,7 +12,7 @@ from pictures import LONG, spd
 
 from weightscope import plots
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import _names, _pool, _style, _text
+from weightscope.plots import pooling, tensor_names, theme, typography
 
 
 def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
@@ -25,7 +25,7 @@ def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
     assert np.quantile(beside, 0.99) <= norm.vmax <= 1.1 * np.quantile(beside, 0.99)
     assert norm.vmax < np.diagonal(matrix).min(), "the diagonal does not set the scale"
     bar = ax.child_axes[0]
-    assert f"±{_text.number(norm.vmax)} holds 99 % of the values beside the diagonal" in bar.get_ylabel().replace(
+    assert f"±{typography.number(norm.vmax)} holds 99 % of the off-diagonal values" in bar.get_ylabel().replace(
         "\n", " "
     )
     assert [float(t.get_text().replace("−", "-")) for t in bar.get_yticklabels()] == pytest.approx(
@@ -76,10 +76,10 @@ def test_pooling_equals_the_mean_over_each_cell(diagonal: bool) -> None:
     missing = np.zeros(23, dtype=bool)
     missing[[3, 20, 21, 22]] = True
     matrix[missing] = matrix[:, missing] = np.nan
-    edges, factor = _pool.cell_edges([(0, 8), (8, 9), (9, 23)], 9)
+    edges, factor = pooling.cell_edges([(0, 8), (8, 9), (9, 23)], 9)
     assert factor == 3
     assert list(edges) == [0, 3, 6, 8, 9, 12, 15, 18, 21, 23], "cells do not cross the borders at 8 and 9"
-    pooled = _pool.pool(matrix, edges, factor, missing, diagonal=diagonal)
+    pooled = pooling.pool(matrix, edges, factor, missing, diagonal=diagonal)
     np.testing.assert_allclose(pooled.cells, naive_pool(matrix, edges, missing, diagonal=diagonal), atol=1e-15)
 
 
@@ -94,20 +94,20 @@ def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
 def test_pooling_by_the_mean_keeps_stripes_above_noise_and_adds_none() -> None:
     """The mean of f x f entries is a covariance of means: unbiased, whereas the largest entry grows with f."""
     noise = np.cov(np.random.default_rng(0).standard_normal((500, 240)).T)
-    edges, factor = _pool.cell_edges([(0, 240)], 40)
-    cells = _pool.pool(noise, edges, factor, np.zeros(240, dtype=bool), diagonal=False)
+    edges, factor = pooling.cell_edges([(0, 240)], 40)
+    cells = pooling.pool(noise, edges, factor, np.zeros(240, dtype=bool), diagonal=False)
     assert np.abs(cells.off_diagonal).max() < np.abs(noise[~np.eye(240, dtype=bool)]).max() / 3
     assert abs(cells.off_diagonal.mean()) < 1e-3
 
 
 def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
-    """W1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
+    """fc1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
     g = np.random.default_rng(3)
     n, p, d = 150, 24, 10
     w = g.standard_normal((n, p, d)) + 0.2 * g.standard_normal((n, 1, d))
     matrix = np.corrcoef(w.reshape(n, -1).T)
     ax = plots.covariance_map(
-        matrix, {"w1": slice(0, p * d)}, kind="correlation", groups={"w1": np.tile(np.arange(d), p)}
+        matrix, {"fc1": slice(0, p * d)}, kind="correlation", groups={"fc1": np.tile(np.arange(d), p)}
     )
     cells = np.asarray(ax.images[0].get_array())
     assert cells.shape == (d, d)
@@ -116,10 +116,10 @@ def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
     column = matrix.reshape(p, d, p, d)[:, 4, :, 4]
     assert diagonal[4] == pytest.approx(column[~np.eye(p, dtype=bool)].mean())
     assert "240 coordinates in 10 groups" in ax.get_xlabel().replace("\n", " ")
-    with pytest.raises(UsageError, match="`w2` is no block"):
-        plots.covariance_map(matrix, {"w1": slice(0, p * d)}, groups={"w2": [0]})
-    with pytest.raises(UsageError, match="`w1` has 240 coordinates"):
-        plots.covariance_map(matrix, {"w1": slice(0, p * d)}, groups={"w1": [0]})
+    with pytest.raises(UsageError, match="`fc2` is not a block"):
+        plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc2": [0]})
+    with pytest.raises(UsageError, match="`fc1` has 240 coordinates"):
+        plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc1": [0]})
 
 
 def test_constant_coordinates_of_a_correlation_are_grey() -> None:
@@ -128,7 +128,7 @@ def test_constant_coordinates_of_a_correlation_are_grey() -> None:
     ax = plots.covariance_map(matrix, {"w": slice(0, 6)}, kind="correlation")
     image = ax.images[0]
     assert np.ma.getmaskarray(image.get_array()).sum() == 11
-    assert to_hex(image.cmap.get_bad()) == _style.GREY
+    assert to_hex(image.cmap.get_bad()) == theme.GREY
     assert "1 constant ones are grey" in ax.get_xlabel()
 
 
@@ -208,32 +208,32 @@ def test_the_block_form_shows_each_pixel_with_all_others() -> None:
 
 
 def test_short_names_stay_different_and_explain_themselves() -> None:
-    assert _names.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
-    assert _names.short_names(["only.one.weight"]) == (["only.one.weight"], "")
-    assert _names.short_names(["a.weight", "a.bias"]) == (["weight", "bias"], "weight is a.weight")
-    assert _names.short_names(["a.weight", "b.bias"]) == (["a.weight", "b.bias"], "")
+    assert tensor_names.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
+    assert tensor_names.short_names(["only.one.weight"]) == (["only.one.weight"], "")
+    assert tensor_names.short_names(["a.weight", "a.bias"]) == (["weight", "bias"], "weight is a.weight")
+    assert tensor_names.short_names(["a.weight", "b.bias"]) == (["a.weight", "b.bias"], "")
     names = ["stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "center(stages.0.blocks.0.conv_dw.weight)"]
-    short, remark = _names.short_names(names)
+    short, remark = tensor_names.short_names(names)
     assert short == ["ste0.weight", "sta0.b0.conv_dw.weight", "center(sta0.b0.conv_dw.weight)"]
     assert remark == "b = blocks, sta = stages, ste = stem"
     endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
-    assert _names.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
-    assert len(set(_names.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
+    assert tensor_names.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
+    assert len(set(tensor_names.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
 
 
 def test_neighbours_merge_until_labels_fit() -> None:
     names = [f"layers.{i}.{part}" for i in range(3) for part in ("w", "b")]
-    assert _names.merged(names, 6) == [(name, i, i + 1) for i, name in enumerate(names)]
-    assert _names.merged(names, 3) == [(f"layers.{i} (2)", 2 * i, 2 * i + 2) for i in range(3)]
-    assert _names.merged(names, 1) == [("layers (6)", 0, 6)]
+    assert tensor_names.merged(names, 6) == [(name, i, i + 1) for i, name in enumerate(names)]
+    assert tensor_names.merged(names, 3) == [(f"layers.{i} (2)", 2 * i, 2 * i + 2) for i in range(3)]
+    assert tensor_names.merged(names, 1) == [("layers (6)", 0, 6)]
 
 
 def test_labels_are_moved_apart_and_no_further_than_needed() -> None:
-    assert _style.spread([1, 5, 9], 2, 0, 10) == [1, 5, 9]
-    assert _style.spread([5, 5, 5], 2, 0, 10) == pytest.approx([3, 5, 7])
-    assert _style.spread([0, 0, 9.5], 2, 0, 10) == pytest.approx([0, 2, 9.5])
-    assert _style.spread([9, 10], 4, 0, 10) == pytest.approx([6, 10])
-    assert _style.spread([1, 2, 3], 6, 0, 10) is None
+    assert theme.spread([1, 5, 9], 2, 0, 10) == [1, 5, 9]
+    assert theme.spread([5, 5, 5], 2, 0, 10) == pytest.approx([3, 5, 7])
+    assert theme.spread([0, 0, 9.5], 2, 0, 10) == pytest.approx([0, 2, 9.5])
+    assert theme.spread([9, 10], 4, 0, 10) == pytest.approx([6, 10])
+    assert theme.spread([1, 2, 3], 6, 0, 10) is None
 
 
 @pytest.mark.parametrize(
@@ -241,12 +241,12 @@ def test_labels_are_moved_apart_and_no_further_than_needed() -> None:
     [(0.0, "0"), (0.00123, "0.00123"), (-1.5, "−1.5"), (12345.0, "12,345"), (1.2e-7, "1.2×10⁻⁷"), (2e9, "2×10⁹")],
 )
 def test_numbers_are_written_for_people(value: float, text: str) -> None:
-    assert _text.number(value) == text
+    assert typography.number(value) == text
 
 
 def test_a_rounded_limit_is_never_smaller() -> None:
     for value in 10 ** np.random.default_rng(0).uniform(-9, 9, 500):
-        assert value <= _text.rounded_up(value) * (1 + 1e-9) <= value * 1.11
+        assert value <= typography.rounded_up(value) * (1 + 1e-9) <= value * 1.11
 
 
 # Grids
@@ -268,7 +268,7 @@ def test_a_row_of_the_grid_shares_one_printed_colour_scale() -> None:
         }
         ((low, centre, high),) = norms
         assert (low, centre) == (-high, 0)
-        assert printed[i] == f"±{_text.number(high)}"
+        assert printed[i] == f"±{typography.number(high)}"
         typical = np.median([np.quantile(np.abs(m[:16, :16]), 0.995) for m in values[i]])
         assert typical <= high <= 1.1 * typical
     np.testing.assert_array_equal(panels[4].images[0].get_array(), values[1, 1, :16, :16])

@@ -56,7 +56,7 @@ def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
     assert edges.max() + steps[0] / 360 == pytest.approx((counts.max() + 0.5) / 360), "no bar beyond the best"
     median = next(line for line in ax.lines if line.get_gid() == "median")
     assert median.get_xdata()[0] == np.median(counts / 360)
-    assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and left out"
+    assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and excluded"
 
 
 def test_equal_accuracies_are_one_bar() -> None:
@@ -158,7 +158,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
-    with pytest.raises(DataError, match=r"`dense`: nan ± 1\.0 is no result"):
+    with pytest.raises(DataError, match=r"`dense`: expected finite numbers, found nan ± 1\.0"):
         plots.heldout_scores([score_row("dense", np.nan, 1.0)])
 
 

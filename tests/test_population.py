@@ -301,6 +301,85 @@ def test_a_hash_without_its_shard_is_a_missing_tile(folder: Path) -> None:
     assert shards.state(folder, manifests.read(folder), 1).kind == "missing"
 
 
+# -- the sequence protocol ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Population:
+    """Five networks that the recipe builds, in two tiles."""
+    from weightscope.networks import build
+    from weightscope.spec import WeightSpec
+
+    recipe = fake.recipe(networks=5, tile=3)
+    module = build(recipe.network, in_channels=1, image_size=8, num_classes=10)
+    path = tmp_path / "real.pop"
+    wanted = manifests.Manifest(recipe, WeightSpec.of(module), {"python": "3"}, (5,))
+    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    for tile in range(manifest.tiles):
+        trained = fake.train_tile(recipe, tile)
+        trained.weights = np.stack([fake.vector(recipe, 3 * tile + i, manifest.spec.size) for i in range(3)])
+        shards.save(path, manifest, trained, "cpu")
+    return Population(path)
+
+
+def test_a_population_is_a_sequence_of_networks(real: Population) -> None:
+    whole = real.weights()
+    assert len(real) == 5
+    packed = [real.spec.pack(module.state_dict()) for module in real]
+    np.testing.assert_array_equal(packed, whole)
+    for k in (0, 4, -1, -5, np.int64(2)):
+        np.testing.assert_array_equal(real.spec.pack(real[k].state_dict()), whole[k])
+        assert not real[k].training
+    for k in (5, -6):
+        with pytest.raises(IndexError, match=f"expected -5 to 4, found {k}"):
+            real[k]
+    for k in ("0", 1.0, None):
+        with pytest.raises(TypeError, match="expected an integer or a slice"):
+            real[k]
+
+
+@pytest.mark.parametrize(
+    "part", [np.s_[:], np.s_[1:4], np.s_[-2:], np.s_[::-1], np.s_[4:0:-2], np.s_[3:3], np.s_[2:100], np.s_[-1:]]
+)
+def test_a_slice_is_a_slice_of_the_weights(real: Population, part: slice) -> None:
+    np.testing.assert_array_equal(real[part], real.weights()[part])
+    assert real[part].dtype == np.float32
+
+
+def test_a_partial_population_counts_its_own_networks(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    fake.write_population(path, fake.recipe(), tiles=[0, 2])
+    population = Population(path, partial=True)
+    np.testing.assert_array_equal(population[8:9][0], population.vector(16))
+    np.testing.assert_array_equal(population[6:10], population.weights()[6:10])
+
+
+def test_arrays_tensors_and_tables(folder: Path) -> None:
+    population = Population(folder)
+    np.testing.assert_array_equal(np.asarray(population), population.weights())
+    assert np.asarray(population, dtype=np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="found False"):
+        population.__array__(copy=False)
+    np.testing.assert_array_equal(population.to_torch("*fc1*").numpy(), population.weights("*fc1*"))
+    table = population.to_pandas()
+    assert list(table.columns) == ["network", "seed", "diverged", "init", "learning_rate", "test_accuracy"]
+    assert table["network"].tolist() == list(range(20))
+    assert table["seed"].tolist() == population.seeds.tolist()
+    np.testing.assert_array_equal(table["test_accuracy"].to_numpy(), population.metrics["test_accuracy"][:, -1])
+
+
+def test_the_repr_is_one_line(folder: Path) -> None:
+    population = Population(folder)
+    assert repr(population) == f"<Population: {folder}: 20 networks (convnext, digits), D={fake.SPEC.size}>"
+    (folder / "shards" / "00001.h5").unlink()
+    partial = Population(folder, partial=True)
+    assert "12 of 20 networks" in repr(partial)
+    html = partial._repr_html_()
+    assert "<th>test_accuracy</th>" in html
+    assert html.count("<tr>") == 1 + 12
+    assert "test_accuracy: " in str(partial)
+
+
 # -- export ----------------------------------------------------------------------------------------------------
 
 
@@ -333,19 +412,24 @@ def test_export_of_a_partial_and_of_an_empty_population(tmp_path: Path) -> None:
 
 
 def test_export_refuses_a_folder(folder: Path) -> None:
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="expected the name of a file, found a folder"):
         export(Population(folder), folder)
 
 
-def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
+def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(
+    folder: Path, tmp_path: Path, share: float
+) -> None:
+    """Whether the space ends among HDF5's headers, the weights or the texts."""
     target = tmp_path / "one.h5"
+    limit = int(share * export(Population(folder), target).stat().st_size)
     target.write_bytes(b"old")
     program = (
         "import resource, sys\n"
         "from weightscope.population import Population, export\n"
         "from weightscope.errors import WeightscopeError\n"
         "p = Population(sys.argv[1])\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))\n"
         "try:\n"
         "    export(p, sys.argv[2])\n"
         "except WeightscopeError as error:\n"
@@ -353,7 +437,10 @@ def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(folder:
         "    sys.exit(error.exit_code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), str(target)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program, str(folder), str(target), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.count("\n") == 1

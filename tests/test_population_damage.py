@@ -56,7 +56,7 @@ def test_a_flipped_bit_is_found_on_reading(folder: Path, where: int) -> None:
     for read in (lambda p: p.weights(), lambda p: list(p.chunks()), lambda p: p.metrics, lambda p: p.verify()):
         with pytest.raises(DataError) as error:
             read(Population(folder))
-        one_line(error, "00001.h5", "damaged", "expected sha256", "found", "weightscope collect")
+        one_line(error, "00001.h5", "checksum mismatch", "expected sha256", "found", "weightscope collect")
     assert shards.state(folder, manifests.read(folder), 1).kind == "damaged"
 
 
@@ -82,7 +82,7 @@ def test_a_shard_that_vanishes_is_named(folder: Path) -> None:
     (folder / "shards/00001.h5").unlink()
     with pytest.raises(DataError) as error:
         population.weights()
-    one_line(error, "00001.h5", "found no file")
+    one_line(error, "00001.h5", "the file has disappeared")
 
 
 def test_verify_reads_again_and_names_every_bad_shard(folder: Path) -> None:
@@ -166,11 +166,11 @@ def _virtual(h5: h5py.File) -> None:
 SHAPE = (8, fake.SPEC.size)
 FOREIGN = {
     "not HDF5": (None, "expected an HDF5 shard"),
-    "external link": (_link("weights", lambda: h5py.ExternalLink("/etc/passwd", "weights")), "leads elsewhere"),
-    "soft link": (_link("weights", lambda: h5py.SoftLink("/seed")), "leads elsewhere"),
+    "external link": (_link("weights", lambda: h5py.ExternalLink("/etc/passwd", "weights")), "a link to another place"),
+    "soft link": (_link("weights", lambda: h5py.SoftLink("/seed")), "a link to another place"),
     "external link among the metrics": (
         _link("metrics/init", lambda: h5py.ExternalLink("/etc/passwd", "x")),
-        "leads elsewhere",
+        "a link to another place",
     ),
     "external storage": (
         _replace("weights", shape=SHAPE, dtype="f4", external=[("raw", 0, h5py.h5f.UNLIMITED)]),
@@ -221,13 +221,13 @@ def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
 
 
 def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="found no such folder"):
         Population(tmp_path / "none.pop")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"there is no population.json in it"):
+    with pytest.raises(DataError, match=r"found a folder without population.json"):
         Population(tmp_path / "empty")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"there is no population.json in it"):
+    with pytest.raises(DataError, match=r"found a folder without population.json"):
         Population(tmp_path / "file")
 
 

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from weightscope import networks
-from weightscope.data.catalog import CATALOG, dataset_info
+from weightscope._util.recipes import recipes
+from weightscope.data.catalog import dataset_info
+from weightscope.data.registry import DATASETS
+from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
 from weightscope.training.engine import train_tile
 
@@ -38,7 +41,7 @@ def _build(recipe: Recipe) -> torch.nn.Module:
     return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 
-def test_the_promised_recipes_are_there() -> None:
+def test_the_expected_recipes_exist() -> None:
     assert set(RECIPES) >= EXPECTED
 
 
@@ -89,5 +92,32 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     assert not np.array_equal(tile.weights[0], tile.weights[1])
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_loaded_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Recipe.load(name) == Recipe.load(FOLDER / f"{name}.toml")
+    shipped = recipes()[name]
+    assert shipped.path.read_bytes() == (FOLDER / f"{name}.toml").read_bytes()
+    assert shipped.about in (FOLDER / f"{name}.toml").read_text().splitlines()[0]
+    assert len(shipped.about) > 20
+
+
+def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
+    assert set(recipes()) == set(RECIPES)
+    with pytest.raises(RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\?; or give the"):
+        Recipe.load("digits-convnet")
+    with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are cifar10-convmixer, .*digits-convnext"):
+        Recipe.load("mine")
+    for path in ("mine.toml", "folder/mine"):
+        with pytest.raises(RecipeError, match=f"cannot read the recipe {path}"):
+            Recipe.load(path)
+
+
+def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("digits-convnext").write_text((FOLDER / "digits-convnext.toml").read_text().replace("seed = 0", "seed = 5"))
+    assert Recipe.load("digits-convnext").population.seed == 5
+
+
 def test_recipes_name_data_sets_that_exist() -> None:
-    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(CATALOG)
+    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(DATASETS)

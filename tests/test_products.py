@@ -157,8 +157,8 @@ def test_every_family_equals_the_reference(family: families.Family) -> None:
             products(model)
         return
     found = products(model)
-    rows = {(row["layer"], row["part"], row["head"]): row for row in found.rows}
-    assert len(rows) == len(found.rows) == sum(2 * part.heads + 1 for part in parts)
+    rows = {(row["layer"], row["part"], row["head"]): row for row in found.records}
+    assert len(rows) == len(found.records) == sum(2 * part.heads + 1 for part in parts)
     for part in parts:
         q, k, v, o = (part.read(name).double().numpy() for name in "qkvo")
         total = np.zeros((part.width, part.width))
@@ -181,7 +181,7 @@ def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
     config = {"num_attention_heads": 3}
     sources = [model, model.state_dict(), tmp_path / "model.safetensors", Checkpoint(tmp_path / "vit.pt")]
     found = products(*sources, config=config, labels="abcd")
-    strip = [[{**row, "source": ""} for row in found.rows if row["source"] == label] for label in "abcd"]
+    strip = [[{**row, "source": ""} for row in found.records if row["source"] == label] for label in "abcd"]
     assert strip[0] == strip[1] == strip[2] == strip[3]
 
 
@@ -211,8 +211,8 @@ def test_default_initialisation_is_the_null() -> None:
     """|z| > 5 in one of 26 products has probability 1.5e-5."""
     torch.manual_seed(0)
     found = products(ViT(32, 8, 96, 2, 6, 5))
-    assert len(found.rows) == 26
-    assert max(abs(row["z"]) for row in found.rows) < 5
+    assert len(found.records) == 26
+    assert max(abs(row["z"]) for row in found.records) < 5
 
 
 @needs_vit
@@ -239,14 +239,14 @@ def test_spectra() -> None:
     whole = torch.linalg.svdvals(sum(v[h] @ o[h] for h in range(3))).numpy()
     for spectra, heads, layers in (("heads", True, False), ("all", True, True), ("none", False, False)):
         found = products(model, spectra=spectra)
-        assert len(found.spectra) == len(found.rows)
-        for row, spectrum in zip(found.rows, found.spectra, strict=True):
+        assert len(found.spectra) == len(found.records)
+        for row, spectrum in zip(found.records, found.spectra, strict=True):
             wanted = layers if row["head"] is None else heads
             assert (spectrum is not None) == (row["spectral_norm"] is not None) == wanted
         if layers:
             last = found.spectra[-1]
             np.testing.assert_allclose(last, whole, rtol=1e-6)
-            assert found.rows[-1]["effective_rank"] == pytest.approx((last**2).sum() ** 2 / (last**4).sum())
+            assert found.records[-1]["effective_rank"] == pytest.approx((last**2).sum() ** 2 / (last**4).sum())
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_folding_takes_the_gain_of_the_normalisation_that_attention_reads(name: 
     family = families.FAMILIES[name]
     model = family.build()
     norms = capture_norms(family, model)
-    found = {(r["name"], r["part"], r["head"]): r for r in products(model, fold_norms=True, biases=True).rows}
+    found = {(r["name"], r["part"], r["head"]): r for r in products(model, fold_norms=True, biases=True).records}
     parts = [part for part in attention(model) if part.kind == "self"]
     assert {part.name for part in parts} <= set(norms)
     for part in parts:
@@ -355,13 +355,13 @@ def test_average_over_positions_is_the_mean_of_the_products() -> None:
     np.testing.assert_allclose(found.corners[key], np.mean(one, 0), atol=1e-6)
     zero = products(model, labels=[label])
     np.testing.assert_array_equal(zero.corners[key], one[0])
-    assert products(model, rotary="average").rows != zero.rows
+    assert products(model, rotary="average").records != zero.records
 
 
 def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero() -> None:
     state = families.FAMILIES["hf-llama"].build().state_dict()
     config = {"num_attention_heads": 4, "rope_theta": 1e4, "model_type": "mystery"}
-    assert products(state, config=config).rows[0]["rotary"]
+    assert products(state, config=config).records[0]["rotary"]
     with pytest.raises(AnatomyError, match=r"'mystery'.*not known"):
         products(state, config=config, rotary="average")
     scaled = config | {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 4.0}}
@@ -370,37 +370,37 @@ def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero() -> Non
 
 
 def test_rotary_changes_nothing_without_rotation() -> None:
-    assert products(vit(), rotary="average").rows == products(vit()).rows
+    assert products(vit(), rotary="average").records == products(vit()).records
 
 
 def test_cross_attention_is_left_out_unless_asked_for() -> None:
     model = families.FAMILIES["torch-decoder"].build()
     found = products(model)
-    assert {row["kind"] for row in found.rows} == {"self"}
+    assert {row["kind"] for row in found.records} == {"self"}
     assert "cross-attention" in found.text()
     both = products(model, cross=True)
-    assert len(both.rows) == 2 * len(found.rows)
+    assert len(both.records) == 2 * len(found.records)
     assert "1 cross" in both.text()
-    both.figure("grid")
+    both.plot(view="grid")
 
 
 BAD_OPTIONS = {
     "no source": (lambda: products(), "at least one model"),
     "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected 1"),
-    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 different"),
+    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 unique names"),
     "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
     "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
     "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),
     "clip": (lambda: products(vit(), clip=0), "clip: expected"),
     "layer": (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of 0 to 1, found \[7\]"),
-    "view": (lambda: products(vit()).figure("pie"), "view: expected"),
-    "source": (lambda: products(vit()).figure(source="x"), "source: expected"),
-    "nothing kept": (lambda: products(vit(), clip=None).figure(), "clip=64"),
+    "view": (lambda: products(vit()).plot(view="pie"), "view: expected"),
+    "source": (lambda: products(vit()).plot(source="x"), "source: expected"),
+    "nothing kept": (lambda: products(vit(), clip=None).plot(), "clip=64"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_options_that_cannot_be_meant(case: str) -> None:
+def test_invalid_options_are_errors(case: str) -> None:
     call, message = BAD_OPTIONS[case]
     with pytest.raises(UsageError, match=message):
         call()
@@ -417,9 +417,9 @@ def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_p
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = products(tmp_path / "model.safetensors", config={"num_attention_heads": 3})
     assert found.sources[0].nonfinite == {"blocks.0.attn.qkv.weight": 5, "blocks.1.attn.proj.weight": 1}
-    bad = {(r["layer"], r["part"], r["head"]) for r in found.rows if not r["finite"]}
+    bad = {(r["layer"], r["part"], r["head"]) for r in found.records if not r["finite"]}
     assert bad == {(0, "qk", 0), (1, "vo", 1), (1, "vo", None)}
-    for row in found.rows:
+    for row in found.records:
         assert (row["beta"] is None) == (not row["finite"])
     assert found.count("qk").n == 5
     assert "warning:" in found.text()
@@ -437,8 +437,8 @@ def test_everything_nan() -> None:
             p.fill_(math.nan)
     found = products(model)
     assert "no finite product" in found.text()
-    found.figure("grid")
-    found.figure("depth")
+    found.plot(view="grid")
+    found.plot(view="depth")
 
 
 def test_a_model_without_attention() -> None:
@@ -470,12 +470,22 @@ def test_rows_are_flat_json_with_the_stated_names() -> None:
     assert [len(s) if s else None for s in written["spectra"]] == ([16] * 6 + [None]) * 2
 
 
+def test_results_are_for_further_work() -> None:
+    found = products(vit(), labels=["a"])
+    assert len(repr(found)) < 200
+    assert repr(found).startswith("<ProductsResult: 14 products of a; a: QK diagonal")
+    frame = found.to_pandas()
+    assert list(frame["beta"]) == [row["beta"] for row in found.records]
+    assert found._repr_html_().count("<tr>") == 15
+    assert frame["participation"].between(0, 1).all()
+
+
 def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
     found = products(vit(depth=3), vit(seed=1), mimetic_attention_(vit(seed=2)))
     assert [info.label for info in found.sources] == ["ViT", "ViT (2)", "ViT (3)"]
     assert "mean over" in found.text()
     assert found.count("qk", "ViT (3)").positive == 6
-    figure = found.figure()
+    figure = found.plot()
     lines = [[line for line in ax.lines if line.get_gid() == "mean"] for ax in figure.axes[:4]]
     assert [len(drawn) for drawn in lines] == [3] * 4
     np.testing.assert_allclose(
@@ -490,7 +500,7 @@ def test_the_grid_holds_the_products() -> None:
     model = vit()
     found = products(model, labels=["m"])
     q, k = (attention(model)[1].read(p).double() for p in "qk")
-    figure = found.figure("grid")
+    figure = found.plot(view="grid")
     images = [ax.images[0].get_array() for ax in figure.axes if ax.images]
     np.testing.assert_allclose(images[2 * 1 + 1], q[1] @ k[1].T, atol=1e-6)  # head 1 of layer 1
     assert len(images) == 2 * 4 + 1  # three heads and the layer's VO, two layers; the bar of colours

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, isolate, serving
+from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
 from safetensors.torch import save
 
 from weightscope.analysis.attention_products import products
@@ -33,7 +33,7 @@ def sharded() -> dict[str, bytes]:
 def hub(tmp_path, monkeypatch):
     isolate(monkeypatch, tmp_path / "cache")
     with serving(Hub(sharded())) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        connect(monkeypatch, hub.url)
         yield hub
 
 
@@ -60,16 +60,16 @@ def test_nothing_travels_twice_and_it_works_offline_afterwards(hub, monkeypatch)
     everything = products(SOURCE)
     assert len(hub.ranges()) == len(set(hub.ranges()))
     count = len(hub.requests)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    go_offline(monkeypatch)
     again = products(SOURCE, biases=True, fold_norms=False)
     assert again.sources[0].bytes_read == 0
     assert len(hub.requests) == count
-    assert [r["beta"] for r in again.rows] == [r["beta"] for r in everything.rows]
-    assert first.rows == [r for r in everything.rows if r["layer"] == 0]
+    assert [r["beta"] for r in again.records] == [r["beta"] for r in everything.records]
+    assert first.records == [r for r in everything.records if r["layer"] == 0]
 
 
 def test_a_layer_that_is_not_in_the_cache_is_said_to_be_missing_offline(hub, monkeypatch):
     products(SOURCE, layers=[0])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    go_offline(monkeypatch)
     with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids"):
         products(SOURCE, layers=[2])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from weightscope.errors import RecipeError
+from weightscope._util import toml
+from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import Range, Recipe
 
 GOOD = """
@@ -45,8 +46,10 @@ def test_a_recipe_survives_the_round_trip() -> None:
         ("[training]\nepochs = 1\nlearning_rate = []", "training.learning_rate: expected a finite number >= 0"),
         ("[training]\nepochs = 1\nlearning_rate = {low = 2.0, high = 1.0}", "low must not exceed high"),
         ("[training]\nepochs = 1\nspeed = 3", "training.speed: unknown key"),
+        ("[training]\nepochs = 1\nengine = 'jit'", "training.engine: input should be 'batched' or 'loop'"),
+        ("[training]\nepochs = 1\nengine = 'loop'\nkernels = 'compiled'", "engine 'loop' runs plain PyTorch"),
         ("[training]\nepochs = 1\nschedule = 'linear'", "training.schedule: input should be 'triangular'"),
-        ("[training]\nepochs = 1\n[data]\nname = 'digit'", "data.name: no data set 'digit'; there are digits"),
+        ("[training]\nepochs = 1\n[data]\nname = 'digit'", "data.name: no data set 'digit'; did you mean 'digits'"),
         ("[training]\nepochs = 1\n[data]\nname = 'digits'\ntrain = 5000", "train may be at most 1437"),
         ("[training]\nepochs = 1\n[population]\nnetworks = 0", "population.networks: input should be greater"),
         ("[training]\nepochs = 1\n[init]\nname = 'default'\nb = inf", "init.0: b must be finite"),
@@ -65,10 +68,14 @@ def test_errors_name_the_path_and_what_is_allowed(line: str, message: str) -> No
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        ("type = 'resnet'", "network: .*'convmixer'"),
+        ("type = 'resnet'", "network: no network type 'resnet'; there are 'convmixer', .*package.module:factory"),
+        ("width = 3", "network: type is missing; expected one of 'convmixer'"),
+        ("type = 'my_nets:Net'\nwidth = inf", "network: width must be finite"),
+        ("type = 'my_nets:Net'\nwidths = [1, nan]", r"network: widths\[1\] must be finite"),
+        ("type = 'my_nets:Net'\nsizes = {a = 1}", "network: sizes: expected a number, a text"),
         ("type = 'convnext'\nwidth = 16\ndepth = 4\npatch_size = 3", "must divide digits's 8 pixels"),
-        ("type = 'convnext'\nwidth = [8, 16]\ndepth = [1, 1]\npatch_size = 8", "reduces the image 16 times"),
-        ("type = 'convnext'\nwidth = [8, 16]\ndepth = 4", "one entry for each stage"),
+        ("type = 'convnext'\nwidth = [8, 16]\ndepth = [1, 1]\npatch_size = 8", "reduces the image by a factor of 16"),
+        ("type = 'convnext'\nwidth = [8, 16]\ndepth = 4", "one entry per stage"),
         ("type = 'vit'\nwidth = 10\ndepth = 1\nheads = 3", "heads must divide width"),
         ("type = 'convmixer'\nwidth = 4\ndepth = 2\nheads = 1", "network.heads: unknown key"),
     ],
@@ -91,3 +98,45 @@ def test_differences_show_both_values() -> None:
     other = recipe.replace({"training.epochs": 4, "population.networks": 16})
     assert recipe.differences(other) == ["population.networks: 8 -> 16", "training.epochs: 3 -> 4"]
     assert recipe.differences(recipe) == []
+
+
+OWN = """
+[network]
+type = "not_yet.written:network"
+widths = [4, 8]
+gain = 0.5
+[data]
+name = "not_yet.written:images"
+[init]
+name = "not_yet.written:initialiser"
+alpha = 2
+[training]
+epochs = 3
+engine = "loop"
+"""
+
+
+def test_references_are_parsed_without_importing_them() -> None:
+    recipe = Recipe.parse(OWN)
+    assert recipe.network.numbers == {"widths": [4, 8], "gain": 0.5}
+    assert recipe.init[0].parameters == {"alpha": 2}
+    assert Recipe.parse(recipe.to_dict()) == recipe
+    assert Recipe.parse(toml.dumps(recipe.to_dict())) == recipe
+
+
+def my_function() -> None:
+    """Stands for a network factory, a data set and an initialiser."""
+
+
+def test_callables_become_references() -> None:
+    here = f"{__name__}:my_function"
+    recipe = Recipe.parse(
+        {"network": {"type": my_function, "width": 3}, "data": my_function, "training": {"epochs": 1}}
+    )
+    assert (recipe.network.type, recipe.network.numbers, recipe.data.name) == (here, {"width": 3}, here)
+    other = recipe.replace({"init": [my_function, {"name": my_function, "a": 1}], "network": my_function})
+    assert [init.name for init in other.init] == [here, here]
+    assert other.init[1].parameters == {"a": 1}
+    assert other.network.numbers == {}
+    with pytest.raises(UsageError, match="with a name of its own"):
+        recipe.replace({"init": lambda module, *, generator: module})

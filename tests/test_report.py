@@ -1,4 +1,4 @@
-"""The report: one file, nothing from outside, everything escaped, and no number without the file that it is in."""
+"""The report: self-contained, everything escaped, and every number from a file."""
 
 import base64
 import json
@@ -51,7 +51,7 @@ class Parsed(HTMLParser):
 
 
 class Figure:
-    """Something with `savefig` that is no matplotlib figure."""
+    """Something with `savefig` that is not a matplotlib figure."""
 
     def savefig(self, file: Any, **options: Any) -> None:
         assert options["format"] == "png"
@@ -98,7 +98,7 @@ def everything() -> Report:
     return report
 
 
-def test_the_page_is_well_formed_and_brings_everything_along(folder: Path) -> None:
+def test_the_page_is_well_formed_and_self_contained(folder: Path) -> None:
     page = parsed(everything(), folder)
     assert {"script", "link", "iframe", "object", "form"}.isdisjoint(tag for tag, _ in page.tags)
     assert len(page.all("img")) == 2
@@ -170,7 +170,7 @@ def test_values_that_are_no_finite_numbers_say_so(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (Number("bench/none.json", "/a"), "none.json: the report takes numbers from it, but: No such file"),
+        (Number("bench/none.json", "/a"), "none.json: cannot read this source of the report: No such file"),
         (Number(SOURCE, "/summary/2/mean"), "nothing at /summary/2/mean: no '2' in 2 rows"),
         (Number(SOURCE, "/summary/-1/mean"), "no '-1' in 2 rows"),
         (Number(SOURCE, "/summary/0/median"), "no 'median' in {'init': 'default'"),
@@ -203,7 +203,7 @@ def test_rows_of_a_file_must_be_rows(folder: Path) -> None:
 
 def test_a_source_that_is_missing_stops_the_report(folder: Path) -> None:
     report = Report("t").figure(PNG, "c", alt="a", source="gone.npz")
-    with pytest.raises(DataError, match=r"gone\.npz: the report names it as a source, but it is not there"):
+    with pytest.raises(DataError, match=r"gone\.npz: a source of the report, not found"):
         report.save(folder / "report.html")
     assert not (folder / "report.html").exists()
 
@@ -240,7 +240,7 @@ def test_pictures_are_checked(tmp_path: Path) -> None:
         report.figure("a.pdf", "c", alt="a", source="a")
     with pytest.raises(UsageError, match="expected a figure, PNG bytes or a path, found int"):
         report.figure(3, "c", alt="a", source="a")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="needs this picture, but: No such file"):
+    with pytest.raises(DataError, match="cannot read this picture of the report: No such file"):
         report.figure(tmp_path / "none.png", "c", alt="a", source="a")
     with pytest.raises(DataError, match="expected a PNG picture, found bytes that begin with b'GIF89a'"):
         report.figure(b"GIF89a", "c", alt="a", source="a")
@@ -253,7 +253,7 @@ def test_other_bad_parts_are_refused(folder: Path) -> None:
         Report("t").table([], {}, "c", source="a")
     with pytest.raises(UsageError, match="row 1 lacks x; it has y"):
         Report("t").table([{"x": 1}, {"y": 1}], {"x": "X"}, "c", source="a")
-    with pytest.raises(UsageError, match="expected the file that this comes from, found none"):
+    with pytest.raises(UsageError, match="expected the file that the values come from, found none"):
         Report("t").table([{"x": 1}], {"x": "X"}, "c")
     with pytest.raises(UsageError, match="format: 'd' does not suit"):
         Report("t").text(Number(SOURCE, "/summary/0/mean", "d")).save(folder / "r.html")
@@ -293,13 +293,12 @@ def test_reports_are_made_without_heavy_imports() -> None:
         ),
         (
             {"difference": 0.0025, "ci95": (-0.004, 0.009), "p": 0.44, "n": 64},
-            "no significant difference: +0.2 percentage points (p = 0.44, 64 paired seeds); "
-            "the data are compatible with anything from -0.4 to +0.9 percentage points",
+            "no significant difference: +0.2 percentage points (95 % CI -0.4 to +0.9, p = 0.44, 64 paired seeds)",
         ),
         (
             {"difference": 0.01, "ci95": (0.001, 0.019), "p": 0.09},
-            "no significant difference after correction for several comparisons: +1.0 percentage points, "
-            "95 % CI +0.1 to +1.9 on its own, p = 0.09",
+            "no significant difference after correction for multiple comparisons: +1.0 percentage points "
+            "(uncorrected 95 % CI +0.1 to +1.9, p = 0.09)",
         ),
         (
             {"difference": 12.0, "ci95": (2.0, 22.0), "p": 0.0, "unit": "nats"},
@@ -309,9 +308,9 @@ def test_reports_are_made_without_heavy_imports() -> None:
         ({"difference": None, "ci95": None, "p": None}, "the reference of the comparison"),
         (
             {"difference": 0.02, "ci95": (-float("inf"), float("inf")), "p": float("nan"), "n": 1},
-            "cannot be judged: one seed has no confidence interval",
+            "cannot be judged: no confidence interval with one seed",
         ),
-        ({"difference": 0.02, "ci95": None, "p": None}, "cannot be judged: there is no confidence interval"),
+        ({"difference": 0.02, "ci95": None, "p": None}, "cannot be judged: no confidence interval"),
     ],
 )
 def test_verdicts_claim_what_the_numbers_do(arguments: dict[str, Any], words: str) -> None:
@@ -319,9 +318,9 @@ def test_verdicts_claim_what_the_numbers_do(arguments: dict[str, Any], words: st
 
 
 def test_verdicts_of_nonsense_are_refused() -> None:
-    with pytest.raises(UsageError, match="given as a fraction between -1 and 1, found 2"):
+    with pytest.raises(UsageError, match="expected a fraction between -1 and 1 for percentage points, found 2"):
         verdict(2.1, (1.5, 2.7), 0.01)
-    with pytest.raises(UsageError, match="expected a difference within its interval"):
+    with pytest.raises(UsageError, match="expected a value within its interval"):
         verdict(0.1, (0.2, 0.3), 0.01)
 
 

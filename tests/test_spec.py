@@ -19,7 +19,7 @@ shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1
 def test_unpack_inverts_pack_exactly(sizes: list[tuple[int, ...]]) -> None:
     spec = WeightSpec(TensorSpec(f"t{i}", shape) for i, shape in enumerate(sizes))
     rng = np.random.default_rng(0)
-    tensors = {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in spec.tensors}
+    tensors = {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in spec}
     vector = spec.pack(tensors)
     assert vector.shape == (spec.size,)
     for name, value in spec.unpack(vector).items():
@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_named() -> None:
         SPEC.pack({"a.weight": np.zeros((2, 3)), "s": np.zeros(()), "b": np.zeros(1)})
     with pytest.raises(SpecError, match="expected vectors of length 9, found 8"):
         SPEC.unpack(np.zeros(8))
-    with pytest.raises(SpecError, match="stands twice"):
+    with pytest.raises(SpecError, match="`a` is duplicated"):
         WeightSpec([TensorSpec("a", (1,)), TensorSpec("a", (2,))])
     for bad in ("x", "{}", '[["a"]]', '[["a", [-1], "parameter"]]', '[["a", [1], "weight"]]', "[" * 5000):
         with pytest.raises(SpecError):
@@ -54,9 +54,9 @@ def test_select_keeps_the_order_and_refuses_patterns_without_a_match() -> None:
     assert SPEC.select("s,a.w*").names == ("a.weight", "s")
     assert SPEC.select("*", role="statistic").names == ("s",)
     assert SPEC.columns(SPEC.select("a.bias,s")).tolist() == [6, 7, 8]
-    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; the names are `a.weight`, `a.bias`, `s`"):
+    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; the 3 names are `a.weight`, `a.bias`, `s`"):
         SPEC.select("a.*,b*")
-    with pytest.raises(UsageError, match="no tensor of role"):
+    with pytest.raises(UsageError, match=r"expected tensors of role 'statistic', found none that match 'a.bias'"):
         SPEC.select("a.bias", role="statistic")
 
 
@@ -65,7 +65,7 @@ def test_the_spec_of_a_module_names_statistics_and_leaves_out_ties_and_counters(
     module[2].weight = module[0].weight
     spec = WeightSpec.of(module)
     assert spec.names == ("0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var")
-    assert [t.role for t in spec.tensors][-2:] == ["statistic", "statistic"]
+    assert [t.role for t in spec][-2:] == ["statistic", "statistic"]
 
 
 def test_differences_name_every_tensor() -> None:
@@ -75,4 +75,31 @@ def test_differences_name_every_tensor() -> None:
     assert "`b`: not expected" in text
     assert "`a.weight`: expected (2, 3) parameter, found (3, 2) parameter" in text
     assert SPEC.differences(SPEC) == []
-    assert SPEC.differences(WeightSpec(reversed(SPEC.tensors))) == ["the same tensors in another order"]
+    assert SPEC.differences(WeightSpec(reversed(SPEC.tensors))) == ["expected the same tensors in another order"]
+
+
+def test_a_spec_is_iterated_indexed_and_searched() -> None:
+    assert [t.name for t in SPEC] == list(SPEC.names)
+    assert list(SPEC) == list(SPEC.tensors)
+    assert len(SPEC) == 3
+    assert "a.bias" in SPEC
+    assert TensorSpec("a.bias", (2,)) in SPEC
+    assert "a" not in SPEC
+    assert TensorSpec("a.bias", (3,)) not in SPEC
+    assert SPEC["a.bias"].shape == (2,)
+    assert SPEC.matching(["s", "*.weight"]) == ["a.weight", "s"]
+    for name in ("a.bais", 0):
+        with pytest.raises(SpecError, match=rf"no tensor {name!r} in this spec of 3: `a\.(bias|weight)`"):
+            SPEC[name]
+    with pytest.raises(SpecError, match=r"this spec of 3: `a.bias`, `a.weight`, `s`"):
+        SPEC["a.bais"]
+    with pytest.raises(UsageError, match="expected a pattern"):
+        SPEC.matching("")
+
+
+def test_the_repr_of_a_spec_is_short() -> None:
+    many = WeightSpec(TensorSpec(f"layers.{i}.weight", (4, 4)) for i in range(1000))
+    assert repr(many) == (
+        "<WeightSpec: 1000 tensors, D=16000: `layers.0.weight`, `layers.1.weight`, `layers.2.weight`, "
+        "`layers.3.weight` and 996 more>"
+    )

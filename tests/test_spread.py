@@ -89,7 +89,7 @@ def test_a_cluster_without_workers_is_not_waited_for_without_end(monkeypatch: py
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     options = {"backend": "dask", "workers": None, "gpu": False}
-    with pytest.raises(UsageError, match="give the address of its scheduler"):
+    with pytest.raises(UsageError, match="expected the address of a scheduler"):
         list(spread(print, [0], scheduler=None, **options))
-    with pytest.raises(WeightscopeError, match="no scheduler answers at nonsense://x"):
+    with pytest.raises(WeightscopeError, match="cannot connect to the scheduler at nonsense://x"):
         list(spread(print, [0], scheduler="nonsense://x", **options))

@@ -1,5 +1,7 @@
 """One contract for every structure: a new one adds a row to CASES."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import references_statistics as naive
@@ -8,7 +10,18 @@ from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.structures import STRUCTURES, Dense, Diagonal, GroupMeans, Isotropic, Kronecker, LowRank, named
+from weightscope.statistics.shrinkage import ledoit_wolf_of_rows
+from weightscope.structures import (
+    STRUCTURES,
+    Dense,
+    Diagonal,
+    GroupMeans,
+    Isotropic,
+    Kronecker,
+    LowRank,
+    structure_class,
+    structure_reference,
+)
 from weightscope.structures.base import fit_mean
 
 MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight", (3, 4))])
@@ -119,6 +132,21 @@ def test_order_of_networks_changes_nothing(cls, options, spec, fitted):
 
 
 @contract
+def test_streaming_equals_fitting_at_once(cls, options, spec, fitted):
+    data = data_of(spec)
+    accumulator = cls.accumulator(spec, **options)
+    for part in np.split(data, [1, 9, 30]):
+        rows = part.copy()
+        accumulator.update(rows)
+        rows[...] = np.nan  # a block belongs to the caller again
+    streamed = accumulator.finish()
+    assert (streamed.parameters, streamed.diagnostics.keys()) == (fitted.parameters, fitted.diagnostics.keys())
+    np.testing.assert_allclose(streamed.mean, fitted.mean, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(streamed.covariance(), fitted.covariance(), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(streamed.log_prob(data), fitted.log_prob(data), rtol=1e-11, atol=1e-9)
+
+
+@contract
 def test_scaling_the_weights_scales_the_structure(cls, options, spec, fitted):
     again = cls.fit(100.0 * data_of(spec), spec, **options)
     np.testing.assert_allclose(again.covariance(), 1e4 * fitted.covariance(), rtol=1e-6, atol=1e-2)
@@ -134,6 +162,20 @@ def test_damaged_arrays_are_refused(cls, fitted, spec):
             cls.from_tensors(good | {name: np.full_like(array, np.nan)}, spec)
         with pytest.raises(DataError, match="expected the shape"):
             cls.from_tensors(good | {name: array[..., None]}, spec)
+
+
+@pytest.mark.parametrize("cls", [Isotropic, Diagonal, GroupMeans, Dense])
+def test_accumulators_do_not_grow_with_the_number_of_networks(cls):
+    spec = WeightSpec([TensorSpec("w", (5, 8))])
+    accumulator, sizes = cls.accumulator(spec), []
+    tracemalloc.start()
+    for seed in range(60):
+        accumulator.update(np.random.default_rng(seed).standard_normal((100, 40)))
+        sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert not cls.needs_samples
+    assert sizes[-1] < sizes[9] + 20_000  # the 50 blocks between them hold 1.6 MB
+    accumulator.finish()
 
 
 @pytest.mark.parametrize("cls", [Isotropic, Diagonal, Dense, GroupMeans, LowRank, Kronecker])
@@ -161,9 +203,33 @@ def test_bad_data(cls):
 
 
 def test_registry():
-    assert named("dense") is Dense
+    assert list(STRUCTURES) == ["isotropic", "group_means", "diagonal", "kronecker", "low_rank", "dense"]
+    assert structure_class("dense") is structure_class(Dense) is Dense
+    assert structure_class("low-rank") is LowRank
+    assert structure_class("weightscope.structures.dense:Dense") is Dense
+    assert structure_reference(Dense) == "dense"
     with pytest.raises(UsageError, match="no structure 'full'; there are isotropic, group_means, diagonal"):
-        named("full")
+        structure_class("full")
+    for wrong in (dict, "collections:OrderedDict", 3):
+        with pytest.raises(UsageError, match="expected a subclass of weightscope"):
+            structure_class(wrong)
+
+
+def test_dense_from_moments_equals_dense_from_samples():
+    """The intensity for several tensors of different scales, whose fourth moments are accumulated about a pilot."""
+    spec = WeightSpec([TensorSpec("a", (3, 4)), TensorSpec("b", (5,)), TensorSpec("c", (2, 2))])
+    data = data_of(spec, 50) * np.repeat([1e-2, 1.0, 30.0], [12, 5, 4])
+    data[:, :12] += 0.05 - data[:, :12].mean(axis=0)  # one mean for all entries of `a`
+    fitted = Dense.fit(data, spec)
+    rows = data - fitted.mean
+    scale = np.concatenate([np.full(s.stop - s.start, np.sqrt(np.mean(rows[:, s] ** 2))) for s in spec.slices.values()])
+    shrunk = ledoit_wolf_of_rows(rows / scale)
+    assert fitted.diagnostics["mean"]["a"] == "scalar"
+    assert 0.01 < shrunk.intensity < 0.99
+    assert fitted.diagnostics["shrinkage"] == pytest.approx(shrunk.intensity, rel=1e-10)
+    expected = (1 - shrunk.intensity) * rows.T @ rows / 50 + np.diag(shrunk.intensity * shrunk.target * scale**2)
+    scales = np.outer(scale, scale)
+    np.testing.assert_allclose(fitted.covariance() / scales, expected / scales, atol=1e-11)
 
 
 @pytest.mark.parametrize("n", [25, 200])

@@ -271,3 +271,17 @@ def test_an_error_inside_leaves_torch_as_it_was():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def halved(module, *, generator):
+    with torch.no_grad():
+        module.head.weight.mul_(0.5)
+    return module
+
+
+def test_joined_and_own_initialisers_are_named():
+    model = vit()
+    with track(model) as t:
+        wi.compose("mimetic_attention", halved)(model, generator=generator())
+    assert t.initialised == dict.fromkeys(ATTENTION, "mimetic_attention_") | {"head.weight": "halved"}
+    assert t.overwritten == ()

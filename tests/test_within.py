@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import Within, covariance_within, filter_covariances, skeleton
+from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -27,6 +28,7 @@ from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum, separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
@@ -74,14 +76,18 @@ def test_filters_of_every_family_equal_numpy(family: str) -> None:
     found = covariance_within(model)
     parts = depthwise(model)
     assert len(found.layers) == len(parts) == families.FAMILIES[family].parts["depthwise"]
-    for layer, part, row in zip(found.layers, parts, filter_covariances(model), strict=True):
-        samples = part.read().numpy().reshape(part.channels, -1)
-        agree(layer, samples)
+    for layer, part in zip(found.layers, parts, strict=True):
+        agree(layer, part.read().numpy().reshape(part.channels, -1))
         assert (layer.name, layer.stage, layer.shape) == (part.name, part.stage, (1, *part.kernel))
+    if any(part.ndim == 1 for part in parts):
+        with pytest.raises(UsageError, match="two-dimensional filters, found 1-D"):
+            filter_distributions(model)
+        return
+    for layer, part, row in zip(found.layers, parts, filter_distributions(model), strict=True):
         np.testing.assert_array_equal(row.covariance, layer.moments.covariance)
-        np.testing.assert_array_equal(row.mean, layer.moments.mean)
-        assert (row.name, row.stage, row.kernel, row.count) == (part.name, part.stage, part.kernel, part.channels)
-        assert row.excluded == 0
+        np.testing.assert_array_equal(row.mean, layer.moments.mean.reshape(part.kernel))
+        assert (row.name, row.stage, row.kernel, row.count) == (part.name, part.stage, part.kernel[0], part.channels)
+        assert row.depth == layer.relative_depth
 
 
 @pytest.mark.parametrize("family", MATRICES)
@@ -89,8 +95,10 @@ def test_filters_of_every_family_equal_numpy(family: str) -> None:
 def test_rows_and_columns_of_every_family_equal_numpy(family: str, part: str) -> None:
     model = families.FAMILIES[family].build()
     found = covariance_within(model, part=part)
-    wanted = [(p.layer, name, p.read(name).numpy()) for p in mlps(model) for name in p.names]
+    labels = {"w1": "fc1", "w2": "fc2"}
+    wanted = [(p.layer, labels.get(name, name), p.read(name).numpy()) for p in mlps(model) for name in p.names]
     assert len(found.layers) == len(wanted)
+    assert {"fc1", "fc2"} <= set(found.groups) <= {"fc1", "fc2", "gate"}
     for layer, (number, name, matrix) in zip(found.layers, wanted, strict=True):
         samples = matrix if part == "mlp-rows" else matrix.T
         assert (layer.layer, layer.group, layer.shape) == (number, name, (samples.shape[1],))
@@ -235,7 +243,7 @@ def test_skeletons_have_the_shapes_and_default_weights() -> None:
         rows = covariance_within(model, skeleton(model, part), part=part)
         first, second = (rows.of(label) for label in rows.labels)
         assert [(x.name, x.group, x.shape) for x in first] == [(x.name, x.group, x.shape) for x in second]
-    with pytest.raises(UsageError, match="expected one of filters, mlp-rows"):
+    with pytest.raises(UsageError, match="expected one of 'filters', 'mlp-rows'"):
         skeleton(model, "heads")
     with pytest.raises(AnatomyError, match="expected MLPs"):
         skeleton(convmixer(), "mlp-rows")
@@ -268,12 +276,25 @@ def test_weights_that_are_not_finite_are_counted_and_the_rest_is_drawn(tmp_path:
     for picture in ("maps", "depth", "samples"):
         found.plot(tmp_path / f"{picture}.png", picture)
         assert (tmp_path / f"{picture}.png").stat().st_size > 5_000
-    with pytest.raises(DataError, match=r"at least 2 finite samples, found 0"):
-        filter_covariances(model)
+    with pytest.raises(DataError, match=r"2 of 12 filters hold NaN or infinity"):
+        filter_distributions(model)
     for part in depthwise(model):
         part.write(torch.full_like(part.read(), math.nan))
+    with pytest.raises(DataError, match=r"at least 2 finite samples, found 0"):
+        filter_distributions(model)
     with pytest.raises(DataError, match="ConvMixer: no layer has 2 finite samples"):
         covariance_within(model)
+
+
+def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_arrays() -> None:
+    with pytest.raises(UsageError, match="expected square filters of odd size, found 4 x 4"):
+        filter_distributions(torch.nn.Conv2d(8, 8, 4, groups=8))
+    with pytest.raises(UsageError, match="expected square filters of odd size, found 3 x 5"):
+        filter_distributions(torch.nn.Conv2d(8, 8, (3, 5), groups=8))
+    (found,) = filter_distributions(torch.nn.Conv2d(8, 8, 3, groups=8))
+    assert (found.depth, found.stage, found.kernel, found.count) == (0.0, 0, 3, 8)
+    with pytest.raises(DataError, match=r"expected a mean of shape \(5, 5\), found \(3, 3\)"):
+        replace(found, kernel=5)
 
 
 def test_dead_filters_are_counted() -> None:
@@ -291,19 +312,19 @@ def test_dead_filters_are_counted() -> None:
     ("arguments", "options", "error", "match"),
     [
         ((), {}, UsageError, "at least one network"),
-        (("model",), {"part": "heads"}, UsageError, "expected one of filters, mlp-rows"),
-        (("model",), {"keep": 0}, UsageError, "keep: expected at least 1, found 0"),
+        (("model",), {"part": "heads"}, UsageError, "expected one of 'filters', 'mlp-rows'"),
+        (("model",), {"keep": 0}, UsageError, "keep: expected an integer >= 1, found 0"),
         (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1"),
-        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected different ones"),
+        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected unique names"),
         (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
         (("vit",), {}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
         (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
         (("missing.pth",), {}, DataError, "missing.pth.*no such file"),
-        ((3,), {}, AnatomyError, "int: expected a module or a mapping"),
+        ((3,), {}, AnatomyError, "int: expected a module, a mapping"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error(arguments: tuple, options: dict, error: type, match: str) -> None:
+def test_invalid_arguments_are_errors(arguments: tuple, options: dict, error: type, match: str) -> None:
     known = {"model": convmixer(), "vit": ViT(16, 4, 24, 2, 3, 5)}
     with pytest.raises(error, match=match):
         covariance_within(*(known.get(a, a) for a in arguments), **options)
@@ -318,15 +339,15 @@ def test_one_filter_is_no_sample() -> None:
 
 def test_pictures_that_cannot_be_drawn_are_errors(tmp_path: Path) -> None:
     found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part="mlp-rows", keep=10)
-    with pytest.raises(UsageError, match="no images"):
+    with pytest.raises(UsageError, match="rows are not images"):
         found.plot(tmp_path / "a.png", "samples")
     with pytest.raises(UsageError, match="no covariance was kept"):
         found.plot(tmp_path / "a.png", "maps")
-    with pytest.raises(UsageError, match="expected one of maps, depth, samples"):
+    with pytest.raises(UsageError, match="expected one of 'maps', 'depth', 'samples'"):
         found.plot(tmp_path / "a.png", "heads")
-    with pytest.raises(UsageError, match=r"written as \.npz"):
+    with pytest.raises(UsageError, match=r"ends in \.npz"):
         found.save_matrix(tmp_path / "a.npy")
-    with pytest.raises(UsageError, match="no network 'b'"):
+    with pytest.raises(UsageError, match=r"label: expected one of .*found 'b'"):
         found.of("b")
 
 
@@ -358,9 +379,39 @@ def test_every_part_has_its_pictures(part: str, picture: str, tmp_path: Path) ->
     assert found.text()
 
 
-def test_public_names() -> None:
-    assert weightscope.covariance_within is covariance_within
-    assert isinstance(weightscope.covariance_within(convmixer()), Within)
+def test_results_are_for_further_work() -> None:
+    found = weightscope.covariance([convmixer(), convmixer(1)], labels=["a", "b"])
+    assert isinstance(found, NetworkCovariances)
+    frame = found.to_pandas()
+    assert list(frame["source"]) == ["a"] * 3 + ["b"] * 3
+    assert list(frame["variance"]) == [layer.statistics["variance"] for layer in found.layers]
+    assert repr(found) == "<NetworkCovariances: filters of a, b, 6 layers>"
+    assert found._repr_html_().count("<tr>") == 7
+    assert found.plot(picture="depth").axes
+
+
+def test_the_share_of_a_kronecker_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    convolution = torch.nn.Conv2d(400, 400, 3, groups=400)
+    roots = torch.randn(2, 3, 3, generator=generator)
+    with torch.no_grad():
+        convolution.weight[:, 0] = roots[0] @ torch.randn(400, 3, 3, generator=generator) @ roots[1]
+    (layer,) = covariance_within(convolution, separability=39).layers
+    share = kronecker_sum(layer.moments.covariance, same=False)
+    assert layer.statistics["kronecker"] == share.explained > 0.97  # sampling noise of 400 filters
+    wanted = explained_variance(layer.moments.covariance, share.matrix(), diagonal=False)
+    assert layer.statistics["kronecker_dependence"] == wanted > 0.95
+    direct = separability_test(depthwise(convolution)[0].read().numpy(), draws=39, seed=0)
+    assert layer.statistics["separability_ratio"] == pytest.approx(direct.ratio) == pytest.approx(1, abs=0.75)
+    assert layer.separability.p_value == direct.p_value
+    with torch.no_grad():
+        convolution.weight[:200, 0] = torch.eye(3) * torch.randn(200, 1, 1, generator=generator)
+    found = covariance_within(convolution, separability=39)
+    assert found.layers[0].statistics["separability_p"] == 1 / 40  # a mixture is not separable
+    assert found.layers[0].statistics["separability_ratio"] > 10
+    assert "p(A(x)B)" in found.text()
+    assert covariance_within(convolution).layers[0].separability is None
+    assert covariance_within(ViT(16, 4, 24, 1, 3, 5), part="patch").layers[0].kronecker is None  # three channels
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -408,13 +459,13 @@ def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("options", "code", "match"),
     [
-        (("--part", "heads"), 2, "expected one of filters"),
+        (("--part", "heads"), 2, "expected one of 'filters'"),
         (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
         (("--select", "*"), 2, "--select: for one population's folder alone"),
         (("--fold-norms", "--means"), 2, "--fold-norms, --means"),
         (("--network", "1"), 2, "--network: chooses within a population"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
-        (("--picture", "heads"), 2, "picture: expected one of maps"),
+        (("--picture", "heads"), 2, "picture: expected one of 'maps'"),
         (("nothing.pth",), 3, "no such file"),
     ],
 )
@@ -450,8 +501,8 @@ def test_the_command_looks_into_one_network_of_a_population(tmp_path: Path, caps
 
 
 def test_maps_are_in_block_form_with_limits_printed() -> None:
-    found = filter_covariances(convmixer())
-    panels = [plots.Panel(row.covariance, row.name, (1, *row.kernel)) for row in found]
+    found = filter_distributions(convmixer())
+    panels = [plots.Panel(row.covariance, row.name, (1, row.kernel, row.kernel)) for row in found]
     figure = plots.covariance_page([panels, [None, plots.Panel(None, "damaged", reason="not finite")]])
     shown = [ax.images[0] for ax in figure.axes if ax.images]
     assert len(shown) == 3
@@ -460,7 +511,7 @@ def test_maps_are_in_block_form_with_limits_printed() -> None:
         assert image.norm(0.0) == 0.5  # zero is in the middle of the colours
         assert -image.norm.vmin == image.norm.vmax >= np.quantile(np.abs(row.covariance), 0.98)
     limits = [t for t in figure.texts if t.get_gid() == "limit"]
-    assert [t.get_text() for t in limits[:3]] == [f"±{plots._text.number(image.norm.vmax)}" for image in shown]
+    assert [t.get_text() for t in limits[:3]] == [f"±{plots.typography.number(image.norm.vmax)}" for image in shown]
     assert "not\nfinite" in [t.get_text().replace(" ", "\n") for ax in figure.axes for t in ax.texts]
 
 

@@ -1,7 +1,6 @@
-"""weightscope: the distribution of trained weights, and initialisers made from it.
+"""weightscope: populations of trained networks, the structure of their weights, and initialisers made from it.
 
-The public names below are imported when they are first used, so `import weightscope` needs neither torch nor
-matplotlib nor h5py.
+The public names are imported on first use, so `import weightscope` does not import torch, matplotlib or h5py.
 """
 
 import importlib
@@ -10,25 +9,29 @@ from typing import TYPE_CHECKING, Any
 from weightscope._version import __version__
 
 if TYPE_CHECKING:
-    from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
-    from weightscope.analysis.within_network import covariance_within
+    from weightscope.analysis.covariances import covariance
+    from weightscope.analysis.inspection import inspect
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
+    from weightscope.cli.catalogue import catalogue
+    from weightscope.data import Dataset
     from weightscope.fitting.network import fit_network
     from weightscope.fitting.population import fit
     from weightscope.fitting.source import fit_init
     from weightscope.init import load_init
-    from weightscope.population import Population
+    from weightscope.population import Population, export
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.statistics.moments import Moments
     from weightscope.training.collection import collect
 
+# Public name -> "module" that has it under the same name, or "module:other_name".
 _HOMES = {
     "Checkpoint": "checkpoint",
+    "Dataset": "data",
     "Moments": "statistics.moments",
     "Population": "population",
     "Recipe": "recipe",
@@ -37,12 +40,14 @@ _HOMES = {
     "attention_maps": "analysis.attention_maps",
     "audit": "auditing",
     "bench": "benchmarking",
+    "catalogue": "cli.catalogue",
     "collect": "training.collection",
-    "covariance": "analysis.across_networks",
-    "covariance_within": "analysis.within_network",
+    "covariance": "analysis.covariances",
+    "export": "population",
     "fit": "fitting.population",
     "fit_init": "fitting.source",
     "fit_network": "fitting.network",
+    "inspect": "analysis.inspection",
     "load_init": "init",
     "products": "analysis.attention_products",
     "track": "auditing",
@@ -50,6 +55,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpoint",
+    "Dataset",
     "Moments",
     "Population",
     "Recipe",
@@ -59,12 +65,14 @@ __all__ = [
     "attention_maps",
     "audit",
     "bench",
+    "catalogue",
     "collect",
     "covariance",
-    "covariance_within",
+    "export",
     "fit",
     "fit_init",
     "fit_network",
+    "inspect",
     "load_init",
     "products",
     "track",
@@ -78,4 +86,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'weightscope' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"weightscope.{_HOMES[name]}"), name)
+    module, _, other = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(f"weightscope.{module}"), other or name)

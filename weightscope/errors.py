@@ -1,7 +1,7 @@
-"""Errors that say what was expected, what was found, where, and what to do.
+"""Errors. Messages say what was expected, what was found, where, and what to do.
 
-Every error that a user can cause derives from `WeightscopeError` and carries the exit code that the
-command line answers with. Anything else that reaches the user is a bug.
+Every error that a user can cause derives from `WeightscopeError` and carries the command line's exit code. Any other
+exception is a bug.
 """
 
 
@@ -12,30 +12,30 @@ class WeightscopeError(Exception):
 
 
 class UsageError(WeightscopeError, ValueError):
-    """An argument, an option or a name that cannot be meant (exit code 2)."""
+    """Invalid argument, option or name (exit code 2)."""
 
     exit_code = 2
 
 
 class RecipeError(UsageError):
-    """A recipe that does not parse or does not make sense; names the field's path (exit code 2)."""
+    """Invalid recipe; names the field's path (exit code 2)."""
 
 
 class DataError(WeightscopeError):
-    """A file, a tensor or a data set that is missing, damaged or of the wrong kind (exit code 3)."""
+    """Missing, damaged or unsuitable file, tensor or data set (exit code 3)."""
 
     exit_code = 3
 
 
 class SpecError(DataError):
-    """Tensors that do not fit a `WeightSpec`; names the tensors (exit code 3)."""
+    """Tensors that differ from a `WeightSpec`; names the tensors (exit code 3)."""
 
 
 class AnatomyError(DataError):
-    """A model that has no part of the wanted kind; lists what was found (exit code 3)."""
+    """A model without parts of the requested kind; lists what was found (exit code 3)."""
 
 
 class Resumable(WeightscopeError):
-    """Work stopped early in a valid state; the same command goes on from there (exit code 4)."""
+    """Work stopped early in a valid state; run the same command again to resume (exit code 4)."""
 
     exit_code = 4

@@ -1,21 +1,20 @@
-"""`WeightSpec`: the one description of how a network's tensors lie in a flat vector.
+"""`WeightSpec`: names and shapes of a network's tensors, and their places in a flat weight vector.
 
-A weight vector of a network with D numbers is the concatenation of its tensors, each flattened in
-row-major order, in the order of the spec. `pack` and `unpack` are exact inverses; both refuse a missing,
-misshapen or unknown tensor, because a vector of the wrong length is the most expensive bug of this field.
+The weight vector (D,) of a network is the concatenation of its tensors in the order of the spec, each flattened in
+row-major order. `pack` and `unpack` are exact inverses. A missing, misshapen or unknown tensor is an error.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from weightscope._util.names import listing, matching, nearest_first
 from weightscope.errors import SpecError, UsageError
 
 Role = Literal["parameter", "statistic"]
@@ -27,7 +26,7 @@ class TensorSpec:
 
     Attributes:
         name: its key in the state dict.
-        shape: its shape; `()` for a scalar.
+        shape: `()` for a scalar.
         role: `"parameter"` (trained) or `"statistic"` (a normalisation layer's running mean or variance).
     """
 
@@ -37,7 +36,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise SpecError("a tensor needs a name, found an empty one")
+            raise SpecError("a tensor needs a name, found an empty string")
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in self.shape):
             raise SpecError(f"`{self.name}`: expected a shape of integers >= 0, found {self.shape}")
         if self.role not in get_args(Role):
@@ -51,12 +50,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """The frozen, ordered list of a network's tensors; offsets into the flat vector are derived.
+    """An immutable, ordered list of a network's tensors, with their slices of the flat weight vector.
+
+    Iterating gives the `TensorSpec`s; `spec[name]` is one of them, and `name in spec` tells whether it exists.
 
     Example:
         >>> spec = WeightSpec([TensorSpec("fc.weight", (2, 3)), TensorSpec("fc.bias", (2,))])
         >>> spec.size, spec.slices["fc.bias"]
         (8, slice(6, 8, None))
+        >>> [t.shape for t in spec]
+        [(2, 3), (2,)]
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -66,15 +69,15 @@ class WeightSpec:
         seen: set[str] = set()
         for tensor in self.tensors:
             if tensor.name in seen:
-                raise SpecError(f"`{tensor.name}` stands twice in the spec; names must be unique")
+                raise SpecError(f"`{tensor.name}` is duplicated in the spec; names must be unique")
             seen.add(tensor.name)
 
     @classmethod
     def of(cls, module: Any) -> "WeightSpec":
         """The spec of a `torch.nn.Module`: parameters and floating-point buffers, in state-dict order.
 
-        Tied parameters appear once, under their first name. Integer buffers (such as BatchNorm's
-        `num_batches_tracked`) are no weights and are left out.
+        Tied parameters appear once, under their first name. Integer buffers, such as BatchNorm's
+        `num_batches_tracked`, are omitted.
         """
         parameters = {name for name, _ in module.named_parameters()}
         tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - parameters
@@ -103,41 +106,59 @@ class WeightSpec:
         """The tensors' names, in order."""
         return tuple(tensor.name for tensor in self.tensors)
 
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def __getitem__(self, name: str) -> TensorSpec:
-        for tensor in self.tensors:
-            if tensor.name == name:
-                return tensor
-        raise SpecError(f"no tensor `{name}` in this spec; it holds {_listing(self.names)}")
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.tensors)
 
-    def select(self, pattern: str | Sequence[str] = "*", *, role: Role | None = None) -> "WeightSpec":
-        """The sub-spec of the tensors whose names match.
+    def __contains__(self, item: object) -> bool:
+        """Whether a name, or exactly this `TensorSpec`, is in the spec."""
+        return item in self._by_name if isinstance(item, str) else item in self.tensors
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        if name not in self._by_name:
+            found = listing(nearest_first(str(name), self.names))
+            raise SpecError(f"no tensor {name!r} in this spec of {len(self)}: {found}")
+        return self._by_name[name]
+
+    def __repr__(self) -> str:
+        return f"<WeightSpec: {len(self)} tensors, D={self.size}: {listing(self.names, most=4)}>"
+
+    def matching(self, pattern: str | Sequence[str] = "*") -> list[str]:
+        """The names that match any of the patterns, in the spec's order.
 
         Args:
-            pattern: one or more shell patterns (`*`, `?`, `[..]`), separated by commas or given as a
-                sequence; a tensor is taken when any of them matches, and keeps the spec's order.
+            pattern: one or more shell patterns (`*`, `?`, `[..]`), comma-separated or as a sequence.
+
+        Raises:
+            UsageError: if one of the patterns matches no name; lists the names, the nearest first.
+        """
+        return matching(pattern, self.names)
+
+    def select(self, pattern: str | Sequence[str] = "*", *, role: Role | None = None) -> "WeightSpec":
+        """The sub-spec of the tensors whose names match, in the spec's order.
+
+        Args:
+            pattern: as in `matching`.
             role: only tensors of this role.
 
         Raises:
-            UsageError: if one of the patterns matches nothing; lists the names that there are.
+            UsageError: if one of the patterns matches no name, or none of the tensors has the role.
         """
-        patterns = [p.strip() for p in pattern.split(",")] if isinstance(pattern, str) else list(pattern)
-        for p in patterns:
-            if not any(fnmatchcase(t.name, p) for t in self.tensors):
-                raise UsageError(f"no tensor matches {p!r}; the names are {_listing(self.names)}")
         chosen = WeightSpec(
-            t
-            for t in self.tensors
-            if any(fnmatchcase(t.name, p) for p in patterns) and (role is None or t.role == role)
+            t for t in map(self._by_name.__getitem__, self.matching(pattern)) if role is None or t.role == role
         )
         if not chosen.tensors:
-            raise UsageError(f"{pattern!r} matches no tensor of role {role!r}")
+            raise UsageError(f"select: expected tensors of role {role!r}, found none that match {pattern!r}")
         return chosen
 
     def columns(self, sub: "WeightSpec") -> np.ndarray:
-        """Indices into this spec's flat vector of the entries of `sub`, in `sub`'s order, shape (sub.size,)."""
+        """Indices of the entries of `sub` in this spec's flat vector, in the order of `sub`, shape (sub.size,)."""
         for tensor in sub.tensors:
             if self[tensor.name].shape != tensor.shape:
                 raise SpecError(f"`{tensor.name}`: expected {self[tensor.name].shape}, found {tensor.shape}")
@@ -145,10 +166,10 @@ class WeightSpec:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def pack(self, tensors: Mapping[str, Any], dtype: Any = np.float32) -> np.ndarray:
-        """Flatten named arrays into one vector (D,).
+        """Concatenate named arrays into one vector (D,).
 
         Args:
-            tensors: name -> array (NumPy, or anything `numpy.asarray` takes; torch tensors on the CPU).
+            tensors: name -> array-like; torch tensors must be on the CPU.
             dtype: of the result.
 
         Raises:
@@ -158,9 +179,9 @@ class WeightSpec:
         unknown = [name for name in tensors if name not in self.slices]
         if missing or unknown:
             raise SpecError(
-                "the tensors do not fit the spec: "
+                "expected exactly the tensors of the spec: "
                 + "; ".join(
-                    f"{what} {_listing(names)}"
+                    f"{what} {listing(names)}"
                     for what, names in (("missing", missing), ("not in the spec", unknown))
                     if names
                 )
@@ -174,12 +195,10 @@ class WeightSpec:
         return out
 
     def unpack(self, vector: Any) -> dict[str, Any]:
-        """Cut vectors (..., D) into named arrays (..., *shape); views where possible.
-
-        Works on NumPy arrays and torch tensors alike.
+        """Split vectors (..., D), NumPy or torch, into named arrays (..., *shape); views where possible.
 
         Raises:
-            SpecError: if the last axis is not D long.
+            SpecError: if the length of the last axis is not D.
         """
         if vector.shape[-1] != self.size:
             raise SpecError(f"expected vectors of length {self.size}, found {vector.shape[-1]}")
@@ -187,7 +206,7 @@ class WeightSpec:
         return {t.name: vector[..., self.slices[t.name]].reshape(lead + t.shape) for t in self.tensors}
 
     def differences(self, other: "WeightSpec") -> list[str]:
-        """One line for each tensor in which `other` differs from this spec; empty when they are equal."""
+        """One line for each tensor that differs in `other`; empty if the specs are equal."""
         mine, theirs = ({t.name: t for t in s.tensors} for s in (self, other))
         lines = [f"`{n}`: expected {t.shape}, found none" for n, t in mine.items() if n not in theirs]
         lines += [f"`{n}`: not expected, found {t.shape}" for n, t in theirs.items() if n not in mine]
@@ -197,11 +216,11 @@ class WeightSpec:
             if n in theirs and t != theirs[n]
         ]
         if not lines and self != other:
-            lines = ["the same tensors in another order"]
+            lines = ["expected the same tensors in another order"]
         return lines
 
     def to_json(self) -> str:
-        """A compact JSON text: `[[name, shape, role], ...]`."""
+        """Compact JSON: `[[name, shape, role], ...]`."""
         return json.dumps([[t.name, list(t.shape), t.role] for t in self.tensors], separators=(",", ":"))
 
     @classmethod
@@ -209,7 +228,7 @@ class WeightSpec:
         """The inverse of `to_json`.
 
         Raises:
-            SpecError: if the text is not such a list.
+            SpecError: if the text has another form.
         """
         try:
             rows = json.loads(text)
@@ -217,15 +236,9 @@ class WeightSpec:
                 raise TypeError(f"a {type(rows).__name__}")
             return cls(TensorSpec(name, tuple(shape), role) for name, shape, role in rows)
         except (ValueError, TypeError, RecursionError) as error:
-            raise SpecError(f"expected a JSON list of [name, shape, role], found something else: {error}") from error
+            raise SpecError(f"expected a JSON list of [name, shape, role], found invalid text: {error}") from error
 
     @cached_property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of `to_json()`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
-
-def _listing(names: Iterable[str], most: int = 12) -> str:
-    names = list(names)
-    text = ", ".join(f"`{name}`" for name in names[:most])
-    return text + (f" and {len(names) - most} more" if len(names) > most else "")

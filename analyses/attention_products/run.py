@@ -1,4 +1,4 @@
-"""Do the diagonals of W_Q W_K^T and W_V W_O stand out in trained transformers, and with which sign?
+"""Do the diagonals of W_Q W_K^T and W_V W_O of trained transformers differ from noise, and with which sign?
 
 python analyses/attention_products/run.py VIT MINILM --out analyses/attention_products
 """
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
     everything = found_in(options.vit, options.minilm)
-    rows = [rounded(row) for found in everything for row in found.rows]
+    rows = [rounded(row) for found in everything for row in found.records]
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     counts = {label: value for found in everything for label, value in found.to_dict()["counts"].items()}
     trends = {found.sources[0].label: trend(found) for found in everything}

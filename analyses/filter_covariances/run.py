@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from weightscope import Checkpoint, covariance_within
+from weightscope import Checkpoint, covariance
 from weightscope._util.environment import environment
-from weightscope.analysis.within_network import Layer, Within, skeleton
+from weightscope.analysis.within_network import Layer, NetworkCovariances, skeleton
 from weightscope.init import conv_covariance, conv_covariance_
 from weightscope.init.convolution import PRESETS, covariance_root
 
@@ -32,7 +32,7 @@ def closed_form(layer: Layer) -> np.ndarray:
 
 
 def alike(layer: Layer) -> dict[str, float]:
-    """Cosines between the filters' covariance and what the two initialisations promise."""
+    """Cosines between the filters' covariance and those of the two initialisations."""
     found = layer.moments.covariance
     return {"default": cosine(found, np.eye(len(found))), "conv_covariance": cosine(found, closed_form(layer))}
 
@@ -47,7 +47,7 @@ def rank_correlation(values: list[float]) -> dict[str, float]:
     return {"rank_correlation": float(found), "p": float(np.mean(np.abs(every) >= abs(found) - 1e-9))}
 
 
-def trends(found: Within) -> list[dict[str, object]]:
+def trends(found: NetworkCovariances) -> list[dict[str, object]]:
     """Rank correlations with depth over layers of one kernel that keep the image's size, with exact p-values."""
     rows = []
     for kernel in sorted({layer.shape[-1] for layer in found.of("trained")}):
@@ -64,7 +64,7 @@ def main(source: str, out: Path) -> None:
     checkpoint = Checkpoint(source)
     closed = conv_covariance_(skeleton(checkpoint), preset=PRESET, generator=torch.Generator().manual_seed(0))
     networks = {"trained": checkpoint, "default": skeleton(checkpoint, seed=0), "conv covariance": closed}
-    found = covariance_within(*networks.values(), labels=list(networks))
+    found = covariance(list(networks.values()), labels=list(networks))
     rows = [layer.to_dict() | {"halves": layer.layer in HALVING} for layer in found.layers]
     for row, layer in zip(rows, found.layers, strict=True):
         if layer.source == "trained":

@@ -1,4 +1,4 @@
-"""Are the stripes of the MLP paper (Fig. 1a) there, in W1 more than in W2?
+"""Are the stripes of the MLP paper (Fig. 1a) there, in fc1 more than in fc2?
 
 weightscope collect populations/fashion-convnext.toml -o fashion.pop
 python analyses/mlp_stripes/run.py fashion.pop --out analyses/mlp_stripes
@@ -13,7 +13,7 @@ import numpy as np
 
 import weightscope
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks.joint_covariance import CovarianceResult
+from weightscope.analysis.across_networks import PopulationCovariance
 from weightscope.statistics.group_means import stripes
 from weightscope.statistics.samples import usable_chunks
 
@@ -58,7 +58,7 @@ def study(population: weightscope.Population) -> dict[str, Any]:
     rows, contrasts = [], []
     for depth, block in enumerate(blocks):
         parts = {}
-        for label, name in (("W1", f"{block}.fc1.weight"), ("W2", f"{block}.fc2.weight")):
+        for label, name in (("fc1", f"{block}.fc1.weight"), ("fc2", f"{block}.fc2.weight")):
             matrix = matrices(population, name)
             found = stripes(matrix)
             for kind in ("column", "row", "grand"):
@@ -68,14 +68,14 @@ def study(population: weightscope.Population) -> dict[str, Any]:
                     | {"ci95": list(ratio.ci95), "p": ratio.p}
                 )
             parts[label] = matrix
-        # The stripes of Eq. 1 are means over hidden units: W1's columns; of W2, which is (d, p), the rows.
-        hidden = log_difference(fast_ratio(parts["W1"], 1), fast_ratio(parts["W2"], 2), rng)
-        contrasts.append({"block": depth, "contrast": "means over hidden units, W1 / W2"} | hidden)
+        # The stripes of Eq. 1 are means over hidden units: fc1's columns; of fc2, which is (d, p), the rows.
+        hidden = log_difference(fast_ratio(parts["fc1"], 1), fast_ratio(parts["fc2"], 2), rng)
+        contrasts.append({"block": depth, "contrast": "means over hidden units, fc1 / fc2"} | hidden)
     return {"stripes": rows, "contrasts": contrasts}
 
 
-def block_correlation(population: weightscope.Population, block: int) -> CovarianceResult:
-    """The correlation of [vec W1, vec W2] of one block."""
+def block_correlation(population: weightscope.Population, block: int) -> PopulationCovariance:
+    """The correlation of [vec fc1, vec fc2] of one block."""
     names = [name for name in population.spec.names if name.endswith("fc1.weight")]
     prefix = sorted(names)[block].removesuffix("fc1.weight")
     return weightscope.covariance(population, f"{prefix}fc?.weight", kind="correlation")

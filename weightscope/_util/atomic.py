@@ -1,7 +1,7 @@
-"""Files that exist only when complete: temporary file beside, fsync, rename, fsync of the folder.
+"""Atomic writes: temporary file in the same folder, fsync, rename, fsync of the folder.
 
-A temporary file is held under `flock` while it is written. The lock dies with the process, so a temporary
-file that can be locked belongs to nobody any more, whichever machine or container left it, and is swept.
+A temporary file is locked with `flock` while it is written. The lock is released when the process ends, so a temporary
+file that can be locked is abandoned, and `sweep` removes it.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from typing import BinaryIO
 from weightscope.errors import WeightscopeError
 
 _SUFFIX = ".tmp"
-# Where the file system has no locks, a temporary file older than this is taken for abandoned.
+# On file systems without locks, temporary files older than this are considered abandoned.
 _STALE_SECONDS = 24 * 3600.0
 
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
-    """A binary file to write, which becomes `path` when the block ends without an error.
+    """A temporary binary file that replaces `path` when the block ends without an error.
 
-    Whatever happens, `path` is either what it was or the whole new file, and no temporary file stays behind
-    unless the process is killed (see `sweep`).
+    `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
+    (see `sweep`).
 
     Raises:
         WeightscopeError: if the file cannot be written (disk full, file-size limit, no permission).
@@ -46,11 +46,11 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         sync_folder(path.parent)
     except OSError as error:
         raise WeightscopeError(
-            f"cannot write {path}: {error.strerror or error}; nothing half-written is left, "
-            "make room or give permission and run the same command again"
+            f"cannot write {path}: {error.strerror or error}; no partial file is left; "
+            "free space or change permissions and run the same command again"
         ) from error
     finally:
-        # After a failed write the buffer still holds data, and closing tries, and fails, to write them again.
+        # After a failed write, closing tries to write the buffer again and fails.
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
@@ -60,17 +60,17 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
-    """Write `data`, whole or in pieces, to `path` atomically; see `replacing`."""
+    """Write `data`, bytes or an iterable of bytes, to `path` atomically; see `replacing`."""
     with replacing(path) as file:
         for piece in (data,) if isinstance(data, bytes | memoryview) else data:
             file.write(piece)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, and make sure that they are still there after a power cut.
+    """Create a folder and its parents durably.
 
     Raises:
-        WeightscopeError: if that is not possible.
+        WeightscopeError: if they cannot be created.
     """
     new = [p for p in (path, *path.parents) if not p.exists()]
     try:
@@ -82,7 +82,7 @@ def make_folder(path: Path) -> None:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove the temporary files that killed processes left in `folder`; returns what was removed."""
+    """Remove abandoned temporary files in `folder`; returns their paths."""
     swept = []
     for path in sorted(folder.glob(f".*{_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):
@@ -93,7 +93,7 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable."""
+    """Flush a folder to disk, so that renames in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -104,16 +104,16 @@ def sync_folder(folder: Path) -> None:
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
-        file = open(temporary, "xb")  # noqa: SIM115 - handed out
+        file = open(temporary, "x+b")  # noqa: SIM115
         _lock(file.fileno())
-        # A sweeper may have come between creation and lock; then the name is gone, and another is needed.
+        # Another process may have swept the file between creation and lock.
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
         file.close()
 
 
 def _lock(descriptor: int) -> bool | None:
-    """True: locked now. False: somebody else holds it. None: this file system has no locks."""
+    """True: locked. False: another process holds the lock. None: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

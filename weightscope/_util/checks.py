@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors that name the argument, what is allowed and what was found."""
+"""Argument checks; errors name the argument, what was expected and what was found."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a result was made with: versions, machine, device. Stored beside every result."""
+"""Versions, machine and device, stored with every result."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
     """Versions, machine and device as plain JSON types.
 
     Args:
-        device: the torch device that computes (`"cpu"`, `"cuda"`, `"cuda:1"`); a GPU's name and driver are
+        device: the torch device (`"cpu"`, `"cuda"`, `"cuda:1"`); for a GPU, its name and CUDA version are
             added. torch is imported for a GPU only.
 
     Example:
@@ -46,7 +46,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity and its container's quota, not the machine's."""
+    """The number of cores that this process may use, by its affinity and its container's quota."""
     import joblib
 
     return int(joblib.cpu_count())

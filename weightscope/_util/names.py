@@ -1,4 +1,4 @@
-"""Names of tensors: without the wrappers' parts, matched by patterns, listed in messages."""
+"""Names of tensors: stripped of wrappers, matched by patterns, listed in messages."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,13 @@ from fnmatch import fnmatchcase
 
 from weightscope.errors import UsageError
 
-# Components that wrappers add: torch.compile, FSDP, activation checkpointing. `module` is DataParallel's and DDP's,
-# and only at the start; further in, it can be a submodule of that name.
+# Added by torch.compile, FSDP and activation checkpointing. DataParallel and DDP add `module`, at the start only;
+# elsewhere it can be a submodule of that name.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def unwrapped(name: str) -> str:
-    """A tensor's name without the components that wrappers add, wherever they stand.
+    """A tensor's name without the components that wrappers add.
 
     Example:
         >>> unwrapped("module.blocks.0.mlp._orig_mod.fc1.weight")
@@ -25,10 +25,10 @@ def unwrapped(name: str) -> str:
 
 
 def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> list[str]:
-    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated text or as a sequence.
+    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence.
 
     Raises:
-        UsageError: if there is none, or one is not a text.
+        UsageError: if there are none, or one is empty or not a string.
     """
     parts = pattern.split(",") if isinstance(pattern, str) else list(pattern)
     if not parts or not all(isinstance(p, str) and p.strip() for p in parts):
@@ -37,21 +37,27 @@ def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> li
 
 
 def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:
-    """The names that match any of the patterns, in their order.
+    """The names that match any of the patterns, in the order of `names`.
 
     Raises:
-        UsageError: if one of the patterns matches none of them; lists the names, the nearest first.
+        UsageError: if one of the patterns matches no name; lists the names, the nearest first.
     """
     names, patterns = list(names), split_patterns(pattern, argument)
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            ordered = dict.fromkeys([*difflib.get_close_matches(p, names, cutoff=0.3), *names])
-            raise UsageError(f"{argument}: {p!r} matches none of the {len(names)} tensors: {listing(ordered)}")
+            found = listing(nearest_first(p, names))
+            raise UsageError(f"{argument}: no tensor matches {p!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
 
+def nearest_first(name: str, names: Iterable[str]) -> list[str]:
+    """The names, those most similar to `name` first, the others in their order."""
+    names = list(names)
+    return list(dict.fromkeys([*difflib.get_close_matches(name, names, cutoff=0.3), *names]))
+
+
 def listing(names: Iterable[str], most: int = 8) -> str:
-    """The first few names, for a message.
+    """The first few names and the number of the others, for a message.
 
     Example:
         >>> listing(["a", "b", "c"], most=2)
@@ -62,7 +68,7 @@ def listing(names: Iterable[str], most: int = 8) -> str:
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """The message about a name that does not exist: the nearest one, or all of them.
+    """The message about an unknown name, with the nearest known one or all of them.
 
     Example:
         >>> unknown("initialiser", "mimetic_atention", ["mimetic_attention", "mimetic_mlp"])

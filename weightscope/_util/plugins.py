@@ -1,4 +1,4 @@
-"""Things by name: registered ones, references `"package.module:name"` to other people's code, and plain callables."""
+"""Plug-ins: registered names, references `"package.module:name"` to users' code, and callables."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ from weightscope.errors import UsageError
 
 T = TypeVar("T")
 
-# Objects that were passed in Python and that importing does not find again: functions of a notebook or a script.
+# Objects passed in Python that cannot be imported again: functions of a notebook or a script.
 _passed: dict[str, Any] = {}
 
 
@@ -25,7 +25,7 @@ class Registry(Mapping[str, T], Generic[T]):
     """Registered objects of one kind, by name, in the order of registration.
 
     Args:
-        kind: what they are, for messages: "initialiser".
+        kind: their kind, for messages: "initialiser".
 
     Example:
         >>> STRUCTURES: Registry[type[Structure]] = Registry("structure")
@@ -46,12 +46,12 @@ class Registry(Mapping[str, T], Generic[T]):
             details: what `weightscope list` shows beside it, such as `source="thesis 3.2"`.
 
         Raises:
-            ValueError: if another object has the name.
+            ValueError: if the name is already registered for another object.
         """
 
         def decorate(item: T) -> T:
             if self._entries.get(name, item) is not item:
-                raise ValueError(f"there are two {self.kind}s of the name {name!r}")
+                raise ValueError(f"there are two {self.kind}s with the name {name!r}")
             self._entries[name] = item
             self.details[name] = details
             return item
@@ -73,10 +73,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def find(self, wanted: Any) -> T:
-        """The object that is meant: a registered name, a reference `"package.module:name"`, or itself.
+        """The object for a registered name or a reference `"package.module:name"`; other objects unchanged.
 
         Raises:
-            UsageError: if there is none of that name, or the reference cannot be imported.
+            UsageError: if the name is unknown or the reference cannot be imported.
         """
         if not isinstance(wanted, str):
             return wanted
@@ -90,10 +90,10 @@ def is_reference(text: Any) -> bool:
 
 
 def imported(reference: str) -> Any:
-    """The object that `"package.module:name"` refers to; modules in the working directory are found, too.
+    """Import `"package.module:name"`; the working directory is searched, too.
 
     Raises:
-        UsageError: if the module cannot be imported or has no such name; says why.
+        UsageError: if the module cannot be imported or does not have this name.
     """
     if reference in _passed:
         return _passed[reference]
@@ -116,7 +116,7 @@ def reference_to(item: Any) -> str:
     """`"package.module:name"` for a function or class, such that `imported` gives it back in this process.
 
     Raises:
-        UsageError: for what has no name of its own, such as a lambda or a `functools.partial`.
+        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name or "<lambda>" in name:
@@ -128,23 +128,23 @@ def reference_to(item: Any) -> str:
 
 
 def passed() -> dict[str, Any]:
-    """Objects that other processes cannot import, by reference; hand them over with `restore`."""
+    """Objects that other processes cannot import, by reference; see `restore`."""
     return dict(_passed)
 
 
 def restore(objects: Mapping[str, Any]) -> None:
-    """Make the objects of another process's `passed()` known here."""
+    """Register the objects of another process's `passed()`."""
     _passed.update(objects)
 
 
 def source_hash(item: Any) -> str:
     """16 hex digits of the sha256 of the source of a function or class.
 
-    An imported module counts as a whole, since the function may use the rest of it; of a script or a notebook, which
-    also hold what is done with the function, the function alone counts.
+    For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
+    notebook, only the function.
 
     Raises:
-        UsageError: if there is no source.
+        UsageError: if the source cannot be read.
     """
     try:
         module = inspect.getmodule(item)
@@ -161,7 +161,7 @@ def source_hash(item: Any) -> str:
 def _findable(module: str, qualified_name: str) -> Any:
     found: ModuleType | Any | None = sys.modules.get(module)
     if module == "__main__":
-        return None  # another one in every process
+        return None  # different in every process
     for part in qualified_name.split("."):
         found = getattr(found, part, None)
     return found

@@ -1,8 +1,9 @@
-"""Read a pickle as data. Nothing in it is imported, called or instantiated, so nothing in it can run.
+"""Read a pickle as data, without executing it.
 
-A pickle is a program. `pickle.load` runs it with whatever functions it names; this reader only follows the
-instructions that build dictionaries, lists, tuples, strings and numbers, and leaves each call as a
-`Call(name, arguments, state)` for the caller to understand or not.
+`pickle.load` calls any function that a pickle names, so a downloaded file can run code. `torch.load(weights_only=True)`
+restricts this, but has had holes, loads all tensors at once, and does not read the NumPy arrays of CIFAR. This reader
+only follows the instructions that build dictionaries, lists, tuples, strings and numbers. It imports, calls and
+instantiates nothing; each call in the pickle becomes a `Call(name, arguments, state)` for the caller to interpret.
 """
 
 import pickletools
@@ -43,8 +44,8 @@ class Machine:
     """The pickle machine's stack and memo; subclasses may understand more instructions, or calls.
 
     Attributes:
-        allowed: names of the functions that may be named, each as `module function`.
-        limit: how many instructions are followed; a short pickle can stand for hours, or for all memory.
+        allowed: names of allowed functions, each as `module function`.
+        limit: maximum number of instructions; a short pickle can take hours or all memory.
     """
 
     limit = 3_000_000
@@ -178,10 +179,10 @@ def loads(raw: bytes, where: str, allowed: frozenset[str]) -> Any:
 
 
 def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
-    """What a machine makes of a pickle; a stream is left behind the pickle's end. Errors as `loads`."""
+    """The result of a machine for a pickle; a stream is left at the end of the pickle. Raises as `loads`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # about odd escapes in strings, which no writer of such files makes
+            warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
             for count, (operation, argument, _) in enumerate(pickletools.genops(source)):
                 if count >= machine.limit:
                     raise ValueError(f"it has more than {machine.limit} instructions")
@@ -192,7 +193,7 @@ def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
                     machine.step(operation.name, argument)
     except (ValueError, IndexError, KeyError, Warning) as error:
         raise DataError(f"{where}: not a pickle that can be read as data: {error}") from error
-    raise DataError(f"{where}: the pickle has no end; get it again")
+    raise DataError(f"{where}: the pickle is truncated; download it again")
 
 
 NUMPY_ARRAY = frozenset(

@@ -1,4 +1,4 @@
-"""What every result offers: text for the terminal, records for pandas, a short `repr`, HTML for notebooks."""
+"""Base class of results: text for the terminal, records for pandas, a short `repr`, HTML for notebooks."""
 
 import html
 from abc import abstractmethod
@@ -9,11 +9,11 @@ from weightscope.errors import UsageError
 
 
 class Result:
-    """Base class of results. A subclass has `text`, `rows` and `summary`; most have `to_dict` and `plot` as well."""
+    """Base class of results. Subclasses define `text`, `rows` and `summary`; most also `to_dict` and `plot`."""
 
     @abstractmethod
     def text(self) -> str:
-        """For the terminal."""
+        """The result as text for the terminal."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ class Result:
 
     @abstractmethod
     def summary(self) -> str:
-        """One line that says what this is and how much there is of it."""
+        """One line: what this is, and its size."""
 
     def to_pandas(self) -> Any:
         """`rows()` as a `pandas.DataFrame`.

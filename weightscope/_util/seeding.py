@@ -1,7 +1,7 @@
-"""Random streams that depend on (root seed, network, purpose) and on nothing else.
+"""Random streams that depend on (root seed, network, purpose) only.
 
-Network k draws its initial weights, its batch order and its augmentation from streams of its own, so
-its bits do not depend on how many networks are trained with it, on which worker, or in which order.
+The initial weights, batch order and augmentation of network k come from its own streams, so its bits do not depend on
+how many networks are trained with it, on which worker, or in which order.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """What a stream is used for. Values are stored in populations: add at the end, never renumber."""
+    """Purpose of a stream. Values are stored in populations: append, never renumber."""
 
     INIT = 0
     ORDER = 1
@@ -18,6 +18,7 @@ class Purpose(IntEnum):
     MIXUP = 3
     STRUCTURE = 4
     SWEEP = 5
+    FORWARD = 6
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
@@ -26,7 +27,7 @@ def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequenc
     Args:
         root: the population's root seed, >= 0.
         network: index k of the network, >= 0.
-        purpose: what the stream is for.
+        purpose: purpose of the stream.
 
     Raises:
         ValueError: if root or network is negative.

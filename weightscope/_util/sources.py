@@ -1,4 +1,4 @@
-"""What a path given on the command line or in Python is: a population, an artifact, or a trained network."""
+"""Kinds of sources: populations, artifacts, trained networks."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ POPULATION_FILE = "population.json"
 
 
 def is_population(source: object) -> bool:
-    """Whether a path is meant as a population, even if nothing is there yet: it ends in .pop or holds its manifest."""
+    """Whether a path denotes a population: it ends in .pop, existing or not, or contains a manifest."""
     if not isinstance(source, str | Path) or "://" in str(source):
         return False
     path = Path(source)

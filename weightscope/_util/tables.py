@@ -6,12 +6,12 @@ from typing import Any
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)) -> str:
-    """Columns two spaces apart, under their names; numbers to the right.
+    """A table with columns two spaces apart; numbers are right-aligned.
 
     Args:
         header: the columns' names.
-        rows: cells, as texts or anything that `str` takes.
-        left: the columns that are aligned to the left.
+        rows: cells; converted with `str`.
+        left: indices of left-aligned columns.
 
     Example:
         >>> print(text_table(("layer", "alpha"), [("blocks.0", "0.41")]))
@@ -28,7 +28,7 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Co
 
 
 def html_table(rows: Sequence[dict[str, Any]], most: int = 20) -> str:
-    """Records as an HTML table of at most so many rows, and a line that says how many more there are."""
+    """Records as an HTML table of at most `most` rows, and the number of the others."""
     if not rows:
         return "<p>no rows</p>"
     columns = list(rows[0])

@@ -1,1 +1,1 @@
-"""What trained weights look like: across networks, within one, products of attention weights, attention maps."""
+"""Analysis of trained weights: covariances over networks and within one, attention products and maps, contents."""

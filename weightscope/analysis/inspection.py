@@ -1,23 +1,60 @@
-"""`look`: what is in a population, an artifact or a checkpoint, as plain data and as text."""
+"""`inspect`: the contents of a population, an artifact or a checkpoint, as plain data and as text."""
 
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from weightscope._util import toml
-from weightscope.artifacts.network_fit import Portable, load_any
-from weightscope.artifacts.population_fit import KEY, FitResult
+from weightscope._util.results import Result
+from weightscope._util.sources import is_population
+from weightscope._util.tables import text_table
+from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
+from weightscope.artifacts.format import KEY
 from weightscope.population import Population
+
+if TYPE_CHECKING:
+    from weightscope.checkpoint import Checkpoint
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-@dataclass(frozen=True)
-class TensorRow:
-    """One tensor of the spec: its name, shape, role, and where it lies in the flat vector."""
+def inspect(
+    source: "str | Path | Population | Checkpoint",
+) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
+    """The contents of a population, an initialiser's artifact or a checkpoint.
+
+    Every shard's hash of a population is compared; of a checkpoint only the header is read.
+
+    Args:
+        source: a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`.
+
+    Returns:
+        A result with `text()`, `rows()`, `to_pandas()` and `to_dict()`.
+
+    Raises:
+        DataError: if it does not exist or is damaged.
+
+    Example:
+        >>> print(inspect("digits.pop").text())
+    """
+    if isinstance(source, Population):
+        return _population(source.path)
+    if is_population(source):
+        return _population(Path(str(source)))
+    from weightscope.checkpoint import Checkpoint  # torch, which a population does not need
+
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    if KEY in checkpoint.metadata:
+        return load_artifact(checkpoint.source)
+    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
+    return CheckpointContents(str(checkpoint.source), tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
+
+
+class TensorRow(NamedTuple):
+    """One tensor of the spec: its name, shape, role, and its place in the flat vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,16 +63,16 @@ class TensorRow:
     stop: int
 
 
-@dataclass(frozen=True)
-class Description:
-    """What a population holds.
+@dataclass(frozen=True, repr=False)
+class PopulationContents(Result):
+    """The contents of a population.
 
     Attributes:
         path: its folder.
-        networks: N, how many there are to be.
-        done: how many are there.
-        missing_tiles: the tiles that are not there, or not with all their networks.
-        diverged: how many of those that are there diverged in training.
+        networks: N, the number of networks in the recipe.
+        done: number of trained networks.
+        missing_tiles: missing and incomplete tiles.
+        diverged: number of trained networks that diverged.
         dimension: D, the length of one network's weight vector.
         tile: T.
         root_seed: of the population.
@@ -44,7 +81,7 @@ class Description:
         quantiles: metric -> {"0.05": value, ...} over the networks that did not diverge.
         made_on: "torch VERSION on DEVICE" -> number of shards.
         bytes_on_disk: of all its files.
-        environment: versions and machine that began it.
+        environment: versions and machine with which it was begun.
         recipe: as nested dictionaries.
     """
 
@@ -54,7 +91,7 @@ class Description:
     missing_tiles: tuple[int, ...]
     diverged: int
     dimension: int
-    tile: int
+    tile: int | None
     root_seed: int
     first_seeds: tuple[int, ...]
     tensors: tuple[TensorRow, ...]
@@ -64,9 +101,17 @@ class Description:
     environment: dict[str, Any]
     recipe: dict[str, Any]
 
+    def summary(self) -> str:
+        """Path, number of networks and their size."""
+        return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each tensor of the spec: name, shape, role, and its columns of the weight matrix."""
+        return [row._asdict() | {"shape": _sizes(row.shape)} for row in self.tensors]
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, texts and finite numbers, as JSON takes them."""
-        return asdict(self)
+        """JSON types."""
+        return asdict(self) | {"tensors": [row._asdict() for row in self.tensors]}
 
     def text(self) -> str:
         """Everything as text for a terminal, sections separated by blank lines."""
@@ -75,8 +120,7 @@ class Description:
     def _counts(self) -> str:
         missing = len(self.missing_tiles)
         lines = [
-            f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each, "
-            f"{_bytes(self.bytes_on_disk)}",
+            f"{self.summary()}, {_bytes(self.bytes_on_disk)}",
             f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged",
         ]
         if missing:
@@ -84,15 +128,15 @@ class Description:
         return "\n".join(lines)
 
     def _spec(self) -> str:
-        rows = [(t.name, "x".join(map(str, t.shape)) or "scalar", t.role, f"{t.start}:{t.stop}") for t in self.tensors]
-        return _table(("tensor", "shape", "role", "columns"), rows)
+        rows = [(t.name, _sizes(t.shape), t.role, f"{t.start}:{t.stop}") for t in self.tensors]
+        return text_table(("tensor", "shape", "role", "columns"), rows)
 
     def _metrics(self) -> str:
         if not self.quantiles:
             return "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
         rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()]
-        return _table(head, rows)
+        return text_table(head, rows)
 
     def _origin(self) -> str:
         lines = [f"root seed {self.root_seed}; seeds of the first networks {', '.join(map(str, self.first_seeds))}"]
@@ -106,18 +150,10 @@ class Description:
         return toml.dumps(self.recipe).rstrip()
 
 
-def describe(path: str | Path) -> Description:
-    """What is in the population at `path`, complete or not. Every shard's hash is compared on the way.
-
-    Raises:
-        DataError: if it is no population, or a shard is damaged or foreign.
-
-    Example:
-        >>> print(describe("digits.pop").text())
-    """
+def _population(path: Path) -> PopulationContents:
     population = Population(path, partial=True)
     spec = population.spec
-    return Description(
+    return PopulationContents(
         path=str(path),
         networks=population.recipe.population.networks,
         done=len(population),
@@ -139,15 +175,15 @@ def describe(path: str | Path) -> Description:
     )
 
 
-@dataclass(frozen=True)
-class CheckpointDescription:
-    """What a checkpoint holds, read from its header alone.
+@dataclass(frozen=True, repr=False)
+class CheckpointContents(Result):
+    """The contents of a checkpoint, read from its header alone.
 
     Attributes:
         source: file, folder or address.
         tensors: (name, shape, type) of every weight.
         skipped: name -> why it is not among the weights.
-        config: the model's `config.json`, empty where there is none.
+        config: the model's `config.json`; empty without one.
     """
 
     source: str
@@ -155,46 +191,27 @@ class CheckpointDescription:
     skipped: dict[str, str]
     config: dict[str, Any]
 
+    def summary(self) -> str:
+        """Source, number of tensors and of weights."""
+        numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
+        return f"{self.source}: {len(self.tensors):,} tensors, {numbers:,} weights"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each tensor: name, shape, type."""
+        return [{"name": name, "shape": _sizes(shape), "type": kind} for name, shape, kind in self.tensors]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         return asdict(self)
 
     def text(self) -> str:
         """Counts, the table of tensors, and what was skipped."""
-        numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
-        rows = [(name, "x".join(map(str, shape)) or "scalar", kind) for name, shape, kind in self.tensors]
-        lines = [
-            f"{self.source}: {len(rows):,} tensors, {numbers:,} weights",
-            "",
-            _table(("tensor", "shape", "type"), rows),
-        ]
-        lines += [f"skipped `{name}`: {why}" for name, why in self.skipped.items()]
-        return "\n".join(lines)
-
-
-def look(source: str) -> Description | FitResult | Portable | CheckpointDescription:
-    """What is in a population, an initialiser's artifact or a checkpoint; each has `.text()` and `.to_dict()`.
-
-    Raises:
-        DataError: if there is no such thing, or it is damaged.
-
-    Example:
-        >>> print(look("digits-mlp.safetensors").text())
-    """
-    path = Path(source)
-    if path.suffix == ".pop" or (path / "population.json").exists():
-        return describe(path)
-    from weightscope.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint(source)
-    if KEY in checkpoint.metadata:
-        return load_any(path)
-    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
-    return CheckpointDescription(source, tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
+        table = text_table(("tensor", "shape", "type"), (tuple(row.values()) for row in self.rows()))
+        return "\n".join([self.summary(), "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
 
 def _quantiles(population: Population) -> dict[str, dict[str, float]]:
-    """Of every metric with one number for each network, over those that did not diverge."""
+    """Quantiles of every metric with one number per network, over the networks that did not diverge."""
     kept = ~population.diverged
     found = {}
     for name, values in sorted(population.metrics.items()):
@@ -207,19 +224,11 @@ def _quantiles(population: Population) -> dict[str, dict[str, float]]:
 
 
 def _quantile_name(q: float) -> str:
-    return {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{100 * q:g} %")
+    return {0.0: "minimum", 0.5: "median", 1.0: "maximum"}.get(q, f"{100 * q:g} %")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    # Names to the left, everything else to the right.
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
-    ]
-    return "\n".join(lines)
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _bytes(count: int) -> str:

@@ -1,27 +1,27 @@
-"""Views of a network's parts that read and write, whatever the family's names, packing and transposition.
+"""Views of the parts of a network for reading and writing, independent of naming, packing and transposition.
 
     for part in attention(model):
         q = part.read("q")                    # (heads, d, k), tokens are rows: X @ q[h]
         part.write("q", q * 0.5)
 
-The same functions take a module, a state dict with its config, or anything that maps names to tensors. A model
-without the part raises `AnatomyError` and lists what there is.
+A model is an `nn.Module`, a mapping of tensors (state dict, `Checkpoint`), or a path or `hf://org/name`, which is read
+lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from weightscope.anatomy import attention as _attention
+from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, ModuleTensors, NamedTensors, named_tensors
+from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
 from weightscope.errors import AnatomyError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "DepthwisePart",
     "MLPPart",
     "MappingTensors",
+    "Model",
     "ModuleTensors",
     "NamedTensors",
     "PatchEmbedding",
@@ -39,12 +40,12 @@ __all__ = [
     "inventory",
     "mlps",
     "named_tensors",
+    "opened",
     "patch_embeddings",
     "positions",
     "ssms",
 ]
 
-Model = Any  # an nn.Module, a mapping of named tensors, or a NamedTensors
 P = TypeVar("P")
 
 _FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
@@ -58,12 +59,12 @@ _FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
 
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """How many parts of each kind a model has; a kind whose adapter refuses the model counts 0."""
-    source = named_tensors(model, config)
+    """The number of parts of each kind; 0 for a kind that cannot be read."""
+    tensors = named_tensors(model, config)
     out = {}
     for kind, finder in _FINDERS.items():
         try:
-            out[kind] = len(finder(source))
+            out[kind] = len(finder(tensors))
         except AnatomyError:
             out[kind] = 0
     return out
@@ -72,15 +73,15 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
 def _some(
     kind: str, finder: Callable[[NamedTensors], list[P]], model: Model, config: Mapping[str, Any] | None
 ) -> list[P]:
-    source = named_tensors(model, config)
-    parts = finder(source)
+    tensors = named_tensors(model, config)
+    parts = finder(tensors)
     if parts:
         return parts
-    there = ", ".join(f"{n} {what}" for what, n in inventory(source).items() if n) or "none of the parts it knows"
-    names = ", ".join(f"`{n}` {tuple(source.shape(n))}" for n in source.names[:4]) + ", ..." * (len(source.names) > 4)
+    there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
+    names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(
-        f"expected {kind}, found {there} among {len(source.names)} tensors ({names}); "
-        "is this the right model, or are its names of a family that weightscope does not know?"
+        f"expected {kind}, found {there} among {len(tensors.names)} tensors ({names}); "
+        "is this the right model? Its naming may be unknown to weightscope"
     )
 
 
@@ -88,11 +89,11 @@ def attention(model: Model, config: Mapping[str, Any] | None = None) -> list[Att
     """Every attention module of a model, in order.
 
     Args:
-        model: an `nn.Module`, a mapping name -> tensor (state dict, checkpoint), or a `NamedTensors`.
+        model: see `named_tensors`.
         config: the model's config, for a mapping; `{"num_attention_heads": H}` is enough.
 
     Raises:
-        AnatomyError: if there is none (lists what there is), or the number of heads cannot be known.
+        AnatomyError: if the model has no attention module, or the number of heads is unknown.
 
     Example:
         >>> [part.heads for part in attention(torch.nn.TransformerEncoderLayer(8, nhead=2))]

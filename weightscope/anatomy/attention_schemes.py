@@ -1,4 +1,4 @@
-"""The adapters of attention modules as data: under which names a family keeps its projections, and how packed."""
+"""The adapters of attention modules as data: the names that a family gives to its projections, and their packing."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +9,11 @@ class Scheme:
     """How one family names and packs its projections, relative to the attention module.
 
     Attributes:
-        q: name of the query weight; equal names mean packed rows, in the order q, k, v.
+        q: name of the query weight; equal names denote packed rows, in the order q, k, v.
         k: of the key weight.
         v: of the value weight.
-        interleaved: packed rows go head by head (q, k, v of head 0, then of head 1, ...).
-        conv1d: the tensors may be transformers' Conv1D, stored (in, out); the packed shape tells.
+        interleaved: packed rows are ordered by head (q, k, v of head 0, then of head 1, ...).
+        conv1d: the tensors may be those of transformers' Conv1D, stored (in, out), to be seen from the packed shape.
         bias: names of the three biases; None derives them from the weights' names.
     """
 
@@ -56,7 +56,7 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme("to_q.weight", "to_kv.weight", "to_kv.weight"),
 )
 
-# The output projection, relative to the attention module; ^ stands for its parent.
+# The output projection, relative to the attention module; ^ denotes its parent.
 OUTPUTS = (
     *(f"{n}.weight" for n in ("proj", "out_proj", "o_proj", "to_out.0", "to_out", "Wo", "wo", "dense", "c_proj")),
     *(f"{n}.weight" for n in ("o", "out_lin", "out", "^output.dense", "^dense")),

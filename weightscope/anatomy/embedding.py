@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put
+from weightscope.anatomy.slots import exact_float, put
+from weightscope.anatomy.tensors import NamedTensors
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -17,7 +18,7 @@ _POSITION = re.compile(
     r"(^|\.)(pos_embed|pos_embedding|position_embeddings?|positional_embeddings?|embed_positions|wpe|positions|"
     r"position_embed|pos_emb|positional_encoding|pe)(\.weight|\.pe)?$"
 )
-# Tables of rotations, and of biases between pairs of tokens, are no embeddings of tokens.
+# Rotation tables and relative position biases are not embeddings of tokens.
 _NOT_TOKENS = re.compile(r"(^|\.)(rope|rotary\w*|rel_pos\w*|attn|self_attn|attention|self_attention)\.")
 _TOKENS = re.compile(
     r"(^|\.)(cls_token|class_token|class_embedding|dist_token|distillation_token|reg_tokens?|register_tokens)$"
@@ -39,7 +40,7 @@ class PatchEmbedding:
     width: int
     channels: int
     patch: tuple[int, int]
-    _source: NamedTensors = field(repr=False)
+    _tensors: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
 
     @property
@@ -49,11 +50,11 @@ class PatchEmbedding:
 
     def read(self) -> Tensor:
         """A copy of the weights (d, c, kh, kw), float32 or better."""
-        return exact_float(self._source.get(self._tensor))
+        return exact_float(self._tensors.get(self._tensor))
 
     def write(self, value: Tensor) -> None:
-        """Put weights (d, c, kh, kw) back in place; the exact inverse of `read`."""
-        put(self._source, self._tensor, value, (self.width, self.channels, *self.patch))
+        """Write weights (d, c, kh, kw) in place; the exact inverse of `read`."""
+        put(self._tensors, self._tensor, value, (self.width, self.channels, *self.patch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +65,8 @@ class PositionEmbedding:
         name: the tensor.
         tokens: number of rows, special tokens included.
         width: d.
-        prefix: rows at the start that belong to class, distillation or register tokens.
-        grid: (rows, columns) of the patches behind them; None for a sequence.
+        prefix: number of rows at the start for class, distillation and register tokens.
+        grid: (rows, columns) of the patches after them; None for a sequence.
         trained: whether it is a parameter that takes gradients (a fixed table is a buffer or frozen).
     """
 
@@ -75,7 +76,7 @@ class PositionEmbedding:
     prefix: int
     grid: tuple[int, int] | None
     trained: bool
-    _source: NamedTensors = field(repr=False)
+    _tensors: NamedTensors = field(repr=False)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -84,60 +85,60 @@ class PositionEmbedding:
 
     def read(self) -> Tensor:
         """A copy of the table (tokens, d), float32 or better."""
-        return exact_float(self._source.get(self.name)).reshape(self.tokens, self.width)
+        return exact_float(self._tensors.get(self.name)).reshape(self.tokens, self.width)
 
     def write(self, value: Tensor) -> None:
-        """Put a table (tokens, d) back in place; the exact inverse of `read`."""
-        put(self._source, self.name, value, (self.tokens, self.width))
+        """Write a table (tokens, d) in place; the exact inverse of `read`."""
+        put(self._tensors, self.name, value, (self.tokens, self.width))
 
 
-def find_patches(source: NamedTensors) -> list[PatchEmbedding]:
-    """All patch embeddings; an empty list when there is none.
+def find_patches(tensors: NamedTensors) -> list[PatchEmbedding]:
+    """All patch embeddings.
 
-    In a module, a convolution is one when its kernel equals its stride and its name says so, or it is the model's
-    first convolution; without modules, names decide, and a 3x3 stem is none.
+    In a module, these are the convolutions whose kernel equals their stride, if their name says so or they are the
+    model's first convolution. In a mapping, the names decide, and a 3x3 stem is not one.
     """
     parts = []
     first = True
     seen: set[Any] = set()
-    for name in source.names:
-        shape = source.shape(name) if name.endswith("weight") else ()
-        if len(shape) != 4 or source.identity(name) in seen:
+    for name in tensors.names:
+        shape = tensors.shape(name) if name.endswith("weight") else ()
+        if len(shape) != 4 or tensors.identity(name) in seen:
             continue
-        seen.add(source.identity(name))
+        seen.add(tensors.identity(name))
         path, kernel = name.rpartition(".")[0], (shape[2], shape[3])
-        stride = strides(source, path)
+        stride = strides(tensors, path)
         named = _PATCH.search(name) is not None
         fits = stride == kernel if stride is not None else kernel != (3, 3)
         if fits and (named or (first and stride is not None and max(kernel) > 1)):
-            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, source, name))
+            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name))
         first = False
     return parts
 
 
-def find_positions(source: NamedTensors) -> list[PositionEmbedding]:
-    """All position tables; an empty list when there is none."""
+def find_positions(tensors: NamedTensors) -> list[PositionEmbedding]:
+    """All tables of position embeddings."""
     tables = []
     seen: set[Any] = set()
-    for name in source.names:
+    for name in tensors.names:
         named = _POSITION.search(name) and not _NOT_TOKENS.search(name)
-        shape = source.shape(name) if named else ()
+        shape = tensors.shape(name) if named else ()
         if len(shape) == 3 and shape[0] == 1:
             shape = shape[1:]
-        if len(shape) == 2 and min(shape) > 1 and source.identity(name) not in seen:
-            seen.add(source.identity(name))
+        if len(shape) == 2 and min(shape) > 1 and tensors.identity(name) not in seen:
+            seen.add(tensors.identity(name))
             tables.append((name, shape))
-    owners = _owners([name for name, _ in tables], find_patches(source))
+    owners = _owners([name for name, _ in tables], find_patches(tensors))
     parts = []
     for name, (tokens, width) in tables:
         patch = owners.get(name)
-        prefix, grid = _grid(source, name, tokens, patch) if patch is not None else (0, None)
-        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, source.trained(name), source))
+        prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)
+        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, tensors.trained(name), tensors))
     return parts
 
 
 def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchEmbedding]:
-    """Position table -> the patch embedding of its tower: each patch embedding belongs to the nearest table by name."""
+    """Position table -> patch embedding; each patch embedding is assigned to the table with the most similar name."""
     out: dict[str, PatchEmbedding] = {}
     for patch in patches:
         near = [(_shared(name, patch.name), -i) for i, name in enumerate(names)]
@@ -147,7 +148,7 @@ def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchE
 
 
 def _shared(name: str, other: str) -> int:
-    """How many leading words two names share."""
+    """The number of leading components that two names share."""
     same = 0
     for mine, theirs in zip(name.split("."), other.split("."), strict=False):
         if mine != theirs:
@@ -156,16 +157,16 @@ def _shared(name: str, other: str) -> int:
     return same
 
 
-def _grid(source: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:
-    """Number of special tokens at the start, and the grid of the rest."""
+def _grid(tensors: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:
+    """The number of special tokens at the start, and the grid of the others."""
     scope = patch.name.rpartition(".")[0]
-    known = source.hint(scope, ("grid_size",), (tuple, list)) or _from_image(source, scope, patch)
+    known = tensors.hint(scope, ("grid_size",), (tuple, list)) or _from_image(tensors, scope, patch)
     if known is not None and len(known) == 2 and 0 <= tokens - known[0] * known[1] <= 16:
         return tokens - known[0] * known[1], (int(known[0]), int(known[1]))
     top = name.split(".")[0] if "." in name else ""
     special = sum(
-        source.shape(n)[-2] if len(source.shape(n)) > 1 else 1
-        for n in source.names
+        tensors.shape(n)[-2] if len(tensors.shape(n)) > 1 else 1
+        for n in tensors.names
         if _TOKENS.search(n) and (not top or n.startswith(top) or "." not in n)
     )
     for prefix in range(special + 1):
@@ -175,8 +176,8 @@ def _grid(source: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -
     return 0, None
 
 
-def _from_image(source: NamedTensors, scope: str, patch: PatchEmbedding) -> tuple[int, int] | None:
-    size = source.hint(scope, ("image_size", "img_size", "input_resolution"), (int, tuple, list))
+def _from_image(tensors: NamedTensors, scope: str, patch: PatchEmbedding) -> tuple[int, int] | None:
+    size = tensors.hint(scope, ("image_size", "img_size", "input_resolution"), (int, tuple, list))
     if size is None:
         return None
     height, width = (size, size) if isinstance(size, int) else size[-2:]

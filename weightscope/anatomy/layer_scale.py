@@ -2,7 +2,7 @@
 
 import math
 
-from weightscope.anatomy.attention import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.tensors import NamedTensors
 
 _NAMES = (
@@ -12,20 +12,20 @@ _NAMES = (
 )
 
 
-def layer_scale(source: NamedTensors, part: AttentionPart) -> str | None:
-    """The tensor of the LayerScale that multiplies what an attention module adds to the residual stream; None if none.
+def layer_scale(tensors: NamedTensors, part: AttentionPart) -> str | None:
+    """The name of the tensor that scales the output of an attention module (LayerScale); None if the model has none.
 
-    One number for each of the d channels, often negative for half of them: then it, and not W_V W_O alone, decides
-    the sign of what a channel passes on to itself.
+    It has one number for each of the d channels. Half of them are often negative, so that the sign of the diagonal of
+    W_V W_O alone is not that of the module.
     """
     block = part.name.rpartition(".")[0]
     for parent in (block, block.rpartition(".")[0]):
         for candidate in _NAMES:
             name = f"{parent}.{candidate}" if parent else candidate
             if (
-                name in source
-                and source.shape(name)[-1:] == (part.width,)
-                and math.prod(source.shape(name)) == part.width
+                name in tensors
+                and tensors.shape(name)[-1:] == (part.width,)
+                and math.prod(tensors.shape(name)) == part.width
             ):
                 return name
     return None

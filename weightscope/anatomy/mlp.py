@@ -1,4 +1,4 @@
-"""The two (or three) matrices of each MLP, whether linear layers, 1x1 convolutions or Conv1D, gated or plain."""
+"""The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
 from collections.abc import Iterator
@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, Slot
+from weightscope.anatomy.slots import Slot
+from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
-MLPName = Literal["w1", "w2", "gate"]
+MLPName = Literal["fc1", "fc2", "gate"]
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,22 @@ class Scheme:
     """How one family names an MLP, relative to its parent.
 
     Attributes:
-        w1: the weight that expands.
-        w2: the weight that contracts.
-        gate: the weight whose output passes the activation and multiplies; equal to `w1` when both are packed.
-        gate_first: of packed rows, whether the gate comes first.
-        conv1d: the tensors may be transformers' Conv1D, stored (in, out).
+        fc1: the weight that expands.
+        fc2: the weight that contracts.
+        gate: the weight whose output passes the activation and multiplies; equal to `fc1` when both are packed.
+        gate_first: whether the gate comes first in packed rows.
+        conv1d: the tensors may be those of transformers' Conv1D, stored (in, out).
     """
 
-    w1: str
-    w2: str
+    fc1: str
+    fc2: str
     gate: str | None = None
     gate_first: bool = True
     conv1d: bool = False
 
 
 SCHEMES: tuple[Scheme, ...] = (
-    Scheme("up_proj", "down_proj", "gate_proj"),  # Llama and its kin
+    Scheme("up_proj", "down_proj", "gate_proj"),  # Llama and its relatives
     Scheme("gate_up_proj", "down_proj", "gate_up_proj"),  # Phi-3
     Scheme("fc1_x", "fc2", "fc1_g"),  # timm SwiGLU
     Scheme("weights_in", "weights_out", "weights_in"),  # DINOv2 giant
@@ -58,17 +59,17 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 
-# Small MLPs that turn relative positions into biases of attention are no MLPs of the residual stream.
+# Small MLPs that compute relative position biases are not MLPs of the residual stream.
 _POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.")
 
 
 @dataclass(frozen=True, eq=False)
 class MLPPart:
-    """One MLP: `y = act(x w1^T + b1) w2^T + b2`, or gated, `y = (act(x gate^T) * (x w1^T)) w2^T`.
+    """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`.
 
     Attributes:
         layer: number of the MLP over the whole model, from 0.
-        name: path of the module that holds the matrices.
+        name: path of the module with the matrices.
         kind: "plain" or "gated".
         width: n, input features.
         hidden: p, hidden units.
@@ -79,71 +80,71 @@ class MLPPart:
     kind: Literal["plain", "gated"]
     width: int
     hidden: int
-    _source: NamedTensors = field(repr=False)
+    _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """The tensors that each matrix lies in: "w1", "w2" (and "gate") -> names."""
+        """The names of the tensors of each matrix: "fc1", "fc2" (and "gate") -> names."""
         return {part: (slot.name,) for part, slot in self._weights.items()}
 
     @property
     def bias_names(self) -> dict[str, tuple[str, ...]]:
-        """The bias tensors, for the matrices that have one."""
+        """The names of the bias tensors, for the matrices that have one."""
         return {part: (slot.name,) for part, slot in self._biases.items()}
 
     def _slot(self, part: str) -> Slot:
         if part not in self._weights:
             raise UsageError(
-                f"`{self.name}` is a {self.kind} MLP and has the matrices {', '.join(self._weights)}, found {part!r}"
+                f"`{self.name}` is a {self.kind} MLP: expected one of {', '.join(self._weights)}, found {part!r}"
             )
         return self._weights[part]
 
     def read(self, part: MLPName) -> Tensor:
-        """A copy of one matrix, float32 or better, in torch's (out, in) layout: w1 and gate (p, n), w2 (n_out, p)."""
-        return self._slot(part).read(self._source)
+        """A copy of one matrix, float32 or better, in torch's (out, in) layout: fc1 and gate (p, n), fc2 (n_out, p)."""
+        return self._slot(part).read(self._tensors)
 
     def write(self, part: MLPName, value: Tensor) -> None:
-        """Put a matrix back in place; the exact inverse of `read`.
+        """Write a matrix in place; the exact inverse of `read`.
 
         Raises:
-            SpecError: if the shape is another than `read`'s.
-            UsageError: if a plain MLP is asked for its gate.
+            SpecError: if the shape differs from that of `read`.
+            UsageError: if the MLP has no such matrix.
         """
-        self._slot(part).write(self._source, value)
+        self._slot(part).write(self._tensors, value)
 
     def read_bias(self, part: MLPName) -> Tensor | None:
-        """A copy of the bias of a matrix, (p,) or (n_out,), or None where the model has none."""
+        """A copy of the bias of a matrix, (p,) or (n_out,); None if the model has none."""
         self._slot(part)
-        return self._biases[part].read(self._source) if part in self._biases else None
+        return self._biases[part].read(self._tensors) if part in self._biases else None
 
     def write_bias(self, part: MLPName, value: Tensor) -> None:
-        """Put a bias back in place; the exact inverse of `read_bias`.
+        """Write a bias in place; the exact inverse of `read_bias`.
 
         Raises:
-            SpecError: if the model has no such bias, or the shape is another.
+            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
         """
         self._slot(part)
         if part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")
-        self._biases[part].write(self._source, value)
+        self._biases[part].write(self._tensors, value)
 
 
-def find(source: NamedTensors) -> list[MLPPart]:
-    """All MLPs, in order; an empty list when there is none."""
+def find(tensors: NamedTensors) -> list[MLPPart]:
+    """All MLPs, in order."""
     parts: list[MLPPart] = []
     seen: set[Any] = set()
-    for prefix, scheme in _anchors(source):
-        weights = _slots(source, prefix, scheme)
+    for prefix, scheme in _anchors(tensors):
+        weights = _slots(tensors, prefix, scheme)
         if weights is None:
             continue
-        key = tuple(source.identity(slot.name) for slot in weights.values())
+        key = tuple(tensors.identity(slot.name) for slot in weights.values())
         if key in seen:
             continue
         seen.add(key)
-        biases = {part: bias for part, slot in weights.items() if (bias := _bias(source, slot)) is not None}
-        out, columns = _size(source, weights["w1"])
+        biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
+        out, columns = weights["fc1"].size(tensors)
         parts.append(
             MLPPart(
                 layer=len(parts),
@@ -151,7 +152,7 @@ def find(source: NamedTensors) -> list[MLPPart]:
                 kind="gated" if "gate" in weights else "plain",
                 width=columns,
                 hidden=out,
-                _source=source,
+                _tensors=tensors,
                 _weights=weights,
                 _biases=biases,
             )
@@ -159,78 +160,71 @@ def find(source: NamedTensors) -> list[MLPPart]:
     return parts
 
 
-def _anchors(source: NamedTensors) -> Iterator[tuple[str, Scheme]]:
+def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
     taken: set[str] = set()
-    for name in source.names:
+    for name in tensors.names:
         for scheme in SCHEMES:
-            suffix = f"{scheme.w1}.weight"
+            suffix = f"{scheme.fc1}.weight"
             prefix = name.removesuffix(suffix)
             if not name.endswith(suffix) or (prefix and not prefix.endswith(".")) or prefix in taken:
                 continue
             if _POSITIONAL.search(prefix):
                 continue
-            others = [f"{prefix}{n}.weight" for n in (scheme.w2, scheme.gate) if n is not None]
-            if all(other in source for other in others):
+            others = [f"{prefix}{n}.weight" for n in (scheme.fc2, scheme.gate) if n is not None]
+            if all(other in tensors for other in others):
                 taken.add(prefix)
                 yield prefix, scheme
                 break
 
 
-def _slots(source: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
-    """The slots of w1, w2 (and gate); None when the tensors' shapes do not make an MLP."""
-    first, second = f"{prefix}{scheme.w1}.weight", f"{prefix}{scheme.w2}.weight"
-    shapes = source.shape(first), source.shape(second)
+def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
+    """The slots of fc1, fc2 (and gate); None if the shapes are not those of an MLP."""
+    first, second = f"{prefix}{scheme.fc1}.weight", f"{prefix}{scheme.fc2}.weight"
+    shapes = tensors.shape(first), tensors.shape(second)
     if any(len(s) < 2 or any(n != 1 for n in s[2:]) for s in shapes):
         return None
-    transposed = scheme.conv1d and _is_conv1d(source, f"{prefix}{scheme.w1}")
+    transposed = scheme.conv1d and _is_conv1d(tensors, f"{prefix}{scheme.fc1}")
     (rows, columns), (_, inner) = (s[1::-1] if transposed else s[:2] for s in shapes)
-    gated = scheme.gate == scheme.w1
-    packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs without another name
+    gated = scheme.gate == scheme.fc1
+    packed = gated or (scheme.gate is None and rows == 2 * inner)  # timm's GluMlp packs under the name of a plain fc1
     if (rows != 2 * inner) if packed else (rows != inner):
         return None
     if len(shapes[0]) == 4 and rows < columns:
         return None  # a squeeze-and-excitation bottleneck, not an MLP of the residual stream
     if not packed:
-        slots = {"w1": Slot(first, None, transposed), "w2": Slot(second, None, transposed)}
+        slots = {"fc1": Slot(first, None, transposed), "fc2": Slot(second, None, transposed)}
         return slots | ({"gate": Slot(f"{prefix}{scheme.gate}.weight")} if scheme.gate else {})
-    # GluMlp says which half passes the activation; the other packed families put it first.
-    gate_first = scheme.gate_first if gated else _glu_gate_first(source, prefix)
+    # GluMlp states which half is the gate; the other packed families put it first.
+    gate_first = scheme.gate_first if gated else _glu_gate_first(tensors, prefix)
     halves = slice(0, inner), slice(inner, rows)
     gate, up = halves if gate_first else halves[::-1]
-    return {"w1": Slot(first, up), "w2": Slot(second), "gate": Slot(first, gate)}
+    return {"fc1": Slot(first, up), "fc2": Slot(second), "gate": Slot(first, gate)}
 
 
-def _glu_gate_first(source: NamedTensors, prefix: str) -> bool:
-    last = source.hint(prefix.removesuffix("."), ("gate_last",), bool)
+def _glu_gate_first(tensors: NamedTensors, prefix: str) -> bool:
+    last = tensors.hint(prefix.removesuffix("."), ("gate_last",), bool)
     if last is None:
         raise AnatomyError(
-            f"`{prefix}fc1.weight` packs a gate and the names do not tell which half; give the module, or "
-            "an MLP that states `gate_last`"
+            f"`{prefix}fc1.weight` packs a gate, and its names do not say in which half; pass the module"
         )
     return not last
 
 
-def _is_conv1d(source: NamedTensors, path: str) -> bool:
-    """Whether the matrix at `path` is stored (in, out): from the module, its bias, or that an MLP expands."""
-    if source.own(path, "nf") is not None:
+def _is_conv1d(tensors: NamedTensors, path: str) -> bool:
+    """Whether the matrix at `path` is stored (in, out), from the module, its bias, or its shape, since fc1 expands."""
+    if tensors.own(path, "nf") is not None:
         return True
-    if source.own(path, "in_features") is not None:
+    if tensors.own(path, "in_features") is not None:
         return False
-    rows, columns = source.shape(f"{path}.weight")[:2]
-    bias = source.shape(f"{path}.bias") if f"{path}.bias" in source else None
+    rows, columns = tensors.shape(f"{path}.weight")[:2]
+    bias = tensors.shape(f"{path}.bias") if f"{path}.bias" in tensors else None
     if bias is not None and rows != columns:
         return bias[0] == columns
     if rows == columns:
-        return source.hint(path, ("model_type",), str) in ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+        return tensors.hint(path, ("model_type",), str) in ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
     return columns > rows
 
 
-def _size(source: NamedTensors, slot: Slot) -> tuple[int, int]:
-    shape = source.shape(slot.name)
-    rows, columns = (shape[1], shape[0]) if slot.transposed else shape[:2]
-    return (rows if slot.rows is None else slot.rows.stop - slot.rows.start), columns
-
-
-def _bias(source: NamedTensors, slot: Slot) -> Slot | None:
+def _bias(tensors: NamedTensors, slot: Slot) -> Slot | None:
     name = slot.name.removesuffix("weight") + "bias"
-    return Slot(name, slot.rows, vector=True) if name in source else None
+    return Slot(name, slot.rows, vector=True) if name in tensors else None

@@ -1,21 +1,22 @@
-"""Where named tensors come from: a module, or a mapping of tensors with a config.
+"""Named tensors of a model in memory or in a file, with what its config or its modules say about them.
 
-Every finder of `weightscope.anatomy` asks a `NamedTensors` for names, shapes, tensors and *hints* (the number of
-heads, the state size, ...), so that one adapter serves models in memory and lazily read checkpoints alike.
-Nothing is decided by class: only names, shapes and attributes count.
+The finders of `weightscope.anatomy` ask a `NamedTensors` for names, shapes, tensors and *hints* (the number of heads,
+the state size, ...), so that one adapter serves modules and lazily read checkpoints. They rely on names, shapes and
+attributes, never on classes.
 """
 
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weightscope.errors import AnatomyError, DataError, SpecError
+from weightscope.checkpoint import Checkpoint
+from weightscope.errors import AnatomyError, DataError
 
-# Words that order the towers of a model whose names carry no registration order (a safetensors file sorts them).
+# Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
 _RANK = {
     "encoder": 0,
     "text_model": 0,
@@ -28,10 +29,10 @@ _RANK = {
 
 
 class NamedTensors:
-    """Named tensors with hints; see `ModuleTensors` and `MappingTensors`.
+    """Named tensors with hints: a `ModuleTensors` or a `MappingTensors`.
 
     Attributes:
-        names: the tensors' names, in the model's order.
+        names: of the tensors, in the model's order.
     """
 
     names: tuple[str, ...]
@@ -44,18 +45,18 @@ class NamedTensors:
         raise NotImplementedError
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, without reading it where the source can tell."""
+        """The shape of a tensor, without reading it if possible."""
         raise NotImplementedError
 
     def get(self, name: str) -> Tensor:
-        """The tensor, detached; it shares memory with the source when the source is writable."""
+        """The tensor, detached; it shares memory with the model if the model is writable."""
         raise NotImplementedError
 
     def writable(self, name: str) -> None:
-        """Return when writing into `get(name)` changes the source.
+        """Check that writing into `get(name)` changes the model.
 
         Raises:
-            DataError: when it would be lost.
+            DataError: if it does not.
         """
         raise NotImplementedError
 
@@ -64,30 +65,34 @@ class NamedTensors:
         return name
 
     def trained(self, name: str) -> bool:
-        """Whether the tensor is a parameter that takes gradients; assumed so where the source does not tell."""
+        """Whether the tensor is a parameter that requires gradients; True if unknown."""
         return True
 
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
-        """The value of the first of `keys` that is known at `path` or above it, nearest first; None when unknown."""
+        """The value of the first of `keys` that is known at `path` or above it, nearest first; None if unknown."""
         raise NotImplementedError
 
     def own(self, path: str, key: str) -> Any | None:
-        """The attribute `key` of the module at `path` itself; None when there is none, or no modules."""
+        """The attribute `key` of the module at `path` itself; None if unknown."""
         return None
 
     def rope(self, path: str) -> bool:
-        """Whether queries and keys at `path` are rotated by position, as far as attributes and names tell."""
+        """Whether queries and keys at `path` are rotated by position, judged by attributes and names."""
         raise NotImplementedError
+
+
+Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
+"""What `named_tensors` accepts."""
 
 
 class ModuleTensors(NamedTensors):
     """The parameters and buffers of an `nn.Module`, in registration order.
 
-    Tied tensors are known under each of their names and share one `identity`.
+    Tied tensors have several names and one `identity`.
 
     Args:
         module: any module.
-        config: hints for modules whose attributes do not tell, such as `{"num_heads": 3}`.
+        config: hints that the modules' attributes lack, such as `{"num_heads": 3}`.
     """
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
@@ -149,7 +154,7 @@ class ModuleTensors(NamedTensors):
 
     def rope(self, path: str) -> bool:
         """See `NamedTensors.rope`."""
-        # Attributes of a single block belong to its own attention; higher up, one rotation serves the whole tower.
+        # A block may hold the rotation of its own attention, the module above it that of the whole tower.
         for module in self._above(path):
             config = getattr(module, "config", None)
             if any(getattr(module, key, None) is not None for key in _ROPE_MODULES):
@@ -160,12 +165,10 @@ class ModuleTensors(NamedTensors):
 
 
 class MappingTensors(NamedTensors):
-    """Tensors by name (a state dict, or anything lazily read) with the model's config.
-
-    A mapping may offer `shape(name)` so that shapes cost no reading, and `config`.
+    """Tensors by name (a state dict, a `Checkpoint`) with the model's config.
 
     Args:
-        tensors: name -> tensor.
+        tensors: name -> tensor. It may have `shape(name)`, so that shapes are known without reading, and `config`.
         config: the model's `config.json` as a dictionary; sub-configs (`text_config`, ...) are found by name.
     """
 
@@ -224,7 +227,7 @@ class MappingTensors(NamedTensors):
 # Attributes under which a module holds the rotation of queries and keys (transformers, timm, others).
 _ROPE_MODULES = ("rotary_emb", "rotary_embed", "rope", "rope_embeddings", "rotary_pos_emb", "rotary_position_embedding")
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
-# Old configs of these models do not name the rotation at all.
+# Old configs of these models do not mention the rotation.
 _ROPE_TYPES = {
     "llama",
     "mistral",
@@ -263,93 +266,39 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts `layer.2` before `layer.10`, encoders before decoders, self before cross attention."""
+    """A sort key: `layer.2` before `layer.10`, encoders before decoders, self- before cross-attention."""
     parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]
     return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]
 
 
-def named_tensors(model: Any, config: Mapping[str, Any] | None = None) -> NamedTensors:
-    """The `NamedTensors` of a module, a mapping, or a `NamedTensors`.
+def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:
+    """The `NamedTensors` of anything that is a model.
+
+    Args:
+        model: an `nn.Module`, a mapping of tensors (state dict, `Checkpoint`), a `NamedTensors`, or what `Checkpoint`
+            opens: a path or `hf://org/name[@revision]`. A file is read lazily.
+        config: hints that the model lacks, such as `{"num_heads": 3}`. For a mapping they replace its config.
 
     Raises:
         AnatomyError: for anything else.
+        DataError: if a path cannot be read.
+
+    Example:
+        >>> named_tensors("hf://openai-community/gpt2").shape("h.0.attn.c_attn.weight")
+        (768, 2304)
     """
+    model = opened(model)
     if isinstance(model, NamedTensors):
         return model
     if isinstance(model, nn.Module):
         return ModuleTensors(model, config)
     if isinstance(model, Mapping):
         return MappingTensors(model, config)
-    raise AnatomyError(f"expected a module or a mapping of named tensors, found {type(model).__name__}")
+    raise AnatomyError(
+        f"expected a module, a mapping of tensors, a path or hf://org/name, found {type(model).__name__}"
+    )
 
 
-def exact_float(tensor: Tensor) -> Tensor:
-    """A copy in float32, or in the tensor's own type when that holds more."""
-    wide = tensor.is_floating_point() and tensor.element_size() >= 4
-    return tensor.to(tensor.dtype if wide else torch.float32, copy=True)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Rows of a matrix that lies in a tensor.
-
-    Attributes:
-        name: the tensor.
-        rows: which rows of the (out, in) matrix, as a slice or an index tensor; None for all.
-        transposed: the tensor stores (in, out), as transformers' Conv1D does.
-        vector: the tensor is a vector (a bias), read as it is.
-    """
-
-    name: str
-    rows: Any = None
-    transposed: bool = False
-    vector: bool = False
-
-    def _view(self, source: NamedTensors) -> Tensor:
-        tensor = source.get(self.name)
-        if self.vector:
-            return tensor
-        return tensor.T if self.transposed else tensor.flatten(1)
-
-    def read(self, source: NamedTensors) -> Tensor:
-        """A copy of the rows, (rows, columns) or (rows,), float32 or better."""
-        view = self._view(source)
-        return exact_float(view if self.rows is None else view[self.rows])
-
-    @torch.no_grad()
-    def write(self, source: NamedTensors, value: Tensor) -> None:
-        """Put rows back, cast to the tensor's type and device.
-
-        Raises:
-            SpecError: if the shape is another than `read`'s.
-            DataError: if the source cannot be written, or a finite number overflows in the tensor's type.
-        """
-        source.writable(self.name)
-        view = self._view(source)
-        rows = slice(None) if self.rows is None else self.rows
-        wanted = tuple(view[rows].shape)
-        if tuple(value.shape) != wanted:
-            raise SpecError(f"`{self.name}`: expected values of shape {wanted}, found {tuple(value.shape)}")
-        view[rows] = _cast(self.name, value, view)
-
-
-@torch.no_grad()
-def put(source: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    """Write a whole tensor of a source, given in the shape that its view has.
-
-    Raises:
-        SpecError: if the value's shape is not `shape`.
-        DataError: if the source cannot be written, or a finite number overflows in the tensor's type.
-    """
-    if tuple(value.shape) != tuple(shape):
-        raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
-    source.writable(name)
-    target = source.get(name)
-    target.copy_(_cast(name, value, target).reshape(target.shape))
-
-
-def _cast(name: str, value: Tensor, target: Tensor) -> Tensor:
-    cast = value.detach().to(device=target.device, dtype=target.dtype)
-    if cast.dtype != value.dtype and bool((cast.isinf() & value.to(cast.device).isfinite()).any()):
-        raise DataError(f"`{name}`: the values overflow in {target.dtype}; use a wider type or a smaller scale")
-    return cast
+def opened(model: Model) -> nn.Module | Mapping[str, Any] | NamedTensors:
+    """The `Checkpoint` at a path or `hf://org/name`; any other model as it is."""
+    return Checkpoint(model) if isinstance(model, str | Path) else model

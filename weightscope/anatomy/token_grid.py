@@ -1,4 +1,4 @@
-"""Where the tokens of a vision transformer or a sequence model lie."""
+"""The positions of the tokens of a vision transformer or a sequence model."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 Offset = tuple[int, int]
-"""(dy, dx): token (y, x) refers to the one at (y + dy, x + dx)."""
+"""(dy, dx): token (y, x) refers to the token at (y + dy, x + dx)."""
 
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """Where tokens lie: `prefix` special ones (class token, registers), then a grid row by row.
+    """Positions of tokens: `prefix` special ones (class token, registers), then a grid in row-major order.
 
     A sequence is a grid of one row.
 
@@ -19,7 +19,7 @@ class TokenGrid:
         rows: of the grid.
         columns: of the grid.
         prefix: special tokens at the start.
-        causal: whether a token sees itself and earlier ones only.
+        causal: whether a token attends only to itself and earlier ones.
     """
 
     rows: int
@@ -29,13 +29,13 @@ class TokenGrid:
 
     @property
     def total(self) -> int:
-        """N, all tokens."""
+        """N, the number of all tokens."""
         return self.prefix + self.rows * self.columns
 
     def targets(self, offset: Offset) -> Tensor:
-        """For each token (N,) the index of the one that lies `offset` = (dy, dx) away, -1 where there is none.
+        """The index (N,) of the token at `offset` = (dy, dx) from each token, -1 if it is outside the grid.
 
-        Special tokens look at none.
+        Special tokens have none.
         """
         y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
         y, x = y + offset[0], x + offset[1]

@@ -1,1 +1,15 @@
-"""Files that hold fitted initialisers: fitted to a population, fitted to one network, and as standalone Python."""
+"""Fitted initialisers and their files.
+
+format          the file: safetensors with a JSON header
+population_fit  `PopulationFit`, fitted to a population
+network_fit     `NetworkFit`, fitted to one network
+loading         `load_artifact`
+standalone      `write_standalone`, a Python file that needs torch and safetensors only
+"""
+
+from weightscope.artifacts.loading import load_artifact
+from weightscope.artifacts.network_fit import NetworkFit
+from weightscope.artifacts.population_fit import PopulationFit
+from weightscope.artifacts.standalone import write_standalone
+
+__all__ = ["NetworkFit", "PopulationFit", "load_artifact", "write_standalone"]

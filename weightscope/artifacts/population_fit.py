@@ -1,41 +1,35 @@
-"""The artifact of a fitted initialiser: one safetensors file with everything that sampling needs, and its history."""
+"""`PopulationFit`: structures fitted to a population, and their artifact."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as to_bytes
+from pydantic import BaseModel, ConfigDict, Field
 
-from weightscope._util import atomic
-from weightscope.checkpoint.safetensors_header import read_header
+from weightscope._util.plugins import imported, is_reference, source_hash
+from weightscope.artifacts.format import VERSION, Artifact, checked_header
 from weightscope.errors import DataError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.structures import STRUCTURES, Structure
+from weightscope.structures import STRUCTURES, Structure, structure_reference
 from weightscope.structures.base import checked, matrix_shapes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 FORMAT = "weightscope-initialiser"
-# Of `weightscope.artifacts.network_fit`.
-NETWORK_FORMAT = "weightscope-network-initialiser"
-VERSION = 1
-# The key of the JSON header in the file's metadata.
-KEY = "weightscope"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are sampled together.
+    """Tensors that are sampled jointly.
 
     Attributes:
         name: of the group: a tensor, a block, or `"all"`.
         spec: of its D entries.
         structure: the distribution of the entries that vary, on `varying_spec(spec, varying)`; None if none does.
-        options: what the structure was fitted with.
+        options: the options of the fit.
         values: (D,) the value of each entry that never varies (others are ignored); None if all vary.
         varying: (D,) booleans; None if all vary.
     """
@@ -63,12 +57,12 @@ class Group:
         return () if self.structure is None else self.structure.noise_shapes
 
     def transform(self, noise: Sequence[np.ndarray], size: int) -> np.ndarray:
-        """Standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
-        if self.varying is None:
-            return self.structure.transform(noise)
+        """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
+        inner = np.empty((size, 0)) if self.structure is None else self.structure.transform(noise)
+        if self.varying is None or self.values is None:
+            return inner
         out = np.tile(self.values, (size, 1))
-        if self.structure is not None:
-            out[:, self.varying] = self.structure.transform(noise)
+        out[:, self.varying] = inner
         return out
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
@@ -76,41 +70,53 @@ class Group:
         return self.transform([rng.standard_normal((size, *shape)) for shape in self.noise_shapes], size)
 
     def to_tensors(self) -> dict[str, np.ndarray]:
-        """The arrays that the artifact holds."""
+        """The arrays of the artifact."""
         out = {} if self.structure is None else self.structure.to_tensors()
-        if self.varying is not None:
+        if self.varying is not None and self.values is not None:
             out |= {"values": self.values, "varying": self.varying.astype(np.uint8)}
         return out
 
     def describe(self) -> dict[str, Any]:
-        """The JSON header's part; `form` and `matrices` say all that a standalone file needs to know."""
-        there = self.structure is not None
-        return {
+        """The group's part of the header; `form` and `matrices` are what a standalone file needs.
+
+        A structure that is not part of weightscope is recorded as `"package.module:Class"`, with the hash of its
+        source.
+        """
+        structure = self.structure
+        out: dict[str, Any] = {
             "name": self.name,
             "spec": json.loads(self.spec.to_json()),
-            "structure": self.structure.name if there else None,
+            "structure": None,
             "options": dict(self.options),
-            "form": self.structure.form if there else "fixed",
-            "matrices": [list(shape) for shape in matrix_shapes(self.structure.spec)] if there else [],
-            "parameters": self.structure.parameters if there else 0,
-            "diagnostics": self.structure.diagnostics if there else {},
+            "form": "fixed",
+            "matrices": [],
+            "parameters": 0,
+            "diagnostics": {},
             "fixed": self.fixed,
         }
+        if structure is not None:
+            reference = structure_reference(type(structure))
+            out["structure"], out["form"] = reference, structure.form
+            out["matrices"] = [list(shape) for shape in matrix_shapes(structure.spec)]
+            out["parameters"], out["diagnostics"] = structure.parameters, structure.diagnostics
+            if is_reference(reference):
+                out["source_hash"] = source_hash(type(structure))
+        return out
 
 
-@dataclass(frozen=True)
-class FitResult:
+@dataclass(frozen=True, repr=False)
+class PopulationFit(Artifact):
     """Fitted structures for the tensors of a selection, with the comparison that chose them.
 
     Attributes:
-        spec: of the touched tensors, in the network's order.
-        groups: what is sampled together; they cover the spec.
+        spec: of the tensors that the initialiser sets, in the network's order.
+        groups: what is sampled jointly; they cover the spec.
         table: one row for each group and candidate: `group`, `structure`, `parameters`, `log_prob` (held-out
             log-likelihood in nats per network, mean over networks) and `log_prob_se`, `difference` to the
             group's best and its paired standard error `difference_se`, `chosen`, and `failed`: why a
             candidate could not be fitted, or None. With several groups, the group `"(all)"` adds them up.
         networks: how many networks were used.
-        excluded: how many were left out because they diverged or are not finite.
+        excluded: how many were excluded because they diverged or are not finite.
         settings: `select`, `joint`, `holdout`, `seed`, `held_out` (networks scored).
         provenance: where the weights came from.
     """
@@ -131,7 +137,7 @@ class FitResult:
         return np.concatenate([parts[name].reshape(size, -1) for name in self.spec.names], axis=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays, as plain JSON types; this is the artifact's header."""
+        """Everything but the arrays, in JSON types; the header of the artifact."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -144,8 +150,21 @@ class FitResult:
             "provenance": self.provenance,
         }
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of group i as `"i.name"`."""
+        return {f"{i}.{name}": array for i, g in enumerate(self.groups) for name, array in g.to_tensors().items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table of candidates."""
+        return [dict(row) for row in self.table]
+
+    def summary(self) -> str:
+        """Sizes and the chosen structures."""
+        kinds = ", ".join(dict.fromkeys(group.label for group in self.groups))
+        return f"{len(self.spec)} tensors in {len(self.groups)} groups, {self.networks} networks: {kinds}"
+
     def text(self) -> str:
-        """The comparison as a table for the terminal, with what was excluded, fixed and chosen."""
+        """The comparison as a table, with the number of networks excluded and of entries that never vary."""
         held_out = self.settings.get("held_out", 0)
         lines = [
             f"{self.networks} networks ({self.excluded} excluded), log-likelihood of {held_out} held out, nats each"
@@ -158,20 +177,11 @@ class FitResult:
         lines += [f"{group.name}: fixed, it never varies" for group in self.groups if group.structure is None]
         return "\n".join(lines)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the artifact: whole, or not at all.
+    def plot(self, ax: "Axes | None" = None, *, group: str | None = None) -> "Axes":
+        """Held-out log-likelihood of the candidates relative to the best; see `weightscope.plots.heldout_scores`."""
+        from weightscope.plots import heldout_scores
 
-        Raises:
-            WeightscopeError: if the file cannot be written.
-        """
-        tensors = {
-            f"{i}.{name}": np.ascontiguousarray(array)
-            for i, group in enumerate(self.groups)
-            for name, array in group.to_tensors().items()
-        }
-        header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
-        atomic.write(path, to_bytes(tensors, metadata={KEY: header}))
-        return Path(path)
+        return heldout_scores(self.table, ax, group=group)
 
 
 def labelled(structure: str, options: Mapping[str, Any]) -> str:
@@ -181,83 +191,13 @@ def labelled(structure: str, options: Mapping[str, Any]) -> str:
 
 
 def varying_spec(spec: WeightSpec, varying: np.ndarray) -> WeightSpec:
-    """The spec of the varying entries: whole tensors keep their shape, parts become vectors, others go."""
+    """The spec of the varying entries: whole tensors keep their shape, parts become vectors, others are dropped."""
     tensors = []
     for tensor in spec.tensors:
         count = int(varying[spec.slices[tensor.name]].sum())
         if count:
             tensors.append(TensorSpec(tensor.name, tensor.shape if count == tensor.size else (count,), tensor.role))
     return WeightSpec(tensors)
-
-
-def load_artifact(path: str | Path) -> FitResult:
-    """Read an artifact that was fitted to a population; nothing that it says about itself is believed unchecked.
-
-    Args:
-        path: a file that `FitResult.save` wrote.
-
-    Raises:
-        DataError: if the file is missing, is no artifact, is of another version, or its arrays do not fit the
-            header or are not finite.
-
-    Example:
-        >>> load_artifact("mlp.safetensors").groups[0].label
-        'dense'
-    """
-    return artifact_of(path, *read_contents(path))
-
-
-def artifact_of(path: str | Path, header: Any, arrays: Mapping[str, np.ndarray]) -> FitResult:
-    """The artifact that `read_contents` found at a path.
-
-    Raises:
-        DataError: as `load_artifact`.
-    """
-    try:
-        return _restored(_parsed(header), arrays)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-
-
-def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """The JSON header and the arrays of an initialiser's artifact, of whatever kind; the file is sound then.
-
-    Raises:
-        DataError: if the file is missing, damaged, or no artifact.
-    """
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
-        with safe_open(str(path), framework="numpy") as file:
-            text = (file.metadata() or {}).get(KEY)
-            arrays = {name: file.get_tensor(name) for name in file.keys()} if text else {}  # noqa: SIM118
-    except FileNotFoundError:
-        raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
-    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path}: expected an initialiser's artifact, found no sound safetensors file: {error}"
-        ) from error
-    if text is None:
-        raise DataError(f"{path}: a safetensors file, but no initialiser's artifact; `weightscope fit-init` makes one")
-    try:
-        return json.loads(text), arrays
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: its header is not JSON: {error}") from error
-
-
-class _Header(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: Literal["weightscope-initialiser"]
-    version: Literal[1]
-    spec: list[Any]
-    groups: list["_GroupHeader"] = Field(min_length=1)
-    table: list[dict[str, Any]]
-    networks: int = Field(ge=0)
-    excluded: int = Field(ge=0)
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
 
 
 class _GroupHeader(BaseModel):
@@ -272,30 +212,43 @@ class _GroupHeader(BaseModel):
     parameters: int = Field(ge=0)
     diagnostics: dict[str, Any]
     fixed: int = Field(ge=0)
+    source_hash: str = ""  # only of structures that are not part of weightscope
 
 
-def _parsed(values: Any) -> _Header:
-    if isinstance(values, dict) and values.get("format") == NETWORK_FORMAT:
-        raise DataError("it was fitted to one network, not to a population; load_init applies it")
-    if isinstance(values, dict) and values.get("format") == FORMAT and values.get("version") != VERSION:
-        raise DataError(
-            f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"
-        )
-    try:
-        return _Header.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "header"
-        raise DataError(f"its header does not make sense: {where}: {first['msg'].lower()}") from None
+class _Header(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal["weightscope-initialiser"]
+    version: Literal[1]
+    spec: list[Any]
+    groups: list[_GroupHeader] = Field(min_length=1)
+    table: list[dict[str, Any]]
+    networks: int = Field(ge=0)
+    excluded: int = Field(ge=0)
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
 
 
-def _restored(header: _Header, arrays: Mapping[str, np.ndarray]) -> FitResult:
+def population_fit_of(
+    values: Any, arrays: Mapping[str, np.ndarray], structures: Sequence[str | type[Structure]] = ()
+) -> PopulationFit:
+    """The fit that a header and arrays describe.
+
+    Args:
+        values: the header.
+        arrays: by name.
+        structures: allowed beside those of weightscope; see `load_artifact`.
+
+    Raises:
+        DataError: if a value is invalid, or the arrays do not match the header or are not finite.
+    """
+    header = checked_header(values, _Header)
     spec = _spec(header.spec)
     groups = []
     for i, described in enumerate(header.groups):
         own = {name.removeprefix(f"{i}."): array for name, array in arrays.items() if name.startswith(f"{i}.")}
         try:
-            groups.append(_group(described, own))
+            groups.append(_group(described, own, structures))
         except DataError as error:
             raise DataError(f"group `{described.name}`: {error}") from error
     claimed = sorted(name for group in groups for name in group.spec.names)
@@ -303,43 +256,59 @@ def _restored(header: _Header, arrays: Mapping[str, np.ndarray]) -> FitResult:
         raise DataError("its groups do not cover the tensors of its spec exactly")
     if stray := [name for name in arrays if not _belongs(name, len(groups))]:
         raise DataError(f"found arrays that belong to no group: {stray[:3]}")
-    return FitResult(
-        spec,
-        tuple(groups),
-        tuple(header.table),
-        header.networks,
-        header.excluded,
-        header.settings,
-        header.provenance,
-    )
+    facts = header.networks, header.excluded, header.settings, header.provenance
+    return PopulationFit(spec, tuple(groups), tuple(header.table), *facts)
 
 
-def _group(described: _GroupHeader, arrays: dict[str, np.ndarray]) -> Group:
+def _group(
+    described: _GroupHeader, arrays: dict[str, np.ndarray], structures: Sequence[str | type[Structure]]
+) -> Group:
     spec = _spec(described.spec)
     values = varying = structure = None
     inner = spec
     if "varying" in arrays or described.structure is None:
-        # Arrays of the claimed length must be in the file before anything of that length is made.
+        # Arrays of the stated length must be in the file before anything of that length is allocated.
         values, flags = (_of_length(arrays, name, spec.size) for name in ("values", "varying"))
         values, varying = checked(values, "values", (spec.size,)), flags.astype(bool)
         if not np.isin(flags, (0, 1)).all() or (described.structure is None) != (not varying.any()):
-            raise DataError("`varying`: expected zeros and ones that fit the structure")
+            raise DataError("`varying`: expected zeros and ones that agree with the structure")
         inner = varying_spec(spec, varying)
         arrays = {name: array for name, array in arrays.items() if name not in ("values", "varying")}
     if described.structure is None:
         if arrays:
             raise DataError(f"fixed tensors with the arrays {list(arrays)[:3]}")
-    elif described.structure not in STRUCTURES:
-        raise DataError(f"no structure {described.structure!r}; there are {', '.join(STRUCTURES)}")
     else:
+        cls = _class(described, structures)
         _of_length(arrays, "mean", inner.size)
-        structure = STRUCTURES[described.structure].from_tensors(
-            arrays, inner, described.parameters, described.diagnostics
-        )
+        structure = cls.from_tensors(arrays, inner, described.parameters, described.diagnostics)
     group = Group(described.name, spec, structure, described.options, values, varying)
-    if group.describe() != described.model_dump():
-        raise DataError("its header does not fit its arrays")
+    if group.describe() != described.model_dump(exclude_unset=True):
+        raise DataError("its header does not match its arrays")
     return group
+
+
+def _class(described: _GroupHeader, structures: Sequence[str | type[Structure]]) -> type[Structure]:
+    """The structure's class; one that is not part of weightscope is imported only if the caller allowed it."""
+    name = described.structure or ""
+    if name in STRUCTURES:
+        return STRUCTURES[name]
+    if not is_reference(name):
+        raise DataError(f"no structure {name!r}; there are {', '.join(STRUCTURES)}")
+    for allowed in structures:
+        if name == (allowed if isinstance(allowed, str) else structure_reference(allowed)):
+            found = imported(allowed) if isinstance(allowed, str) else allowed
+            if not (isinstance(found, type) and issubclass(found, Structure)):
+                raise DataError(f"{name}: expected a subclass of weightscope.structures.Structure, found {found!r}")
+            if (now := source_hash(found)) != described.source_hash:
+                raise DataError(
+                    f"{name}: its source changed since the fit (hash {described.source_hash or 'none'}, now {now}); "
+                    "restore that version or fit again"
+                )
+            return found
+    raise DataError(
+        f"its structure {name} is not part of weightscope and is not imported because a file says so; if you trust "
+        f"it, pass structures=[{name!r}]"
+    )
 
 
 def _of_length(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
@@ -357,7 +326,7 @@ def _belongs(name: str, groups: int) -> bool:
 def _spec(rows: list[Any]) -> WeightSpec:
     spec = WeightSpec.from_json(json.dumps(rows))
     if not spec.tensors or not all(tensor.size for tensor in spec.tensors):
-        raise DataError("its spec holds no tensors, or empty ones")
+        raise DataError("its spec has no tensors, or empty ones")
     return spec
 
 

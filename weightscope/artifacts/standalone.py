@@ -1,13 +1,18 @@
 """A Python file that applies an artifact and needs torch and safetensors only."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from weightscope._util import atomic
-from weightscope.artifacts.population_fit import FitResult, load_artifact
+from weightscope.artifacts.loading import load_artifact
+from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
+from weightscope.structures import Structure
+
+_FORMS = ("affine", "kronecker", "group_means", "fixed")  # what the template implements
 
 _TEMPLATE = '''\
-"""Initialise {touched} from {artifact}, which lies beside this file.
+"""Initialise {touched} from {artifact}, in the folder of this file.
 
     {module}.init_(network, generator=torch.Generator().manual_seed(0))
 
@@ -24,7 +29,7 @@ from safetensors import safe_open
 
 @torch.no_grad()
 def init_(module, generator=None):
-    """Set the artifact's tensors in place; everything else stays as it is."""
+    """Set the artifact's tensors in place and leave all others unchanged."""
     with safe_open(Path(__file__).with_name({artifact!r}), "pt") as file:
         groups = json.loads(file.metadata()["weightscope"])["groups"]
         arrays = {{key: file.get_tensor(key) for key in file.keys()}}
@@ -63,23 +68,27 @@ def _sample(group, a, randn):
 '''
 
 
-def write_standalone(artifact: FitResult | str | Path, file: str | Path) -> Path:
+def write_standalone(
+    artifact: PopulationFit | str | Path, file: str | Path, *, structures: Sequence[str | type[Structure]] = ()
+) -> Path:
     """Write a Python file with one function, `init_(module, generator=None)`, that applies an artifact.
 
-    The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an
-    artifact from elsewhere is copied there, a result is saved there as `file` with the suffix `.safetensors`. For the
-    same generator it gives what `load_init` gives, up to float64 rounding.
+    The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an artifact in
+    another folder is copied, a fit is saved as `file` with the suffix `.safetensors`. For the same generator the
+    weights equal those of `load_init` up to float64 rounding.
 
     Args:
-        artifact: a `FitResult`, or the path of its artifact.
+        artifact: a `PopulationFit`, or the path of one.
         file: to write, ending in `.py`.
+        structures: trusted structures of other packages, as in `load_artifact`.
 
     Returns:
         the path of the Python file.
 
     Raises:
-        UsageError: if the name is not one that Python can import.
-        DataError: if the artifact is not sound.
+        UsageError: if the name is not one that Python can import, the artifact was fitted to one network, or it has
+            a structure of another package that is sampled in its own way.
+        DataError: if the artifact is invalid.
         WeightscopeError: if a file cannot be written.
 
     Example:
@@ -90,18 +99,22 @@ def write_standalone(artifact: FitResult | str | Path, file: str | Path) -> Path
         raise UsageError(
             f"a standalone initialiser needs a file name that Python can import (name.py), found {file.name!r}"
         )
-    if isinstance(artifact, FitResult):
-        result, beside = artifact, file.with_suffix(".safetensors")
-        result.save(beside)
+    result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
+    if not isinstance(result, PopulationFit):
+        raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
+    if foreign := [g.label for g in result.groups if g.structure is not None and g.structure.form not in _FORMS]:
+        raise UsageError(f"{foreign[0]}: a standalone initialiser needs one of the forms {', '.join(_FORMS[:3])}")
+    if isinstance(artifact, PopulationFit):
+        beside = result.save(file.with_suffix(".safetensors"))
     else:
-        result, beside = load_artifact(artifact), file.with_name(Path(artifact).name)
+        beside = file.with_name(Path(artifact).name)
         if beside.resolve() != Path(artifact).resolve():
             atomic.write(beside, Path(artifact).read_bytes())
     atomic.write(file, _source(result, file.stem, beside.name).encode())
     return file
 
 
-def _source(result: FitResult, module: str, artifact: str) -> str:
+def _source(result: PopulationFit, module: str, artifact: str) -> str:
     names = result.spec.names
     touched = ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more tensors"
     kinds = sorted({group.label for group in result.groups})

@@ -1,138 +1,115 @@
-"""`audit`: does a model have the structure that an initialiser promises?
+"""`audit`: does a model have the weights that an initialiser should have given it?
 
-It looks at effective operators (products of queries and keys, covariances of filters, attention maps), not at code
-or at whether weights changed. A correct initialisation fails an audit with probability below 1e-6 per check; the
-report states the bound. Public copies of these initialisers swap factors, forget a 1/sqrt(d) or take a root
-twice, and frameworks overwrite what was initialised: all of that fails.
+It checks effective operators (products of queries and keys, covariances of filters, attention maps), not code or
+whether weights changed. A correct initialisation fails a check with probability below 1e-6; the report states the
+bound for all of them. Errors that were found this way in public copies of these initialisers: exchanged factors, a
+missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightscope.anatomy import named_tensors
-from weightscope.anatomy.tensors import NamedTensors
-from weightscope.auditing.attention import mimetic_attention
-from weightscope.auditing.filters import (
-    box_filters_promise,
-    conv_covariance_promise,
-    impulse_filters_promise,
-    random_filters_promise,
-)
+from weightscope._util.plugins import is_reference
+from weightscope.anatomy import NamedTensors, named_tensors
+
+# Imported for their registration.
+from weightscope.auditing import attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
 from weightscope.auditing.intervals import LEVEL
-from weightscope.auditing.mlp import mimetic_mlp
 from weightscope.auditing.overwritten import track
-from weightscope.auditing.positions import impulse_attention, sinusoidal_positions
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
-from weightscope.auditing.residual import delta_orthogonal, layer_scale_identity, t_fixup, zero_init
-from weightscope.auditing.ssm import mimetic_ssm
-from weightscope.auditing.univariate import kaiming_uniform, trunc_normal, xavier
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.init.convolution import PRESETS as CONV_PRESETS
+from weightscope.init._signature import REQUIRED, Signature, distribute, label_of
 
-__all__ = ["PROMISES", "AuditReport", "Check", "audit", "track"]
-
-PROMISES: Mapping[str, Callable[..., list[Check]]] = {
-    "mimetic_attention": mimetic_attention,
-    "impulse_attention": impulse_attention,
-    "sinusoidal_positions": sinusoidal_positions,
-    "conv_covariance": conv_covariance_promise,
-    "random_filters": random_filters_promise,
-    "impulse_filters": impulse_filters_promise,
-    "box_filters": box_filters_promise,
-    "mimetic_mlp": mimetic_mlp,
-    "mimetic_ssm": mimetic_ssm,
-    "kaiming_uniform": kaiming_uniform,
-    "xavier": xavier,
-    "trunc_normal": trunc_normal,
-    "zero_init": zero_init,
-    "t_fixup": t_fixup,
-    "delta_orthogonal": delta_orthogonal,
-    "layer_scale_identity": layer_scale_identity,
-}
-
-# What `audit(model)` tries, besides every initialiser with its defaults: the published presets.
-_VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "mimetic_attention": ({"preset": "vision"}, {"preset": "language"}),
-    "conv_covariance": tuple({"preset": name} for name in CONV_PRESETS),
-    "mimetic_mlp": ({}, {"mode": "rows"}, {"mode": "anticorrelated"}),
-    "mimetic_ssm": tuple({"c": c} for c in (2.0, 4.0, 8.0)),
-}
+__all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
 
 def audit(
-    model: Any, init: str | None = None, *, config: Mapping[str, Any] | None = None, **parameters: Any
+    model: Any,
+    init: str | Callable[..., list[Check]] | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    **parameters: Any,
 ) -> AuditReport:
-    """Hold a model against what an initialiser promises, layer by layer and head by head.
+    """Check a model against the expectations of an initialiser, layer by layer and head by head.
 
     Args:
-        model: a module, a mapping name -> tensor (a state dict, a checkpoint), or a `NamedTensors`.
+        model: a module, a mapping name -> tensor (a state dict, a `Checkpoint`), a path, or a `NamedTensors`.
         init: the initialiser's registered name, or several joined by "+"; None tries every one with its published
-            presets and tells which of them the model has.
+            presets. Or expectations of your own: a function `f(tensors: NamedTensors, **parameters) -> list[Check]`,
+            or a reference to one, `"package.module:function"`.
         config: the model's config, for a mapping.
-        parameters: the initialiser's named parameters where they are not its defaults.
+        parameters: the initialiser's named parameters that differ from its defaults.
 
     Returns:
-        A report: `.passed`, `.checks`, `.failures`, `.to_dict()`, and a table when printed. `.false_alarm_rate`
-        bounds the probability that a correct initialisation fails.
+        A report: `.passed`, `.checks`, `.failures`, `.to_dict()`, and a table if printed. `.false_alarm_rate` bounds
+        the probability that a correct initialisation fails.
 
     Raises:
-        AnatomyError: if the model has no part that the initialiser is about.
-        UsageError: if the name or a parameter is unknown; lists those that there are.
+        AnatomyError: if the model lacks the part that the initialiser sets.
+        UsageError: if the name or a parameter is unknown (names the nearest one), or a function does not return checks.
 
     Example:
         >>> print(audit(mimetic_attention_(vit), "mimetic_attention"))
         >>> audit(vit, "mimetic_attention", preset="language").passed
         False
+        >>> def small_head(tensors, limit=0.01):
+        ...     std = float(tensors.get("head.weight").std())
+        ...     return [Check("small_head", "weight", None, None, "head.weight", "std", std, 0.0, limit)]
+        >>> audit(vit, small_head, limit=0.02).passed
+        True
     """
-    source = named_tensors(model, config)
+    tensors = named_tensors(model, config)
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
-        return _everything(source)
-    names = [name.strip() for name in init.split("+")]
-    shares = _shares(names, parameters)
-    checks = [check for name in names for check in _promise(source, name, shares[name])]
+        return _every(tensors)
+    wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
+    signatures = [_signature(one) for one in wanted]
+    shares = distribute(signatures, parameters)
+    checks = [check for one, given in zip(wanted, shares, strict=True) for check in _checks(tensors, one, given)]
     return AuditReport(tuple(checks), level=LEVEL)
 
 
-def _shares(names: list[str], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Which parameter goes to which of the named initialisers."""
-    for name in names:
-        if name not in PROMISES:
-            raise UsageError(f"no audit for {name!r}; there are {', '.join(PROMISES)}")
-    known = {name: init_parameters(name) for name in names}
-    out: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in given.items():
-        owners = [name for name in names if key in known[name]]
-        if len(owners) != 1:
-            each = "; ".join(f"{name}: {', '.join(known[name])}" for name in names)
-            what = f"could be meant for {' or '.join(owners)}" if owners else "is no parameter"
-            raise UsageError(f"{'+'.join(names)}: {key!r} {what}; the named parameters are {each}")
-        out[owners[0]][key] = value
-    return out
+def _signature(init: Any) -> Signature:
+    """The parameters of an initialiser, or of a function with expectations."""
+    function = EXPECTATIONS.find(init)
+    if not callable(function):
+        raise UsageError(f"audit: expected a name, 'package.module:function' or a function, found {init!r}")
+    found = Signature.of(function, label_of(init))
+    if isinstance(init, str) and not is_reference(init):  # the initialiser's parameters; not all need checks
+        return Signature(init, init_parameters(init), False, found.text, True)
+    if not found.positional:
+        raise UsageError(
+            f"{found.name}: expected a function `f(tensors, **parameters) -> list[Check]`, found `f({found.text})`"
+        )
+    return found
 
 
-def _promise(source: NamedTensors, name: str, given: Mapping[str, Any]) -> list[Check]:
-    promise = PROMISES[name]
-    values = {**init_parameters(name), **given}
-    wanted = list(inspect.signature(promise).parameters)[1:]
-    missing = [key for key in wanted if values.get(key) is inspect.Parameter.empty]
-    if missing:
-        raise UsageError(f"{name}: needs {', '.join(missing)}")
-    return promise(source, **{key: values[key] for key in wanted})
+def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any]) -> list[Check]:
+    """The checks of one initialiser, or of a function with expectations."""
+    function, signature = EXPECTATIONS.find(init), _signature(init)
+    values = {**signature.defaults, **given}
+    own = Signature.of(function, signature.name)
+    if not own.open:
+        values = {key: values[key] for key in own.defaults}
+    own.require({key: value for key, value in values.items() if value is not REQUIRED})
+    found = function(tensors, **values)
+    if not isinstance(found, list | tuple) or not all(isinstance(check, Check) for check in found):
+        raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}")
+    return list(found)
 
 
-def _everything(source: NamedTensors) -> AuditReport:
+def _every(tensors: NamedTensors) -> AuditReport:
     """Every initialiser, with its presets; of the variants of one, the best is reported."""
     checks: list[Check] = []
     skipped: dict[str, str] = {}
-    for name in PROMISES:
+    for name in EXPECTATIONS:
         best: list[Check] | None = None
-        for variant in _VARIANTS.get(name, ({},)):
+        for variant in EXPECTATIONS.details[name].get("variants", ({},)):
             try:
-                found = _promise(source, name, variant)
+                found = _checks(tensors, name, variant)
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
                 continue
@@ -145,4 +122,4 @@ def _everything(source: NamedTensors) -> AuditReport:
 
 
 def _failed(checks: list[Check]) -> float:
-    return sum(not check.passed for check in checks) / len(checks)
+    return sum(not check.passed for check in checks) / max(1, len(checks))

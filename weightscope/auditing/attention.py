@@ -1,8 +1,8 @@
-"""What `mimetic_attention_` promises: products of weights near a multiple of the identity, and how far off.
+"""Expectations of `mimetic_attention_`: products of weights at a given distance from a multiple of the identity.
 
-All is said about the effective operators `W_Q W_K^T` of a head and `sum_h W_V W_O` of a layer, in the row-vector
-convention, so any construction with the same products passes, whatever its code. One promise is about the factors:
-that the singular values are shared evenly between them.
+All checks but one are of the effective operators `W_Q W_K^T` of a head and `sum_h W_V W_O` of a layer, in the
+row-vector convention, so that any construction with the same products passes. The other one is of the factors: the
+singular values are shared evenly between them.
 """
 
 import math
@@ -13,62 +13,47 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
+from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
-from weightscope.anatomy.attention import find
+from weightscope.anatomy.attention_modules import find
 from weightscope.auditing.intervals import Interval, predicted
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import AnatomyError
 from weightscope.init._common import chosen_layers
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
 
-_DRAWS = 48  # of the simulated null; the t quantile of LEVEL is then 5.6
-_LARGEST = 192  # width that is simulated; fluctuations above it are scaled
-_PROBES = 16  # random vectors that stand for a d x d matrix when heads are compared
-_SEED = 0x5EED  # of the simulation and the probes, so that an audit answers the same twice
+_DRAWS = 48  # of the simulated null; the t quantile of LEVEL is 5.6
+_LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
+_PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
+_SEED = 0x5EED  # of the simulation and the probes, so that an audit is reproducible
 
-STATISTICS = ("diagonal mean", "diagonal std", "off-diagonal", "alpha", "asymmetry", "participation")
+# Statistic of a check -> name in `FactoredProduct.statistics`, where it has one.
+_NAMES = {
+    "diagonal mean": "diagonal_mean",
+    "diagonal std": "diagonal_std",
+    "off-diagonal": "offdiagonal_norm",
+    "alpha": "alpha",
+    "asymmetry": "asymmetry",
+}
+STATISTICS = (*_NAMES, "participation")
 
 
 def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
-    """Statistics of `M = A B^T` for A, B (d, r), without forming M where r < d.
+    """The statistics of `M = A B^T` that are checked, for A, B (d, r); see `FactoredProduct.statistics`.
 
-    - diagonal mean: `tr M / d`, which is also the least-squares beta of `M ~ alpha Z + beta I`;
-    - diagonal std: the spread of the diagonal's d entries;
-    - off-diagonal: Frobenius norm off the diagonal, over sqrt(d);
-    - alpha: `||M - beta I||_F / sqrt(d)`, the least-squares alpha, since ||Z||_F is sqrt(d);
-    - asymmetry: `||M - M^T||_F / (sqrt(2) ||M||_F)`, 0 for a symmetric M, 1 for independent entries;
-    - participation: `(sum s^2)^2 / (r sum s^4)` over the singular values s, 1 when all are equal.
+    "participation" is the effective rank over min(r, d): 1 if all singular values are equal.
     """
-    d, r = a.shape
-    diagonal = (a * b).sum(1)  # (d,)
-    beta = diagonal.mean()
-    if r < d:
-        gram_a, gram_b, mixed = a.T @ a, b.T @ b, b.T @ a  # (r, r)
-        square, cross = (gram_a * gram_b).sum(), (mixed * mixed.T).sum()
-        chain = gram_a @ gram_b
-        fourth = (chain * chain.T).sum()
-    else:
-        m = a @ b.T
-        square, cross = m.square().sum(), (m * m.T).sum()
-        fourth = (m.T @ m).square().sum()
-    off = (square - diagonal.square().sum()).clamp_min(0)
-    around = (square - d * beta.square()).clamp_min(0)
-    values = (
-        beta,
-        diagonal.std(correction=0),
-        (off / d).sqrt(),
-        (around / d).sqrt(),
-        ((square - cross).clamp_min(0) / square).sqrt(),
-        square.square() / (min(r, d) * fourth),
-    )
-    return dict(zip(STATISTICS, map(float, values), strict=True))
+    found = {name: float(value) for name, value in FactoredProduct(a, b).statistics().items()}
+    share = found["effective_rank"] / min(a.shape)
+    return {label: found[name] for label, name in _NAMES.items()} | {"participation": share}
 
 
 def imbalance(a: Tensor, b: Tensor) -> float:
     """`||A^T A - B^T B||_F / ||B^T B||_F` for factors (n, d, r) of n products that share r singular values.
 
-    The Gram matrices are averaged over the n products on the side that has them, and zero means that both sides have
-    the square roots of the singular values.
+    The Gram matrices are averaged over the products. Zero means that both sides have the square roots of the singular
+    values.
     """
     gram_a = torch.einsum("hdr,hds->rs", a, a) / len(a)
     gram_b = torch.einsum("hdr,hds->rs", b, b) / len(b)
@@ -77,13 +62,13 @@ def imbalance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Null:
-    """The shape and the numbers of a correct construction.
+    """The shape and the parameters of a correct construction.
 
     Attributes:
         width: d.
         rank: r of the product.
-        group: products that share one factor (query heads per key head).
-        alpha: noise.
+        group: number of products that share one factor (query heads per key head).
+        alpha: scale of the noise.
         beta: diagonal, with its sign.
         construction: "svd" or "same-random".
     """
@@ -96,7 +81,7 @@ class Null:
     construction: str
 
     def scaled(self) -> "Null":
-        """The same with a width that is cheap to simulate, and the same rank / width."""
+        """The same at a width that is cheap to simulate, with the same rank / width."""
         most = _LARGEST if self.group == 1 else _LARGEST // 2
         if self.width <= most:
             return self
@@ -107,16 +92,16 @@ class Null:
 
 @lru_cache(maxsize=256)
 def intervals(null: Null) -> dict[str, Interval]:
-    """Statistic -> the interval that the correct construction keeps to with probability 1 - LEVEL.
+    """Statistic -> the interval that contains it in a correct construction with probability 1 - LEVEL.
 
-    `diagonal std` scales as 1/sqrt(d) and fluctuates by 1/d; the others converge, with fluctuations of 1/d.
+    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d.
     """
     small = null.scaled()
     g = torch.Generator().manual_seed(_SEED)
     draws = [product_statistics(*_draw(small, g)) for _ in range(_DRAWS)]
     ratio = small.width / null.width
     scale = max(null.alpha, abs(null.beta))
-    # Half precision, an approximate SVD, and the finite width of the simulation.
+    # For half precision, an approximate SVD, and the finite width of the simulation.
     base = 2e-3 + (1 / small.width if ratio < 1 else 0)
     out = {}
     for name in STATISTICS:
@@ -131,7 +116,7 @@ def intervals(null: Null) -> dict[str, Interval]:
 
 
 def _draw(null: Null, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Factors A, B (d, r) of one correct product; by plain singular value decompositions."""
+    """Factors A, B (d, r) of one correct product; by full singular value decompositions."""
     d, r = null.width, min(null.rank, null.width)
     if null.construction == "same-random":
         z = torch.randn(d, null.rank, generator=g) * math.sqrt(abs(null.beta) / null.rank)
@@ -147,7 +132,8 @@ def _draw(null: Null, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return u[:d, :r] * s[:r], vh[:r].T
 
 
-def mimetic_attention(
+@EXPECTATIONS.register("mimetic_attention", variants=({"preset": "vision"}, {"preset": "language"}))
+def mimetic_attention_checks(
     source: NamedTensors,
     *,
     alpha_qk: float,
@@ -186,7 +172,7 @@ def mimetic_attention(
 
 @dataclass(frozen=True)
 class Signature:
-    """What tells one product's noise from another's.
+    """Identifies the noise of a product.
 
     Attributes:
         vector: (16 d,), see `_signature`.
@@ -201,13 +187,13 @@ def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str
     q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
     group = part.heads // part.kv_heads
     null = Null(part.width, part.head_width, group, alpha, beta, construction)
-    promised = intervals(null)
+    expected = intervals(null)
     checks = []
     for head in range(part.heads):
         key = k[part.kv_head(head)]
         found = product_statistics(q[head], key)
         first = head // group * group
-        checks += _checks("qk", part, head, found, promised, imbalance(q[first : first + group], key[None]))
+        checks += _checks("qk", part, head, found, expected, imbalance(q[first : first + group], key[None]))
         vector = _signature(q[head], key, found["diagonal mean"])
         seen.append(Signature(vector, (part.name, part.kv_head(head))))
     return checks
@@ -220,7 +206,7 @@ def _value_output(
     group, d = part.heads // part.kv_heads, part.width
     shared = o.reshape(part.kv_heads, group, -1, d).permute(1, 3, 0, 2).reshape(group, d, -1)  # (group, d, kv k)
     values = v.permute(1, 0, 2).reshape(d, -1)  # (d, kv k)
-    outputs = shared.sum(0)  # query heads of one group add up behind the value head that they share
+    outputs = shared.sum(0)  # the query heads of a group add up, since they share a value head
     null = Null(d, part.kv_heads * part.value_width, 1, alpha, beta, construction)
     found = product_statistics(values, outputs)
     seen.append(Signature(_signature(values, outputs, found["diagonal mean"]), (part.name, 0)))
@@ -232,25 +218,25 @@ def _checks(
     part: AttentionPart,
     head: int | None,
     found: dict[str, float],
-    promised: dict[str, Interval],
+    expected: dict[str, Interval],
     uneven: float,
 ) -> list[Check]:
-    # Half precision rounds each factor by 0.2 %; swapped roots differ by tens of per cent.
-    rows = [(name, found[name], *promised[name]) for name in STATISTICS] + [("imbalance", uneven, 0.0, 0.02)]
+    # Half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent.
+    rows = [(name, found[name], *expected[name]) for name in STATISTICS] + [("imbalance", uneven, 0.0, 0.02)]
     return [Check("mimetic_attention", kind, part.layer, head, part.name, *row) for row in rows]
 
 
 def _signature(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """`(M - beta I)` applied to fixed random vectors, normalised: close for heads with the same noise only."""
+    """`(M - beta I)` applied to fixed random vectors, normalised: nearly equal only for heads with the same noise."""
     probes = torch.randn(len(b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(a)
     image = (a @ (b.T @ probes) - beta * probes).flatten()
     return image / image.norm().clamp_min(1e-30)
 
 
 def _with_resemblance(checks: list[Check], seen: dict[str, list[Signature]]) -> list[Check]:
-    """Append to each product its largest absolute correlation with another one: near 1 when noise was reused.
+    """Add to each product its largest absolute correlation with another one, which is near 1 if noise was reused.
 
-    Query heads with one key share a part of their products by construction, and are not compared.
+    Query heads that share a key are correlated by construction and not compared.
     """
     found = {kind: iter(_resemblances(mine)) for kind, mine in seen.items()}
     out = []
@@ -263,7 +249,7 @@ def _with_resemblance(checks: list[Check], seen: dict[str, list[Signature]]) -> 
 
 
 def _resemblances(seen: list[Signature]) -> list[tuple[float, float]]:
-    """(largest absolute correlation with a head of another group, what is allowed) for each signature."""
+    """(largest absolute correlation with a product of another group, its upper limit) for each signature."""
     out = [0.0] * len(seen)
     for length in {len(s.vector) for s in seen}:
         index = [i for i, s in enumerate(seen) if len(s.vector) == length]
@@ -273,5 +259,5 @@ def _resemblances(seen: list[Signature]) -> list[tuple[float, float]]:
         cosines[torch.tensor([[a == b for b in groups] for a in groups])] = 0
         for i, value in zip(index, cosines.amax(1).tolist(), strict=True):
             out[i] = value
-    # The noise of two independent heads has a correlation of deviation about 1/d.
+    # The correlation of two independent heads has a standard deviation of about 1/d.
     return [(x, min(0.9, max(0.3, 8 * _PROBES / len(s.vector)))) for x, s in zip(out, seen, strict=True)]

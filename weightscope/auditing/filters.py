@@ -1,4 +1,4 @@
-"""What the initialisers of depthwise filters promise: a covariance for each layer, or fixed patterns."""
+"""Expectations of the initialisers of depthwise filters: a covariance for each layer, or fixed patterns."""
 
 import math
 from functools import lru_cache
@@ -11,9 +11,17 @@ from weightscope._util.checks import choice, positive
 from weightscope.anatomy import DepthwisePart, NamedTensors
 from weightscope.anatomy.convolution import find
 from weightscope.auditing.intervals import LEVEL, Interval, chi_squared, normal, predicted, skewed_limit
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import AnatomyError
-from weightscope.init.convolution import checked_filters, conv_covariance, covariance_root, relative_depths, settings
+from weightscope.init.convolution import (
+    PRESETS,
+    checked_filters,
+    conv_covariance,
+    covariance_root,
+    relative_depths,
+    settings,
+)
 
 _DRAWS = 48
 
@@ -25,7 +33,8 @@ def _depthwise(source: NamedTensors) -> list[DepthwisePart]:
     return parts
 
 
-def conv_covariance_promise(
+@EXPECTATIONS.register("conv_covariance", variants=tuple({"preset": name} for name in PRESETS))
+def conv_covariance_checks(
     source: NamedTensors,
     *,
     sigma0: float | None,
@@ -38,9 +47,9 @@ def conv_covariance_promise(
 ) -> list[Check]:
     """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`.
 
-    The filters are whitened by the promised covariance, `y = S^(-1/2) E^T f`; a correct layer then has independent
-    standard normal coordinates, so energies are chi-squared and every wrong direction stands out, however little
-    variance it has.
+    The filters are whitened by the expected covariance, `y = S^(-1/2) E^T f`. The coordinates of a correct layer are
+    then independent standard normal, so that energies are chi-squared and an error is found in any direction, even
+    one of little variance.
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
@@ -63,19 +72,19 @@ def conv_covariance_promise(
 def covariance_statistics(
     x: np.ndarray, k: int, sigma: float, psd: str, scale: float = 1.0
 ) -> list[tuple[str, float, Interval]]:
-    """Statistics of filters (C, k^2) and their promised intervals.
+    """Statistics of filters (C, k^2) and their expected intervals.
 
     - distance: `||F^T F / C - Sigma||_F / ||Sigma||_F`;
     - energy: mean square of the whitened coordinates, 1;
     - strongest, weakest: the whitened direction with the most and the least energy;
-    - correlation: `||Y^T Y / C - I||_F / sqrt(r)`, what correlations between whitened coordinates add;
+    - correlation: `||Y^T Y / C - I||_F / sqrt(r)`, the correlations between whitened coordinates;
     - mean: squared norm of the whitened mean, times C / r;
-    - outside: share of the energy in directions without promised variance.
+    - outside: share of the energy in directions of zero expected variance.
     """
     values, vectors = _spectrum(k, sigma, psd)
     values = scale**2 * values
     channels, total = len(x), float(values.sum())
-    # What the storage type rounds away lands in every direction, also in those without variance.
+    # The rounding errors of the data type are in every direction, also in those of zero variance.
     rounding = (_precision(x) ** 2 / 12) * float(np.mean(x**2))
     inside = values > 100 * max(rounding, 1e-14 * total)
     y = (x @ vectors)[:, inside] / np.sqrt(values[inside] + rounding)  # (C, r)
@@ -114,7 +123,7 @@ def _precision(x: np.ndarray) -> float:
 
 @lru_cache(maxsize=512)
 def _spectrum(k: int, sigma: float, psd: str) -> tuple[np.ndarray, np.ndarray]:
-    """Eigenvalues, none negative, and eigenvectors of the promised covariance."""
+    """Eigenvalues, none negative, and eigenvectors of the expected covariance."""
     root = covariance_root(conv_covariance(k, sigma), psd)
     values, vectors = np.linalg.eigh(root @ root.T)
     return np.maximum(values, 0), vectors
@@ -122,14 +131,14 @@ def _spectrum(k: int, sigma: float, psd: str) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=512)
 def _null(k: int, sigma: float, psd: str, channels: int) -> tuple[float, ...]:
-    """Distances between sample and promised covariance, of correct layers."""
+    """Distances between sample and expected covariance in simulated correct layers."""
     values, _ = _spectrum(k, sigma, psd)
-    promised, rng = np.diag(values), np.random.default_rng(0)
-    norm = float(np.linalg.norm(promised))
+    expected, rng = np.diag(values), np.random.default_rng(0)
+    norm = float(np.linalg.norm(expected))
     out = []
     for _ in range(_DRAWS):
         y = rng.standard_normal((channels, len(values))) * np.sqrt(values)
-        out.append(float(np.linalg.norm(y.T @ y / channels - promised)) / norm)
+        out.append(float(np.linalg.norm(y.T @ y / channels - expected)) / norm)
     return tuple(out)
 
 
@@ -139,7 +148,8 @@ def _white_null(channels: int, r: int) -> tuple[float, ...]:
     return tuple(_correlation(rng.standard_normal((channels, r))) for _ in range(_DRAWS))
 
 
-def random_filters_promise(source: NamedTensors, *, distribution: str, gain: float) -> list[Check]:
+@EXPECTATIONS.register("random_filters")
+def random_filters_checks(source: NamedTensors, *, distribution: str, gain: float) -> list[Check]:
     """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
     choice("distribution", distribution, ("normal", "uniform"))
     fourth = 3.0 if distribution == "normal" else 1.8
@@ -159,8 +169,9 @@ def random_filters_promise(source: NamedTensors, *, distribution: str, gain: flo
     return checks
 
 
-def impulse_filters_promise(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
-    """Checks that every filter is one pixel of 1, all central ones dealt out evenly."""
+@EXPECTATIONS.register("impulse_filters")
+def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
+    """Checks that every filter has one pixel of 1 and the others 0, with the central pixels used evenly."""
     checks = []
     for part in _depthwise(source):
         x = part.read().cpu()
@@ -181,7 +192,8 @@ def impulse_filters_promise(source: NamedTensors, *, filter_size: int | None) ->
     return checks
 
 
-def box_filters_promise(source: NamedTensors, *, value: float) -> list[Check]:
+@EXPECTATIONS.register("box_filters")
+def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
     """Checks that every entry of every filter is the value."""
     checks = []
     for part in _depthwise(source):
@@ -192,7 +204,7 @@ def box_filters_promise(source: NamedTensors, *, value: float) -> list[Check]:
 
 
 def _worst(found: Tensor, limits: Interval) -> float:
-    """The entry that lies farthest outside the limits, or the mean when all lie inside."""
+    """The entry farthest outside the limits, or the mean if all are inside."""
     outside = torch.maximum(limits[0] - found, found - limits[1])
     return float(found.flatten()[outside.argmax()]) if bool((outside > 0).any()) else float(found.mean())
 

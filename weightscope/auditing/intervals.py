@@ -1,8 +1,8 @@
-"""Intervals that a correct initialisation leaves with probability `LEVEL`, per check.
+"""Intervals that contain a statistic of a correct initialisation with probability 1 - `LEVEL`.
 
-Where a statistic's distribution is known (chi-squared energies, means of many entries) its quantiles are taken.
-Where it is not (statistics of a product's best low-rank part), the correct construction is simulated at the same
-shape, or at the same ratio of widths where that is large, and a t prediction interval is laid around the draws.
+If a statistic's distribution is known (chi-squared energies, means of many entries), the interval has its quantiles.
+Otherwise (statistics of a product's best low-rank approximation) the correct construction is simulated at the same
+shape, or at the same ratio of a smaller width, and the interval is a t prediction interval of the draws.
 """
 
 import math
@@ -34,13 +34,13 @@ def f_ratio(over: float, under: float, *, level: float = LEVEL) -> Interval:
 
 
 def predicted(draws: Sequence[float], *, shrink: float = 1.0, slack: float = 0.0, level: float = LEVEL) -> Interval:
-    """Where one more draw lies, given draws of a simulated null.
+    """Prediction interval of one more draw, given draws of a simulated null.
 
     Args:
         draws: n statistics of the correct construction.
-        shrink: deviation at the audited size over that at the simulated size.
-        slack: added on each side: rounding, and what the simulated size differs in mean.
-        level: probability to lie outside.
+        shrink: standard deviation at the audited size over that at the simulated size.
+        slack: added on each side, for rounding and for the difference in mean of the simulated size.
+        level: probability of a draw outside.
     """
     n = len(draws)
     mean = sum(draws) / n
@@ -52,7 +52,7 @@ def predicted(draws: Sequence[float], *, shrink: float = 1.0, slack: float = 0.0
 def skewed_limit(draws: Sequence[float], *, level: float = LEVEL) -> float:
     """Upper limit for one more draw of a positive, skewed statistic: a gamma quantile with the draws' moments.
 
-    The deviation is taken 30 % larger than the draws', which covers its own sampling error at 48 draws.
+    The standard deviation is increased by 30 %, which covers its own sampling error at 48 draws.
     """
     mean = sum(draws) / len(draws)
     sd = 1.3 * math.sqrt(sum((x - mean) ** 2 for x in draws) / (len(draws) - 1))

@@ -1,4 +1,4 @@
-"""What `mimetic_mlp_` promises: a mean in the first layer's entries, shared over all hidden units."""
+"""Expectations of `mimetic_mlp_`: a mean in the first layer's entries, the same for all hidden units."""
 
 import math
 
@@ -8,22 +8,24 @@ from weightscope._util.checks import choice
 from weightscope.anatomy import MLPPart, NamedTensors
 from weightscope.anatomy.mlp import find
 from weightscope.auditing.intervals import Interval, chi_squared, f_ratio, normal
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import AnatomyError
 from weightscope.init._common import chosen_layers
 
 
-def mimetic_mlp(
+@EXPECTATIONS.register("mimetic_mlp", variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
+def mimetic_mlp_checks(
     source: NamedTensors, *, mode: str, b: float, sigma: float, gate: bool, layers: int | list[int] | None
 ) -> list[Check]:
     """Checks of W1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
 
     - mean: of all entries;
-    - input means: the variance of the n means over hidden units, over what independent entries give;
-    - unit means: the same for the p means over inputs, which no mode touches;
-    - slope: of W1 on W2^T, for the anticorrelated mode.
+    - input means: variance of the n means over hidden units, relative to that of independent entries;
+    - unit means: the same for the p means over inputs, which no mode changes;
+    - slope: of the regression of W1 on W2^T, in the mode "anticorrelated".
 
-    Independent entries of any scale below the mean are assumed, as any usual initialisation leaves them.
+    Apart from the means, entries are assumed to be independent, of any scale.
 
     Raises:
         AnatomyError: if there is no MLP.
@@ -37,7 +39,7 @@ def mimetic_mlp(
     for part in parts:
         if part.layer not in wanted:
             continue
-        for name in ("w1", "gate") if gate and part.kind == "gated" else ("w1",):
+        for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
             w1 = part.read(name).cpu().double()
             rows = _anticorrelated(w1, part) if mode == "anticorrelated" else _shifted(w1, mode, b, sigma)
             checks += [
@@ -68,8 +70,8 @@ def _shifted(w1: Tensor, mode: str, b: float, sigma: float) -> list[tuple[str, f
 
 
 def _anticorrelated(w1: Tensor, part: MLPPart) -> list[tuple[str, float, Interval]]:
-    """`(W1 - W2^T) / 2` has the slope -1/2 on W2^T, and independent remains of the variance of W1 / 4."""
-    w2 = part.read("w2").cpu().double().mT
+    """`(W1 - W2^T) / 2` has the slope -1/2 on W2^T, and independent residuals of the variance of W1 / 4."""
+    w2 = part.read("fc2").cpu().double().mT
     x, y = w2 - w2.mean(), w1 - w1.mean()
     slope = float((x * y).sum() / x.square().sum())
     rest = float((y - slope * x).var())
@@ -77,5 +79,5 @@ def _anticorrelated(w1: Tensor, part: MLPPart) -> list[tuple[str, float, Interva
     share = rest / float(y.var()) if float(y.var()) else 0.0
     return [
         ("slope", slope, normal(-0.5, error, slack=0.005)),
-        ("own share of variance", share, (1e-12, 0.999)),  # packed gates start from tiny weights, not from none
+        ("own share of variance", share, (1e-12, 0.999)),  # in packed gates the residuals are tiny, not zero
     ]

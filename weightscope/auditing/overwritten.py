@@ -1,9 +1,9 @@
-"""`track`: which initialised parameters did something overwrite afterwards, and who did it?
+"""`track`: which initialised parameters were overwritten afterwards, and by what code?
 
-Frameworks initialise too: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. For months two
-public libraries overwrote Mamba's initialisation that way, and nothing failed. Inside `track`, every write to the
-model's memory is seen with the code that makes it. What an initialiser of weightscope (or code between
-`with t.initialising(...)`) wrote is fingerprinted, and whatever changes it later is reported by name, file and line.
+Frameworks initialise as well: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. Two public libraries
+overwrote Mamba's initialisation in this way for months without an error. Within `track`, every in-place operation on
+the model's memory is recorded with the code that called it. Tensors written by an initialiser (or within
+`t.initialising(...)`) are fingerprinted, and later changes of them are reported by name, file and line.
 """
 
 import hashlib
@@ -19,20 +19,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.errors import DataError, UsageError
+from weightscope.init.registry import UserInitialiser
 
 _OURS = "weightscope.init"
-_SAMPLE = 1024  # entries that are kept of each tensor, to compare across a change of precision
+_REGISTRY = f"{_OURS}.registry"
+_SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
 
 
 @dataclass(frozen=True)
 class Overwrite:
-    """One initialised parameter that is no longer what it was.
+    """An initialised parameter whose value changed afterwards.
 
     Attributes:
         name: of the parameter.
-        initialiser: what had set it.
-        by: "file:line in function" of the first write after that and its caller, or what else happened to it.
-        changed: share of the entries that differ, of those compared; 1.0 when the shape differs.
+        initialiser: that set it.
+        by: "file:line in function" of the first later write and its caller, or another cause.
+        changed: share of the compared entries that differ; 1.0 if the shape differs.
     """
 
     name: str
@@ -61,7 +63,7 @@ class _Fingerprint:
         return cls(digest, tuple(tensor.shape), tensor.dtype, flat[::stride].clone(), stride)
 
     def changed(self, tensor: Tensor) -> float:
-        """Share of entries that differ beyond what a change of precision explains."""
+        """Share of entries that differ by more than a change of precision explains."""
         if tuple(tensor.shape) != self.shape:
             return 1.0
         other = _Fingerprint.of(tensor)
@@ -69,7 +71,7 @@ class _Fingerprint:
             if other.digest == self.digest:
                 return 0.0
             share = float((other.sample != self.sample).double().mean())
-            return max(share, 1 / max(1, tensor.numel()))  # the digest saw what the sample did not
+            return max(share, 1 / max(1, tensor.numel()))  # a change outside the sample
         coarse = max(torch.finfo(d).eps for d in (self.dtype, other.dtype))
         mine, theirs = self.sample.double(), other.sample.double()
         tiny = max(torch.finfo(d).tiny for d in (self.dtype, other.dtype))
@@ -77,17 +79,17 @@ class _Fingerprint:
 
 
 class Tracker:
-    """What `track` yields; it goes on answering after the block ends.
+    """The initialised and overwritten parameters of a model; yielded by `track`, and usable after the block.
 
     Attributes:
-        model: the module that is watched.
+        model: the tracked module.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._label: str | None = None
         self._set: dict[str, tuple[str, _Fingerprint | None]] = {}
-        self._pending: dict[str, tuple[int, int]] = {}  # set and not yet fingerprinted -> where it lay
+        self._pending: dict[str, tuple[int, int]] = {}  # set, not yet fingerprinted -> its place
         self._culprits: dict[str, str] = {}
         self._storages: dict[int, list[str]] = {}
         self._map()
@@ -109,25 +111,25 @@ class Tracker:
 
     @property
     def overwritten(self) -> tuple[Overwrite, ...]:
-        """The initialised parameters that changed since, by whatever means; looks at the model as it is now."""
+        """The initialised parameters that changed afterwards by any means, in the model's present state."""
         self._settle()
         tensors, out = self._tensors(), []
         for name, (initialiser, print_) in self._set.items():
             if name not in tensors:
                 out.append(Overwrite(name, initialiser, "its removal from the model", 1.0))
                 continue
-            # Without a fingerprint the tensor was exchanged before the next operation of torch.
+            # Without a fingerprint, the tensor was replaced before torch's next operation.
             changed = print_.changed(tensors[name]) if print_ is not None else 1.0
             if changed:
-                by = self._culprits.get(name, "something outside the block, or another tensor in its place")
+                by = self._culprits.get(name, "code outside the block, or by replacing the tensor")
                 out.append(Overwrite(name, initialiser, by, changed))
         return tuple(out)
 
     def check(self) -> None:
-        """Raise when something was overwritten.
+        """Raise an error if a parameter was overwritten.
 
         Raises:
-            DataError: naming the parameters, their initialisers and who overwrote them.
+            DataError: naming the parameters, their initialisers and the code that overwrote them.
         """
         found = self.overwritten
         if found:
@@ -136,7 +138,7 @@ class Tracker:
 
     @contextmanager
     def initialising(self, label: str) -> Iterator[None]:
-        """Count what is written inside as initialisation by `label`: for initialisers that are not weightscope's.
+        """Attribute writes within the block to the initialiser `label`, for initialisers not called by weightscope.
 
         Example:
             >>> with track(model) as t:
@@ -152,7 +154,7 @@ class Tracker:
             self._label = before
 
     def _settle(self) -> None:
-        """Fingerprint what was set and not yet fingerprinted."""
+        """Fingerprint tensors that were set and not yet fingerprinted."""
         tensors = self._tensors()
         for name, place in list(self._pending.items()):
             initialiser = self._set[name][0]
@@ -161,7 +163,7 @@ class Tracker:
         self._pending = {}
 
     def _written(self, names: list[str], initialiser: str | None, frame: FrameType) -> None:
-        """Remember a write that has just been made."""
+        """Record a write that has just been made."""
         tensors = self._tensors() if initialiser is not None else {}
         for name in names:
             if initialiser is not None and name in tensors:
@@ -173,26 +175,25 @@ class Tracker:
 
 
 class track:
-    """Watch a model: what do initialisers set, and what overwrites it afterwards?
+    """Track which parameters initialisers set, and what overwrites them afterwards.
 
-    Inside the block every in-place write to the model's tensors is seen, also through `.data` and views. A write
-    made by a function of `weightscope.init` counts as initialisation; a later initialiser may build on an earlier
-    one. Every other write to an initialised tensor is remembered with the place in the code that made it, and
-    `t.overwritten` lists those that changed something. Casting the model to another precision or device is no
-    overwriting.
+    Within the block every in-place write to the model's tensors is recorded, also through `.data` and views. A write
+    by a function of `weightscope.init`, or by one passed to `init.get`, is initialisation; a later initialiser may
+    build on an earlier one. Any other write to an initialised tensor is recorded with its place in the code, and
+    `t.overwritten` lists those that changed a value. Casting the model to another precision or device does not count.
 
     Args:
-        model: the module to watch.
+        model: the module to track.
 
     Raises:
-        UsageError: if it is no module.
+        UsageError: if it is not a module.
 
     Example:
         >>> with track(model) as t:
         ...     mimetic_attention_(model)
         ...     model.apply(model._init_weights)
-        >>> for what in t.overwritten:
-        ...     print(what)
+        >>> for overwrite in t.overwritten:
+        ...     print(overwrite)
         `head.weight`, set by trunc_normal_, was overwritten by train.py:12 in _init_weights (100% changed)
     """
 
@@ -216,7 +217,7 @@ class track:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of torch, and picks those that write into the model."""
+    """Intercepts torch operations, and records those that write to the model."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -230,7 +231,7 @@ class _Watch(TorchDispatchMode):
         if initialiser is None and (names or self._tracker._pending):
             initialiser = _initialiser(frame)
         if self._tracker._pending and initialiser is None:
-            self._tracker._settle()  # the initialiser has returned: what it left is what must stay
+            self._tracker._settle()  # the initialiser has returned: its tensors must not change from here
         out = func(*args, **kwargs)
         if names:
             self._tracker._written(names, initialiser, frame)
@@ -259,25 +260,28 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _initialiser(frame: FrameType) -> str | None:
-    """The outermost function of `weightscope.init` on the stack, or None."""
+    """The name of the outermost initialiser on the stack, or None."""
     found = None
     for outer in _frames(frame):
         module = outer.f_globals.get("__name__", "")
-        if module == _OURS or module.startswith(f"{_OURS}."):
+        if module == _REGISTRY:  # `compose` and the calls of users' functions
+            own = outer.f_locals.get("self")
+            found = own.name if isinstance(own, UserInitialiser) else found
+        elif module.startswith(f"{_OURS}."):
             found = outer.f_code.co_name
     return found
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """What tells a parameter from another one put in its place: the object and its memory."""
+    """The identity of a tensor: the object and its memory."""
     return id(tensor), _address(tensor)
 
 
 def _places(frame: FrameType) -> str:
-    """The innermost place on the stack outside torch, and its caller: file:line in function."""
+    """The innermost two frames outside torch and weightscope: `file:line in function`."""
     places = [
         f"{outer.f_code.co_filename}:{outer.f_lineno} in {outer.f_code.co_name}"
         for outer in _frames(frame)
         if outer.f_globals.get("__name__", "").split(".")[0] not in ("torch", "weightscope")
     ]
-    return ", called from ".join(places[:2]) or "an unknown place"
+    return ", called from ".join(places[:2]) or "unknown code"

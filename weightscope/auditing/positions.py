@@ -1,4 +1,4 @@
-"""What `sinusoidal_positions_` and `impulse_attention_` promise: inner products of codes, and attention maps."""
+"""Expectations of `sinusoidal_positions_` and `impulse_attention_`: inner products of codes, and attention maps."""
 
 import math
 from collections.abc import Sequence
@@ -7,23 +7,25 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, NamedTensors, PositionEmbedding
-from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import AnatomyError
 from weightscope.init._common import chosen_layers
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
-from weightscope.init.impulse_attention import filter_offsets
-from weightscope.init.positions import sinusoidal_codes, table_codes
+from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
+from weightscope.init.positions import table_codes
 
 
-def sinusoidal_positions(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
-    """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which no order of the features changes.
+@EXPECTATIONS.register("sinusoidal_positions")
+def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
+    """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
     Raises:
-        AnatomyError: if there is no table of positions.
+        AnatomyError: if there is no position embedding.
     """
     choice("special", special, ("keep", "zero"))
     tables = find_positions(source)
@@ -46,7 +48,8 @@ def sinusoidal_positions(source: NamedTensors, *, gamma: float, special: str, te
     return checks
 
 
-def impulse_attention(
+@EXPECTATIONS.register("impulse_attention")
+def impulse_attention_checks(
     source: NamedTensors,
     *,
     filter_size: int,
@@ -59,16 +62,16 @@ def impulse_attention(
 ) -> list[Check]:
     """Checks of every head's attention map on the position codes.
 
-    - peaks: of the tokens whose target lies in the image, how many look at it most;
-    - weight: the mean attention that these pay to it;
+    - peaks: share of the tokens with a target in the image whose largest weight is that of the target;
+    - weight: the mean attention of these tokens to their targets;
     - error: mean squared error of the map against the impulse matrix, times the number of tokens;
-    - repeats: how often the layer has the head's offset already before every offset is used.
+    - uses of the offset: how many heads of the layer so far have the head's offset.
 
-    The offset of a head is the one that most of its tokens look at. Maps of layers that were solved for another
-    pseudo input than positions are not promised on the codes and not checked.
+    The offset of a head is the one to which most of its tokens attend. Layers solved for another pseudo input than
+    positions are not checked, since their maps on the codes are arbitrary.
 
     Raises:
-        AnatomyError: if there is no self-attention, or no position table and no `grid`.
+        AnatomyError: if there is no self-attention, or no position embedding and no `grid`.
     """
     found = [part for part in find_attention(source) if part.kind == "self"]
     if not found:
@@ -79,12 +82,13 @@ def impulse_attention(
     for i, part in enumerate(found):
         kind = pseudo_input if i == 0 or following is None else following
         if part.layer in wanted and kind == "positions":
-            codes, tokens = _codes(part, tables, grid)
-            known = filter_offsets(filter_size, tokens.rows > 1) if isinstance(offsets, str) else [*map(tuple, offsets)]
+            codes, tokens = position_codes(part, nearest_table(part, tables), grid)
+            every = filter_offsets(filter_size, tokens.rows > 1)
+            known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
             known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
             checks += _maps(part, normalised(codes) if normalise else codes.double(), tokens, known)
     if not checks:
-        raise AnatomyError("expected layers that were solved for positions, found none to check")
+        raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
 
 
@@ -112,26 +116,3 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
         name = f"{part.name} {known[best]}"
         checks += [Check("impulse_attention", "map", part.layer, head, name, *r[:2], *r[2]) for r in rows]
     return checks
-
-
-def _codes(
-    part: AttentionPart, tables: list[PositionEmbedding], grid: int | Sequence[int] | None
-) -> tuple[Tensor, TokenGrid]:
-    """The codes of the tokens that a part reads: the nearest table by name, or sinusoidal codes of a stated grid."""
-    fitting = [table for table in tables if table.width == part.width]
-    if fitting:
-        words = part.name.split(".")
-
-        def shared(table: PositionEmbedding) -> int:
-            pairs = zip(table.name.split("."), words, strict=False)
-            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(words))
-
-        table = max(fitting, key=shared)
-        shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read().cpu(), TokenGrid(*shape, table.prefix, bool(part.causal))
-    if grid is None:
-        raise AnatomyError("expected a position table, found none; give grid=(rows, columns) or grid=length")
-    rows, columns = (1, grid) if isinstance(grid, int) else grid
-    codes = sinusoidal_codes(grid, None, part.width) if isinstance(grid, int) else None
-    codes = sinusoidal_codes(rows, columns, part.width) if codes is None else codes
-    return codes, TokenGrid(rows, columns, 0, bool(part.causal))

@@ -1,25 +1,33 @@
-"""What an audit answers: checks with intervals, and a report that prints and serialises them."""
+"""Results of an audit: checks with intervals, and the report of all of them."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from weightscope._util.results import Result
+from weightscope._util.tables import text_table
 
 
 @dataclass(frozen=True)
 class Check:
-    """One number of one part of a model, held against what an initialiser promises.
+    """A statistic of a part of a model, and the interval that is expected.
 
     Attributes:
-        initialiser: its registered name.
-        part: what was measured: "qk", "vo", "filters", "w1", "ssm", "map", "positions", "weight".
-        layer: number of the layer, from 0; None where parts have none.
+        initialiser: name of the initialiser or of the function that expects it.
+        part: what was measured: "qk", "vo", "filters", "fc1", "ssm", "map", "positions", "weight", or any other word;
+            a report has one table for each.
+        layer: number of the layer, from 0; None where parts are not numbered.
         head: number of the head; None for statistics of a whole layer.
         name: path of the module or tensor.
-        statistic: what the number is.
-        found: the number.
-        low: the lower end of the promised interval.
-        high: the upper end.
+        statistic: name of the statistic, a column of the table.
+        found: its value.
+        low: lower end of the interval, -inf for none.
+        high: upper end of the interval, inf for none.
+
+    Example:
+        >>> w = tensors.get("head.weight").float()
+        >>> Check("small_head", "weight", None, None, "head.weight", "std", float(w.std()), 0.0, 0.01).passed
+        True
     """
 
     initialiser: str
@@ -34,19 +42,19 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the number is finite and in the interval."""
+        """Whether the value is finite and in the interval."""
         return math.isfinite(self.found) and self.low <= self.found <= self.high
 
 
-@dataclass(frozen=True)
-class AuditReport:
-    """Every check of an audit, and the verdict.
+@dataclass(frozen=True, repr=False)
+class AuditReport(Result):
+    """The checks of an audit.
 
     Attributes:
         checks: in the order of the model.
-        skipped: initialiser -> why it does not apply, when every initialiser was asked for.
-        everything: whether every initialiser was asked for, so that one that fits is enough.
-        level: probability that one check of a correctly initialised model fails.
+        skipped: initialiser -> why it does not apply, if all initialisers were tried.
+        everything: whether all initialisers were tried, so that one that fits is enough.
+        level: probability that a check of a correctly initialised model fails.
     """
 
     checks: tuple[Check, ...]
@@ -64,7 +72,7 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the model has the promised structure: of every initialiser named, or of any when none was named."""
+        """Whether the model is as expected: by every initialiser named, or by any if all were tried."""
         verdicts = self.verdicts.values()
         return any(verdicts) if self.everything else bool(self.checks) and all(verdicts)
 
@@ -85,11 +93,23 @@ class AuditReport:
             "verdicts": self.verdicts,
             "skipped": dict(self.skipped),
             "false_alarm_rate": self.false_alarm_rate,
-            "checks": [_finite(asdict(check) | {"passed": check.passed}) for check in self.checks],
+            "checks": [_finite(row) for row in self.rows()],
         }
 
-    def __str__(self) -> str:
-        """A table for each part: a line of promised intervals, then what each layer and head has."""
+    def rows(self) -> list[dict[str, Any]]:
+        """One record for each check."""
+        return [asdict(check) | {"passed": check.passed} for check in self.checks]
+
+    def summary(self) -> str:
+        """The verdict in one line."""
+        if not self.checks:
+            return "nothing to audit"
+        fitting = [name for name, passed in self.verdicts.items() if passed]
+        verdict = ", ".join(fitting) if self.everything and fitting else "passed" if self.passed else "failed"
+        return f"{verdict}, {len(self.failures)} of {len(self.checks)} checks failed"
+
+    def text(self) -> str:
+        """A table for each part: a row of expected intervals, then a row for each layer and head."""
         if not self.checks:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             return f"nothing to audit: {reasons}"
@@ -97,16 +117,16 @@ class AuditReport:
         for name, passed in self.verdicts.items():
             mine = [check for check in self.checks if check.initialiser == name]
             bad = sum(not check.passed for check in mine)
-            verdict = f"passed, all {len(mine)} checks" if passed else f"FAILED, {bad} of {len(mine)} checks"
             if self.everything and not passed:
                 lines.append(f"{name}: no, {bad} of {len(mine)} checks fail")
                 continue
+            verdict = f"passed, all {len(mine)} checks" if passed else f"FAILED, {bad} of {len(mine)} checks"
             lines += [f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)", *_tables(mine)]
         return "\n".join([*lines, *(f"{name}: does not apply, {why}" for name, why in self.skipped.items())])
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Infinities and NaN as text: JSON has no word for them."""
+    """Infinities and NaN as text, which JSON lacks."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -114,31 +134,24 @@ def _tables(checks: list[Check]) -> list[str]:
     lines = []
     for part in dict.fromkeys(check.part for check in checks):
         mine = [check for check in checks if check.part == part]
-        columns = list(dict.fromkeys(check.statistic for check in mine))
-        rows: dict[tuple, dict[str, Check]] = {}
+        statistics = list(dict.fromkeys(check.statistic for check in mine))
+        rows: dict[tuple[int | None, int | None, str], dict[str, Check]] = {}
         for check in mine:
             rows.setdefault((check.layer, check.head, check.name), {})[check.statistic] = check
-        body, promised = [["layer", "head", *columns, part]], None
+        body: list[list[str]] = []
+        expected: list[str] = []
         for (layer, head, name), row in rows.items():
-            limits = [_interval(row[c]) if c in row else "" for c in columns]
-            if limits != promised:
-                promised = limits
-                body.append(["", "", *limits, "promised"])
-            found = [_number(row[c].found) + ("" if row[c].passed else " !") if c in row else "" for c in columns]
-            verdict = "" if all(check.passed for check in row.values()) else "  FAILED"
-            body.append(
-                ["" if layer is None else str(layer), "" if head is None else str(head), *found, name + verdict]
-            )
-        lines += ["", *_aligned(body)]
+            limits = [_interval(row[s]) if s in row else "" for s in statistics]
+            if limits != expected:
+                expected = limits
+                body.append(["", "", *limits, "expected"])
+            found = [_number(row[s].found) + ("" if row[s].passed else " !") if s in row else "" for s in statistics]
+            numbers = ["" if n is None else str(n) for n in (layer, head)]
+            failed = "" if all(check.passed for check in row.values()) else "  FAILED"
+            body.append([*numbers, *found, name + failed])
+        header = ("layer", "head", *statistics, part)
+        lines += ["", text_table(header, body, left=(len(header) - 1,))]
     return [*lines, ""]
-
-
-def _aligned(body: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]) - 1)]
-    return [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        for row in body
-    ]
 
 
 def _interval(check: Check) -> str:
@@ -153,12 +166,3 @@ def _interval(check: Check) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.3g}"
-
-
-def tally(checks: Iterable[Check]) -> dict[str, tuple[int, int]]:
-    """Statistic -> (how many passed, how many there are)."""
-    out: dict[str, tuple[int, int]] = {}
-    for check in checks:
-        passed, total = out.get(check.statistic, (0, 0))
-        out[check.statistic] = (passed + check.passed, total + 1)
-    return out

@@ -1,25 +1,33 @@
-"""What the baselines for residual networks promise: zeros, identities, isometries and scaled branches."""
+"""Expectations of the baselines for residual networks: zeros, identities, isometries and scaled branches."""
 
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import NamedTensors
-from weightscope.anatomy.attention import find as find_attention
+from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.auditing.univariate import Row, selected, uniform_entries
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.residual import _FACTOR as FACTOR
-from weightscope.init.residual import zero_matrix
+from weightscope.init.residual import (
+    CONVOLUTIONS,
+    FACTOR,
+    QKV,
+    QKVO,
+    centre_tap,
+    fan_sum,
+    matrices_of,
+    zero_matrix,
+)
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-
-def zero_init(source: NamedTensors, *, parts: str) -> list[Check]:
-    """Checks of identities (or parts of a Hadamard matrix) in front and zeros at the end of every branch."""
+@EXPECTATIONS.register("zero_init")
+def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
+    """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
     checks: list[Check] = []
 
@@ -27,24 +35,25 @@ def zero_init(source: NamedTensors, *, parts: str) -> list[Check]:
         checks.append(Check("zero_init", part, layer, None, name, statistic, float(found.abs().max()), 0.0, high))
 
     for attention in find_attention(source) if parts != "mlp" else []:
-        for letter in "qkv":
+        for letter in QKV:
             matrix = attention.read(letter).cpu().mT.flatten(0, 1)  # (out, in)
             add(attention.layer, attention.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
         add(attention.layer, attention.name, "o", "largest", attention.read("o").cpu(), 0.0)
     for mlp in find_mlps(source) if parts != "attention" else []:
-        for letter in mlp.names:
-            matrix = mlp.read(letter).cpu()
-            if letter == "w2":
-                add(mlp.layer, mlp.name, letter, "largest", matrix, 0.0)
+        for name in matrices_of(mlp):
+            matrix = mlp.read(name).cpu()
+            if name == "fc2":
+                add(mlp.layer, mlp.name, name, "largest", matrix, 0.0)
             else:
-                add(mlp.layer, mlp.name, letter, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
+                add(mlp.layer, mlp.name, name, "distance", matrix - zero_matrix(*matrix.shape), 0.005)
     if not checks:
         raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
     return checks
 
 
-def t_fixup(source: NamedTensors, *, kind: str) -> list[Check]:
-    """Checks of Xavier-uniform entries, scaled down along the residual branches by the number of layers."""
+@EXPECTATIONS.register("t_fixup")
+def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
+    """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
     attention, mlps = find_attention(source), find_mlps(source)
     if not attention or not mlps:
@@ -55,29 +64,30 @@ def t_fixup(source: NamedTensors, *, kind: str) -> list[Check]:
     scale = (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
     checks: list[Check] = []
     for part in attention:
-        for letter in "qkvo":
+        for letter in QKVO:
             w = part.read(letter).cpu()
-            widths = w.shape[0] * w.shape[1 if letter == "o" else 2] + w.shape[2 if letter == "o" else 1]
-            rows = uniform_entries(w, math.sqrt(6 / widths) * (scale if letter in "vo" else 1.0))
+            rows = uniform_entries(w, math.sqrt(6 / fan_sum(letter, w.shape)) * (scale if letter in "vo" else 1.0))
             checks += [Check("t_fixup", letter, part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
     for mlp in mlps:
-        for letter in mlp.names:
-            w = mlp.read(letter).cpu()
+        for name in matrices_of(mlp):
+            w = mlp.read(name).cpu()
             rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
-            checks += [Check("t_fixup", letter, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
+            checks += [Check("t_fixup", name, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
     return checks
 
 
-def delta_orthogonal(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
+@EXPECTATIONS.register("delta_orthogonal")
+def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
     """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
-    found = [m for m in selected(source, "delta_orthogonal", select) if isinstance(m.layer, _CONVOLUTIONS)]
+    matrices = selected(source, "delta_orthogonal", select)
+    found = [(matrix, matrix.layer) for matrix in matrices if isinstance(matrix.layer, CONVOLUTIONS)]
     if not found:
         raise AnatomyError("expected convolutions, found none")
     checks = []
-    for i, matrix in enumerate(found):
+    for i, (matrix, layer) in enumerate(found):
         w = matrix.weight.detach().cpu().double() / gain
-        centre = w[(slice(None), slice(None), *(n // 2 for n in w.shape[2:]))]  # (out, in)
-        blocks = torch.stack(centre.chunk(matrix.layer.groups))
+        centre = centre_tap(w)  # (out, in)
+        blocks = torch.stack(centre.chunk(layer.groups))
         gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
         rest = (w.square().sum() - centre.square().sum()).clamp_min(0) / w.square().sum().clamp_min(1e-300)
         rows: list[Row] = [
@@ -88,13 +98,14 @@ def delta_orthogonal(source: NamedTensors, *, gain: float, select: str) -> list[
     return checks
 
 
-def layer_scale_identity(source: NamedTensors, *, value: float, where: str) -> list[Check]:
-    """Checks of LayerScale's factors; scaled matrices of a network without them leave no mark to check."""
+@EXPECTATIONS.register("layer_scale_identity")
+def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
+    """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before."""
     choice("where", where, ("auto", "factors", "matrices"))
     names = [name for name in source.names if FACTOR.search(name)]
     if where == "matrices" or not names:
         raise UsageError(
-            "layer_scale_identity: scaled matrices look like any others; only LayerScale factors can be audited, "
+            "layer_scale_identity: scaled matrices look like any others, only LayerScale factors can be audited; "
             f"found {len(names)}"
         )
     checks = []

@@ -1,4 +1,4 @@
-"""What `mimetic_ssm_` promises: slow decay, unit steps, correlated read-out and write, an identity convolution."""
+"""Expectations of `mimetic_ssm_`: slow decay, unit steps, correlated W_B and W_C, an identity convolution."""
 
 import math
 
@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from weightscope.anatomy import NamedTensors, SSMPart
 from weightscope.anatomy.ssm import find
 from weightscope.auditing.intervals import Interval, normal
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import AnatomyError
 from weightscope.init._common import chosen_layers
 
-# log U for U uniform in [1, 16], as mamba_ssm draws A in Mamba-2: mean and deviation, by integration.
+# Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
 _A_RANGE = 16.0
 _LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
 _LOG_SQUARE = (_A_RANGE * (math.log(_A_RANGE) ** 2 - 2 * math.log(_A_RANGE) + 2) - 2) / (_A_RANGE - 1)
@@ -22,7 +23,8 @@ _LOG_STD = math.sqrt(_LOG_SQUARE - _LOG_MEAN**2)
 Row = tuple[str, float, Interval]
 
 
-def mimetic_ssm(
+@EXPECTATIONS.register("mimetic_ssm", variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
+def mimetic_ssm_checks(
     source: NamedTensors,
     *,
     c: float,
@@ -34,9 +36,10 @@ def mimetic_ssm(
 ) -> list[Check]:
     """Checks of every state-space layer.
 
-    - decay factor: c such that A_log = -c log(A_0), with A_0 as Mamba starts it (1 .. N, 1 .. H, or U(1, 16));
+    - decay factor: c such that A_log = -c log(A_0), with A_0 of Mamba's own initialisation (1 .. N, 1 .. H, or
+      U(1, 16));
     - slowest, fastest: the range of A = -exp(A_log);
-    - W_Delta, Delta: the largest entry of W_Delta, and softplus(b_Delta) farthest from 1;
+    - W_Delta, Delta: the largest entry of W_Delta, and the softplus(b_Delta) farthest from 1;
     - C on B: slope of W_C on W_B, 1/2, and their correlation, 1/sqrt(2);
     - current tap, other taps: of the convolution.
 
@@ -65,7 +68,7 @@ def _decay(part: SSMPart, c: float) -> list[Row]:
     floor = float(_A_RANGE) if part.version == 2 else float(part.state)
     top = max(floor, float(part.heads)) if part.version == 2 else floor
     factor, limits = _factor(part, a_log, c)
-    # A lies between the largest starting value to the power -c, and 1.
+    # -A is between the largest initial value to the power -c, and 1.
     return [
         ("decay factor", factor, limits),
         ("slowest -A", float(rate.min()), (0.98 * top**-c, 1.02)),
@@ -74,15 +77,15 @@ def _decay(part: SSMPart, c: float) -> list[Row]:
 
 
 def _factor(part: SSMPart, a_log: Tensor, c: float) -> tuple[float, Interval]:
-    """The c that A_log shows, and where it must lie for the way that A was started."""
+    """The c estimated from A_log, and its interval, given how A was initialised."""
     count = part.state if part.version == 1 else part.heads
     counted = torch.arange(1, count + 1, dtype=torch.float64).log()
     if count > 1:
         slope = -float((a_log * counted).sum() / (counted.square().sum() * (a_log.numel() / count)))
         error = float((a_log + slope * counted).abs().max())
         if part.version == 1 or error < 0.01 * c * float(counted[-1]):
-            spoilt = error > 0.02 * c * float(counted[-1])  # not proportional to log(1 .. N): no factor at all
-            return (math.nan if spoilt else slope), (0.99 * c, 1.01 * c)
+            proportional = error <= 0.02 * c * float(counted[-1])  # otherwise A_log has no factor at all
+            return (slope if proportional else math.nan), (0.99 * c, 1.01 * c)
     mean = -float(a_log.mean()) / _LOG_MEAN
     return mean, normal(c, c * _LOG_STD / (_LOG_MEAN * math.sqrt(count)), slack=0.01 * c)
 

@@ -1,4 +1,4 @@
-"""What the baselines promise: independent entries with a scale that depends on the layer's widths."""
+"""Expectations of the baselines: independent entries with a scale that depends on the layer's widths."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from torch import Tensor
 from weightscope._util.names import matching
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.auditing.intervals import Interval, normal
+from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check
 from weightscope.errors import UsageError
 from weightscope.init._common import Matrix, fans, matrices
@@ -19,13 +20,15 @@ _UNIFORM = (9 / 5, 27 / 7, 9.0)
 _NORMAL = (3.0, 15.0, 105.0)
 
 
-def kaiming_uniform(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
+@EXPECTATIONS.register("kaiming_uniform")
+def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
     """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
     gain = math.sqrt(6 / (1 + slope**2))
     return _each(source, "kaiming_uniform", select, bias, lambda w: uniform_entries(w, gain / math.sqrt(fans(w)[0])))
 
 
-def xavier(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
+@EXPECTATIONS.register("xavier")
+def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
     """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
 
     def rows(w: Tensor) -> list[Row]:
@@ -35,16 +38,17 @@ def xavier(source: NamedTensors, *, gain: float, distribution: str, bias: str, s
     return _each(source, "xavier", select, bias, rows)
 
 
-def trunc_normal(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
-    """Checks of normal entries of deviation `std` given that they lie in [-cut, cut]."""
+@EXPECTATIONS.register("trunc_normal")
+def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
+    """Checks of normal entries of standard deviation `std` given that they are in [-cut, cut]."""
     edge = cut / std
-    # E z^2k given |z| <= edge, by parts: m_k = (2 k - 1) m_(k-1) - edge^(2k-1) 2 phi(edge) / P.
+    # m_k = E z^2k given |z| <= edge, by parts: m_k = (2 k - 1) m_(k-1) - edge^(2k-1) 2 phi(edge) / P(|z| <= edge).
     inside = math.erf(edge / math.sqrt(2))
     tail = 2 * math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi) / inside
     raw = [1.0]
     for k in range(1, 5):
         raw.append((2 * k - 1) * raw[-1] - edge ** (2 * k - 1) * tail)
-    moments = tuple(raw[k] / raw[1] ** k for k in (2, 3, 4))
+    moments = raw[2] / raw[1] ** 2, raw[3] / raw[1] ** 3, raw[4] / raw[1] ** 4
     return _each(source, "trunc_normal", select, bias, lambda w: entries(w, std * math.sqrt(raw[1]), moments, cut))
 
 
@@ -52,11 +56,11 @@ def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
     """The weights of linear and convolutional layers whose names match the patterns.
 
     Raises:
-        AnatomyError: if there is none.
-        UsageError: if the source is no module, or the patterns match nothing.
+        AnatomyError: if there are none.
+        UsageError: if the source is not a module, or a pattern matches nothing.
     """
     if not isinstance(source, ModuleTensors):
-        raise UsageError(f"{name}: needs a module, because fan-in and fan-out depend on what a tensor is used for")
+        raise UsageError(f"{name}: needs a module, since fan-in and fan-out depend on the layer of a tensor")
     found = matrices(source.module)
     wanted = set(matching(select, (matrix.name for matrix in found)))
     return [matrix for matrix in found if matrix.name in wanted]
@@ -82,7 +86,14 @@ def uniform_entries(w: Tensor, bound: float) -> list[Row]:
 
 
 def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
-    """Mean, variance and kurtosis of entries, over what is promised, with their sampling errors."""
+    """Mean, variance and kurtosis of entries relative to the expected standard deviation, with their intervals.
+
+    Args:
+        w: the weight.
+        std: expected standard deviation.
+        moments: expected standardised moments 4, 6 and 8.
+        largest: largest possible absolute value.
+    """
     n = w.numel()
     m4, m6, m8 = moments
     squares = w.square()

@@ -1,21 +1,23 @@
-"""`Checkpoint`: one trained network, lazily, by tensor name, wherever it lies."""
+"""`Checkpoint`: the tensors of one trained network, read lazily by name."""
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from weightscope.checkpoint.entries import WEIGHTS, Entry, Store
+from weightscope._util.names import listing
+from weightscope._util.results import Result
+from weightscope._util.tables import text_table
+from weightscope.checkpoint.entries import WEIGHTS, Entry, Store, open_mapping, open_module
 from weightscope.checkpoint.folder import open_path
-from weightscope.checkpoint.memory import open_mapping, open_module
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
 _SCHEME = "hf://"
-# Whose `weight` is stored as quantised numbers keeps what belongs to it under these names beside it.
+# Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
 _QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
 _FP8_SCALES = ("_scale", "_scale_inv")
 _STATISTICS = ("running_mean", "running_var")
@@ -23,34 +25,37 @@ _KEPT_BYTES = 32 << 20
 
 
 class MissingTensor(DataError, KeyError):
-    """A name that a checkpoint does not hold, or holds as something that is no weight (exit code 3)."""
+    """A name that is not in a checkpoint, or not among its weights (exit code 3)."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)
 
 
-class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of one trained network by name; each is read when it is asked for, and nothing is executed.
+class Checkpoint(Mapping[str, Tensor], Result):
+    """The tensors of one trained network by name; each is read when it is asked for, and no code is executed.
 
-    Iteration, `len` and `in` count the weights: tensors of floating-point numbers that can be read as such. Others
-    (integers, quantised and complex numbers) stand in `skipped` with the reason, and `raw` reads them.
+    Iteration, `len` and `in` cover the weights: floating-point tensors. Others (integers, quantised and complex
+    numbers) are listed in `skipped` with the reason; `raw` reads them.
+
+    Of a model at the hub, files in huggingface_hub's cache are read there; of others, only the byte ranges of the
+    tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
         source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; a model folder, sharded or
             not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.
-        key: of the dictionary of weights inside a training checkpoint that holds several (`"ema"`).
+        key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`).
 
     Attributes:
         source: as text, for labels.
-        config: the model's `config.json`; empty where there is none.
+        config: the model's `config.json`; empty if it has none.
         metadata: free text of a safetensors file.
-        commit: the commit at the hub to which everything is pinned; None elsewhere.
+        commit: the commit at the hub that everything is read from; None elsewhere.
         skipped: name -> why it is not among the weights.
-        nonfinite: name -> how many entries are NaN or infinite, of the tensors that were read.
+        nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 
     Raises:
         DataError: if the source is missing, damaged, needs code, or cannot be fetched. One line.
-        UsageError: if it is no source at all.
+        UsageError: if the source is not one of the above.
 
     Example:
         >>> checkpoint = Checkpoint("hf://facebook/dinov2-small")
@@ -73,17 +78,17 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights, in the source's order."""
+        """The names of the weights, in stored order."""
         return tuple(self._weights)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from disk so far, or received from the hub; 0 for what came from memory or a cache."""
+        """Bytes of files read from disk, or received from the hub, so far; memory and caches do not count."""
         return self._store.received()
 
     @cached_property
     def spec(self) -> WeightSpec:
-        """The weights as a `WeightSpec`; a tied tensor stands once, under its first name."""
+        """The weights as a `WeightSpec`; a tied tensor is listed once, under its first name."""
         tensors, seen = [], set()
         for name, entry in self._weights.items():
             if entry.identity not in seen:
@@ -92,11 +97,11 @@ class Checkpoint(Mapping[str, Tensor]):
         return WeightSpec(tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape, of a skipped tensor too; nothing is read."""
+        """The shape of a tensor, skipped or not; nothing is read."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's data type as stored, of a skipped tensor too; nothing is read.
+        """The data type of a tensor as stored, skipped or not; nothing is read.
 
         Raises:
             DataError: if torch has no such type.
@@ -107,34 +112,34 @@ class Checkpoint(Mapping[str, Tensor]):
         return entry.dtype
 
     def raw(self, name: str) -> Tensor:
-        """A tensor as it is stored, in its own data type; also of those in `skipped` that can be read.
+        """A tensor in the data type in which it is stored, skipped or not.
 
         Raises:
-            DataError: if there is none, or it cannot be read.
+            DataError: if it does not exist, or cannot be read.
         """
         return self._note(name, *self._entry(name).read(wide=False))
 
     def verify(self) -> int:
-        """Fetch what is missing of a hub's files and compare them with the sha256 that it states.
+        """Compare the files of a model at the hub with their sha256, downloading what is missing of them.
 
         Returns:
-            How many files were compared: 0 on disk and in memory, where nobody states a hash.
+            The number of files compared; 0 on disk and in memory, where no hash is known.
 
         Raises:
-            DataError: if one differs; it is removed from the cache.
+            DataError: on a checksum mismatch; the download is removed from the cache.
         """
         return self._store.verify()
 
     def __getitem__(self, name: str) -> Tensor:
-        """A weight: float32, or float64 where that is stored; a tensor of your own, on the CPU.
+        """A copy of a weight on the CPU: float64 if stored so, else float32.
 
         Raises:
-            MissingTensor: if there is none, or it is no weight (says why); a `KeyError` too.
+            MissingTensor: if it does not exist, or is not a weight (says why); a `KeyError`, too.
             DataError: if it cannot be read.
         """
         if name not in self._weights:
             raise self._missing(name)
-        # A fused tensor is asked for once for each of its parts; others once, and a copy to keep would double the time.
+        # A fused tensor is read once for each of its parts, so the second read keeps a copy; most are read only once.
         if self._kept is not None and self._kept[0] == name and self._kept[1] is not None:
             return self._kept[1].clone()
         value = self._note(name, *self._weights[name].read(wide=True))
@@ -157,9 +162,29 @@ class Checkpoint(Mapping[str, Tensor]):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self) -> str:
+    def summary(self) -> str:
+        """See `Result.summary`."""
+        numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
-        return f"Checkpoint({self.source!r}: {len(self)} weights{skipped})"
+        return f"{self.source}, {len(self)} weights of {numbers:,} numbers{skipped}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each tensor: name, shape, dtype and bytes as stored, and why it is skipped (or None)."""
+        return [
+            {
+                "name": name,
+                "shape": "x".join(map(str, entry.shape)),
+                "dtype": entry.kind,
+                "bytes": entry.nbytes,
+                "skipped": self.skipped.get(name),
+            }
+            for name, entry in self._store.entries.items()
+        ]
+
+    def text(self) -> str:
+        """The table of `rows`, for the terminal."""
+        header = ("name", "shape", "dtype", "bytes")
+        return text_table(header, [[row[key] for key in header] for row in self.rows()], left=(0, 1, 2))
 
     def _entry(self, name: str) -> Entry:
         entry = self._store.entries.get(name)
@@ -169,16 +194,16 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _missing(self, name: str) -> MissingTensor:
         if name in self.skipped:
-            return MissingTensor(f"{self.source}: `{name}` is left out: {self.skipped[name]}")
-        there = ", ".join(f"`{n}`" for n in self.names[:4]) + ", ..." * (len(self) > 4)
-        return MissingTensor(f"{self.source}: no tensor {ascii(name)[:200]}; it holds {len(self)} weights: {there}")
+            return MissingTensor(f"{self.source}: `{name}` is skipped: {self.skipped[name]}")
+        there = listing(self.names, most=4)
+        return MissingTensor(f"{self.source}: no tensor {ascii(name)[:200]}; it has {len(self)} weights: {there}")
 
     def _note(self, name: str, value: Tensor, bad: int) -> Tensor:
         if bad:
             self.nonfinite[name] = bad
         return value
 
-    def _role(self, name: str) -> str:
+    def _role(self, name: str) -> Literal["parameter", "statistic"]:
         known = self._store.statistics
         is_statistic = name in known if known is not None else name.endswith(_STATISTICS)
         return "statistic" if is_statistic else "parameter"
@@ -186,7 +211,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
 def _open(source: Any, key: str | None) -> Store:
     if isinstance(source, str) and source.startswith(_SCHEME):
-        from weightscope.checkpoint.hub import open_hub  # the hub's client is not needed for files
+        from weightscope.checkpoint.hub import open_hub  # huggingface_hub is not needed for files
 
         return open_hub(source, key)
     if isinstance(source, str | Path):
@@ -199,7 +224,7 @@ def _open(source: Any, key: str | None) -> Store:
                 raise
             raise DataError(f"{str(source)!a}: cannot be read: {error}") from error
     if isinstance(source, nn.Module | Mapping) and key is not None:
-        raise UsageError("key= chooses within a file; pass the state dict itself")
+        raise UsageError("key= selects a dictionary in a file; pass the state dict itself")
     if isinstance(source, nn.Module):
         return open_module(source)
     if isinstance(source, Checkpoint):
@@ -210,7 +235,7 @@ def _open(source: Any, key: str | None) -> Store:
 
 
 def _not_weights(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Name -> why a tensor is no weight, or is not one without its neighbours."""
+    """Name -> why a tensor is not a weight, or not one without the tensors next to it."""
     out = {}
     for name, entry in entries.items():
         if entry.dtype is None:
@@ -221,7 +246,7 @@ def _not_weights(entries: Mapping[str, Entry]) -> dict[str, str]:
         elif entry.dtype.itemsize == 1:
             scale = next((name + suffix for suffix in _FP8_SCALES if name + suffix in entries), None)
             if scale is not None:
-                out[name] = f"{entry.kind} that counts only with its scales in `{scale}`; `raw` reads it"
+                out[name] = f"{entry.kind}, to be multiplied by the scales in `{scale}`; `raw` reads it"
     for name in entries:
         if name not in out and (owner := _owner(name, out)):
             out[name] = f"belongs to the quantised `{owner}`"

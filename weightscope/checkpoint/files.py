@@ -1,4 +1,4 @@
-"""Bytes of files on disk, read by position: never mapped, so that a file that shrinks is an error and no crash."""
+"""Byte ranges of files on disk; files are never memory-mapped, so that a truncated one is an error and not a crash."""
 
 import io
 import os
@@ -6,56 +6,57 @@ import stat
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from weightscope.errors import DataError
 
 
 class Region(Protocol):
-    """Bytes that are here, addressed by their position in the file that they belong to."""
+    """Available bytes, addressed by their position in the file that they belong to."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start`.
 
         Raises:
-            DataError: if they are not all there.
+            DataError: if the file ends before.
         """
 
 
-class SourceFile(Protocol):
-    """A file of a checkpoint, on disk or at the hub.
+class ByteReader(Protocol):
+    """A file of a checkpoint that is read by byte range, on disk or at the hub.
 
     Attributes:
-        where: what errors call it.
+        where: its name in errors.
         size: in bytes.
-        bytes_read: what has been read of it, unless its folder counts that.
     """
 
     where: str
     size: int
-    bytes_read: int
 
     def prepare(self, start: int, stop: int) -> Region:
-        """Bring those bytes here, and nothing else."""
+        """Make these bytes available, fetching no others."""
 
     def expect(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Be told the parts in which it will be asked for; in their order they make up the file."""
+        """Announce the ranges that will be read, in the order in which they make up the file."""
 
     def whole(self) -> "LocalFile":
-        """The whole file on disk."""
+        """The whole file, on disk."""
 
 
 class LocalFile:
-    """A regular file on disk, kept open: replacing it under its name does not mix two files.
+    """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
 
     Args:
         path: of the file.
-        where: what errors call it; None for the path.
-        base: the position in the original file of this file's first byte (for a cached part of one).
-        counted: reading it counts in `bytes_read`.
+        where: its name in errors; None for the path.
+        base: position of this file's first byte in the original file, for a cached part of one.
+        counted: whether reads count in `bytes_read`.
+
+    Attributes:
+        bytes_read: so far.
 
     Raises:
-        DataError: if there is none, or it is a folder, a device or a pipe.
+        DataError: if it does not exist, or is a folder, a device or a pipe.
     """
 
     def __init__(self, path: str | Path, where: str | None = None, base: int = 0, counted: bool = True) -> None:
@@ -64,7 +65,7 @@ class LocalFile:
         self.counted = counted
         self.bytes_read = 0
         try:
-            # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+            # Without O_NONBLOCK, opening a pipe without a writer would wait forever.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
@@ -75,14 +76,14 @@ class LocalFile:
         self.size = status.st_size
 
     def prepare(self, start: int, stop: int) -> Region:
-        """See `SourceFile.prepare`."""
+        """See `ByteReader.prepare`."""
         return self
 
     def expect(self, parts: Sequence[tuple[int, int]]) -> None:
-        """See `SourceFile.expect`; all of it is here."""
+        """See `ByteReader.expect`; nothing to do."""
 
     def whole(self) -> "LocalFile":
-        """See `SourceFile.whole`."""
+        """See `ByteReader.whole`."""
         return self
 
     def read_into(self, buffer: memoryview, start: int) -> None:
@@ -99,12 +100,12 @@ class LocalFile:
         self.bytes_read += done * self.counted
 
     def stream(self) -> io.BufferedReader:
-        """The file as a stream of its own position, for parsers; buffered, so a few bytes more may be read."""
+        """The file as a buffered stream with its own position, for parsers."""
         return io.BufferedReader(_Stream(self), 1 << 16)
 
 
-def read_bytes(file: SourceFile, start: int, stop: int) -> bytes:
-    """Those bytes of a file."""
+def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
+    """The bytes from `start` to `stop` of a file."""
     out = bytearray(stop - start)
     if out:
         file.prepare(start, stop).read_into(memoryview(out), start)
@@ -132,7 +133,7 @@ class _Stream(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._file.size - self._position))
         if count:
             self._file.read_into(memoryview(buffer)[:count], self._position)

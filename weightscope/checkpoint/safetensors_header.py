@@ -1,7 +1,7 @@
-"""The header of a safetensors file, believed only when every byte of the file is accounted for.
+"""The header of a safetensors file, accepted only if every byte of the file is accounted for.
 
 A file is 8 bytes (the header's length n, little endian), n bytes of JSON (name -> dtype, shape, offsets), and
-the tensors. It is sound when the tensors cover the rest of the file exactly, without holes or overlaps.
+the tensors. A valid header covers the rest of the file exactly, without gaps or overlaps.
 """
 
 import json
@@ -39,7 +39,7 @@ BITS: Mapping[str, int] = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-"""Bits of one entry of each data type that the format knows."""
+"""Bits of one entry of each data type of the format."""
 
 _MAX_DIMENSIONS = 64
 _MAX_ENTRIES = 2**62
@@ -47,13 +47,13 @@ _MAX_ENTRIES = 2**62
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies.
+    """The position of a tensor in the file.
 
     Attributes:
         dtype: a key of `BITS`.
         shape: of the tensor.
-        start: of its first byte, counted from the beginning of the file.
-        stop: of the byte after its last.
+        start: position of its first byte in the file.
+        stop: position after its last byte.
     """
 
     dtype: str
@@ -64,11 +64,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """A sound header.
+    """A valid header.
 
     Attributes:
         tensors: name -> entry, in the order of the header.
-        metadata: free text by key.
+        metadata: name -> free text.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -79,23 +79,23 @@ def read_header(read: Callable[[int, int], bytes], size: int, where: str) -> Hea
     """Read and check the header of a file.
 
     Args:
-        read: `read(start, stop)` gives those bytes of the file.
-        size: of the file, bytes.
-        where: of the file, for errors.
+        read: `read(start, stop)` returns those bytes of the file.
+        size: of the file, in bytes.
+        where: name of the file in errors.
 
     Raises:
-        DataError: if anything about it is unsound; says what.
+        DataError: if the header is invalid; says why.
 
     Example:
         >>> raw = open("model.safetensors", "rb").read()
         >>> read_header(lambda start, stop: raw[start:stop], len(raw), "model.safetensors").tensors
     """
     if size < 8:
-        raise DataError(f"{where}: expected a safetensors file, found only {size} bytes; get it again")
+        raise DataError(f"{where}: expected a safetensors file, found only {size} bytes; download it again")
     length = int.from_bytes(read(0, 8), "little")
     if length > min(MAX_HEADER, size - 8):
         raise DataError(
-            f"{where}: its header claims {length} bytes, in a file of {size}; it is truncated or no safetensors file"
+            f"{where}: its header claims {length} bytes, in a file of {size}; it is truncated or not a safetensors file"
         )
     return parse_header(read(8, 8 + length), size, where)
 
@@ -115,33 +115,33 @@ def parse_header(raw: bytes, size: int, where: str) -> Header:
 
 
 def json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The object that a JSON text holds; no key may stand twice at any depth.
+    """The object in a JSON text, whose keys must be unique at every depth.
 
     Raises:
-        DataError: if it is no JSON, nested too deeply, ambiguous, or no object.
+        DataError: if the text is not JSON, is nested too deeply, duplicates a key, or is not an object.
     """
     try:
         values = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
-        raise DataError(f"{where} is nested too deeply to be sound") from None
+        raise DataError(f"{where} is nested too deeply") from None
     except ValueError as error:
-        raise DataError(f"{where} is not sound JSON: {' '.join(str(error).split())[:200]}") from None
+        raise DataError(f"{where} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
     return values
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {ascii(twice)[:100]} stands twice")
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"the key {ascii(key)[:100]} is duplicated")
+        out[key] = value
     return out
 
 
 def _entry(name: str, value: Any, offset: int, where: str) -> TensorEntry:
-    # Names are printed; those that hold control characters could rewrite a terminal, or break a line.
+    # Names are printed: control characters in them could rewrite the terminal.
     if not name.isprintable() or not name:
         raise DataError(f"{where}: a tensor's name is empty or not printable: {ascii(name)[:100]}")
     place = f"{where}: `{name[:200]}`"
@@ -149,7 +149,7 @@ def _entry(name: str, value: Any, offset: int, where: str) -> TensorEntry:
         raise DataError(f"{place}: expected dtype, shape and data_offsets in the header, found something else")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise DataError(f"{place}: unknown dtype {ascii(dtype)[:50]}; there are {', '.join(BITS)}")
+        raise DataError(f"{place}: unknown dtype {ascii(dtype)[:50]}; expected one of {', '.join(BITS)}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(_natural, shape)):
         raise DataError(f"{place}: expected a shape of integers >= 0, found {ascii(shape)[:100]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_natural, offsets)):
@@ -173,7 +173,7 @@ def _check_cover(tensors: Mapping[str, TensorEntry], offset: int, size: int, whe
     end = offset
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
-            what = "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
+            what = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
             raise DataError(f"{where}: `{name[:200]}` {what}, at byte {entry.start} where {end} was expected")
         end = entry.stop
     if end != size:

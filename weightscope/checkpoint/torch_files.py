@@ -1,9 +1,9 @@
-"""Files of `torch.save`, read without torch's loader: nothing in them is imported, called or allocated on trust.
+"""Files of `torch.save`, read without torch's loader: nothing in them is imported or called.
 
 Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle is followed as data
-(see `weightscope._util.restricted_pickle`), which gives each tensor's place in the file; tensors are then read one by
-one, by position. So memory is that of the tensors asked for, and a pickle that needs code ends at the first name
-that it asks for.
+(see `weightscope._util.restricted_pickle`), which gives the position of each tensor in the file; tensors are then read
+one by one. Memory is that of the tensors asked for, and a pickle that needs code is refused at the first name that it
+asks for.
 """
 
 import io
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightscope._util.restricted_pickle import run
-from weightscope.checkpoint.entries import FileEntry, Store
+from weightscope.checkpoint.entries import Entry, FileEntry, Store
 from weightscope.checkpoint.files import LocalFile, read_bytes
 from weightscope.checkpoint.torch_pickle import LEGACY_MAGIC, Odd, Recording, TorchMachine, View
 from weightscope.errors import DataError, UsageError
@@ -20,7 +20,7 @@ from weightscope.errors import DataError, UsageError
 _MAX_PICKLE = 64 << 20
 _MAX_DIRECTORY = 64 << 20
 _LEGACY_START = b"\x80\x02\x8a\n" + LEGACY_MAGIC.to_bytes(10, "little") + b"."
-# Keys under which training scripts keep the weights, beside an optimiser's state and the like.
+# Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
 
@@ -29,11 +29,11 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
 
     Args:
         file: a zip archive or a stream of pickles.
-        key: of the dictionary of weights in a training checkpoint; None to find it.
+        key: of the dictionary of weights in a training checkpoint; None: find it.
 
     Raises:
         DataError: if it is neither, is damaged, or needs code.
-        UsageError: if there is no such key.
+        UsageError: if the key does not exist.
     """
     start = read_bytes(file, 0, min(file.size, 512))
     if start.startswith(b"PK"):
@@ -50,7 +50,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
     else:
         raise DataError(f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles")
     weights, skipped = _weights(value, key, file.where)
-    entries, tensors = {}, {}
+    tensors: dict[str, View] = {}
     for name, item in weights.items():
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise DataError(f"{file.where}: a tensor's name is not printable: {ascii(name)[:100]}")
@@ -58,15 +58,14 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             tensors[name] = item
         else:
             skipped[name] = item.reason if isinstance(item, Odd) else "no tensor"
-    for name, view in tensors.items():
-        entries[name] = _entry(name, view, file, places)
-    return Store(file.where, entries, skipped, received=lambda: file.bytes_read)
+    entries: dict[str, Entry] = {name: _entry(name, view, file, places) for name, view in tensors.items()}
+    return Store(file.where, entries, skipped)
 
 
 def _entry(name: str, view: View, file: LocalFile, places: Mapping[str, tuple[int, int]]) -> FileEntry:
     storage = view.storage
     start, size = places.get(storage.key, (0, -1))
-    if size != storage.count * storage.dtype.itemsize:
+    if storage.dtype is None or size != storage.count * storage.dtype.itemsize:
         found = f"{size} bytes" if size >= 0 else "none"
         raise DataError(
             f"{file.where}: `{name}`: expected a storage of {storage.count} entries of {storage.dtype}, found {found}"
@@ -91,7 +90,7 @@ def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
         with zipfile.ZipFile(file.stream()) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, EOFError) as error:
-        raise DataError(f"{file.where}: not a sound zip archive: {ascii(str(error))[:200]}; get it again") from error
+        raise DataError(f"{file.where}: damaged zip archive: {ascii(str(error))[:200]}; download it again") from error
     places = _places(file, records)
     roots = [name for name in places if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
@@ -100,7 +99,7 @@ def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
         )
     root = roots[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in places:
-        raise DataError(f"{file.where}: a TorchScript program is not read; save its state_dict() with safetensors")
+        raise DataError(f"{file.where}: TorchScript programs are not read; save its state_dict() with safetensors")
     order = places.get(f"{root}byteorder")
     if order is not None and read_bytes(file, order[0], order[0] + min(order[1], 16)) != b"little":
         raise DataError(f"{file.where}: expected numbers in little-endian order, found another")
@@ -113,18 +112,18 @@ def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 
 def _check_directory(file: LocalFile) -> None:
-    """Refuse a directory of records that would fill the memory; the zip reader reads all of it before it says so."""
+    """Refuse a directory of records that is too large: zipfile reads all of it into memory first."""
     tail = read_bytes(file, max(0, file.size - (1 << 16) - 100), file.size)
     end, wide = tail.rfind(b"PK\x05\x06"), tail.rfind(b"PK\x06\x06")
     size = int.from_bytes(tail[end + 12 : end + 16], "little") if end >= 0 else 0
     if wide >= 0:
         size = max(size % (2**32 - 1), int.from_bytes(tail[wide + 40 : wide + 48], "little"))
     if size > _MAX_DIRECTORY:
-        raise DataError(f"{file.where}: not a sound zip archive: its directory claims {size} bytes; get it again")
+        raise DataError(f"{file.where}: damaged zip archive: its directory claims {size} bytes; download it again")
 
 
 def _places(file: LocalFile, records: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
-    """Record name -> (position, bytes), when no two records share a name or a byte and none is compressed."""
+    """Record name -> (position, bytes); names are unique, records do not overlap, and none is compressed."""
     out: dict[str, tuple[int, int]] = {}
     end = 0
     for record in sorted(records, key=lambda r: r.header_offset):
@@ -132,15 +131,15 @@ def _places(file: LocalFile, records: list[zipfile.ZipInfo]) -> dict[str, tuple[
         if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
             raise DataError(f"{place} is compressed or encrypted, which torch.save never does")
         if record.header_offset < end or record.header_offset + 30 > file.size:
-            raise DataError(f"{place} overlaps another or lies outside the file")
+            raise DataError(f"{place} overlaps another or is outside the file")
         local = read_bytes(file, record.header_offset, record.header_offset + 30)
         start = record.header_offset + 30 + int.from_bytes(local[26:28], "little")
         start += int.from_bytes(local[28:30], "little")
         end = start + record.file_size
         if local[:4] != b"PK\x03\x04" or record.file_size != record.compress_size or end > file.size:
-            raise DataError(f"{place} is damaged or truncated; get it again")
+            raise DataError(f"{place} is damaged or truncated; download it again")
         if record.orig_filename in out:
-            raise DataError(f"{place} stands twice")
+            raise DataError(f"{place} is duplicated")
         out[record.orig_filename] = (start, record.file_size)
     return out
 
@@ -153,7 +152,7 @@ def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
     if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
         raise DataError(f"{file.where}: expected little-endian numbers of torch's protocol 1001, found another")
     if not isinstance(keys, list) or len(set(map(repr, keys))) != len(keys):
-        raise DataError(f"{file.where}: its list of storages is unsound")
+        raise DataError(f"{file.where}: its list of storages is damaged")
     places: dict[str, tuple[int, int]] = {}
     position = stream.tell()
     for key in keys:
@@ -172,7 +171,7 @@ def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
 
 
 def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The dictionary of weights, and what stands beside it."""
+    """The dictionary of weights, and why the items next to it are left out."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a dictionary of tensors, found {type(value).__name__.lstrip('_').lower()}")
     inner = {
@@ -181,7 +180,7 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
     if key is not None:
         if key not in inner:
             there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; there are {there}")
+            raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
     elif any(map(_is_tensor, value.values())) or not inner:
         return value, {}
     else:
@@ -190,7 +189,7 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
             there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
             raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
         key = found[0] if len(found) == 1 else next(iter(inner))
-    beside = {n: f"stands beside the weights, which are in {key!r}" for n in value if isinstance(n, str) and n != key}
+    beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
     return inner[key], beside
 
 

@@ -32,7 +32,7 @@ _DTYPES |= {f"torch {name}": getattr(torch, name) for name in ("float8_e4m3fn", 
 _DICTS = {"collections OrderedDict", "collections Counter"}
 _TENSORS = {"torch._utils _rebuild_tensor", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"}
 _PARAMETERS = {"torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state"}
-# Known builders of tensors that are no plain arrays; they are named as the reason for leaving a tensor out.
+# Builders of tensors that are not strided arrays: such tensors are skipped, with this reason.
 _ODD = {
     "torch._utils _rebuild_qtensor": "quantised",
     "torch._utils _rebuild_sparse_tensor": "sparse",
@@ -54,7 +54,7 @@ _ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Storage:
-    """Numbers in one record of a file; `dtype` is None for quantised ones."""
+    """The numbers in one record of a file; `dtype` is None if they are quantised."""
 
     key: str
     dtype: torch.dtype | None
@@ -74,13 +74,13 @@ class View:
 
 @dataclass(frozen=True)
 class Odd:
-    """A tensor that is no plain array, and why."""
+    """A tensor that is not a strided array, and why."""
 
     reason: str
 
 
 class TorchMachine(Machine):
-    """Understands what `torch.save` writes for nested dictionaries of tensors."""
+    """Follows what `torch.save` writes for nested dictionaries of tensors."""
 
     def __init__(self, where: str) -> None:
         super().__init__(_ALLOWED)
@@ -98,7 +98,7 @@ class TorchMachine(Machine):
         super().name(name)
 
     def compound(self, operation: str, argument: Any) -> None:
-        """Also persistent ids, which stand for storages, and sets, which stand for nothing here."""
+        """See `Machine.compound`; also persistent ids, which denote storages, and sets, which are ignored later."""
         match operation:
             case "BINPERSID":
                 self.stack.append(_storage(*self.take(1)))
@@ -114,12 +114,12 @@ class TorchMachine(Machine):
                 super().compound(operation, argument)
 
     def call(self) -> None:
-        """Understand the calls that make tensors and dictionaries."""
+        """Replace the calls that make tensors and dictionaries by their results."""
         super().call()
         self.stack[-1] = _made(self.stack[-1].name, self.stack[-1].arguments)
 
     def build(self) -> None:
-        """Drop a state: an OrderedDict's is the versions of its modules."""
+        """Drop a state; that of an OrderedDict holds the versions of its modules."""
         (state,) = self.take(1)
         if not isinstance(self.stack[-1], dict | View | Odd | Call) or not isinstance(state, dict | tuple):
             raise ValueError("it sets the state of something that has none")
@@ -133,11 +133,11 @@ def _storage(identity: Any) -> Storage:
                 return Storage(key, torch.uint8, count)
             if kind in _QUANTISED or name in _STORAGES:
                 return Storage(key, _STORAGES.get(name), count)
-    raise ValueError("it asks for something that is no storage of numbers")
+    raise ValueError("it asks for something that is not a storage of numbers")
 
 
 def _made(name: str, arguments: tuple[Any, ...]) -> Any:
-    """What a call gives, as far as this reader needs it."""
+    """The result of a call, as far as this reader needs it."""
     if name in _DICTS:
         return _dictionary(arguments)
     if name in _TENSORS:
@@ -162,7 +162,7 @@ def _dictionary(arguments: tuple[Any, ...]) -> dict[Any, Any]:
             machine.stack.append({})
             for pair in pairs:
                 if not isinstance(pair, list | tuple) or len(pair) != 2:
-                    raise ValueError("it makes a dictionary of something that is no pairs")
+                    raise ValueError("it makes a dictionary of something other than pairs")
                 machine.put(list(pair))
             return machine.stack[0]
     raise ValueError("it makes a dictionary of something unknown")
@@ -176,10 +176,10 @@ def _view(name: str, arguments: tuple[Any, ...]) -> View | Odd:
                 given = rest[2] if len(rest) > 2 else None
                 dtype = _DTYPES.get(given.name) if isinstance(given, Call) else None
                 if dtype is None:
-                    return Odd("a tensor of a data type that this reader does not know")
+                    return Odd("a tensor of an unknown data type")
         case _:
-            raise ValueError("it builds a tensor of something that is no storage")
-    if dtype is None:
+            raise ValueError("it builds a tensor of something that is not a storage")
+    if dtype is None or storage.dtype is None:
         return Odd("a quantised tensor")
     if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
         raise ValueError(f"it builds a tensor of shape {ascii(shape)[:80]} and stride {ascii(stride)[:80]}")
@@ -193,7 +193,7 @@ def _view(name: str, arguments: tuple[Any, ...]) -> View | Odd:
 
 
 class Recording(TorchMachine):
-    """Also notes how many bytes an entry of each storage takes."""
+    """Also records how many bytes an entry of each storage takes."""
 
     def __init__(self, where: str, sizes: dict[str, int]) -> None:
         super().__init__(where)

@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import json_option, out_option, recipe_of, training_options, write_json
+from weightscope.cli.shared import json_option, out_option, training_options, write_json
 
 
 @click.command()
-@out_option("Folder of everything.", "weightscope-demo")
+@out_option("Folder for everything.", "weightscope-demo")
 @click.option("--networks", type=int, default=256, show_default=True, help="Size of the population.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Epochs of the population's training.")
 @click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark.")
@@ -17,8 +17,8 @@ from weightscope.cli.shared import json_option, out_option, recipe_of, training_
 def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
     """The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.
 
-    Runs on scikit-learn's handwritten digits and leaves a self-contained report.html. Stopped and started again,
-    it goes on where it was.
+    Runs on scikit-learn's handwritten digits and writes a self-contained report.html. If interrupted, run the same
+    command again to resume.
 
     \b
     Example:
@@ -33,25 +33,27 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @click.command()
 @click.argument("recipe")
 @out_option("The population's folder.")
-@click.option("-n", "--networks", type=int, help="How many networks; a population may grow, never shrink.")
-@click.option("--shard", type=int, help="Train this tile alone, for job arrays.")
+@click.option("-n", "--networks", type=int, help="Number of networks; a population can grow but not shrink.")
+@click.option("--shard", type=int, help="Train only this tile, for job arrays.")
 @click.option("--backend", default="loky", show_default=True, help="loky, dask or ray.")
 @click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
 @training_options
 def collect(recipe: str, out: Path, **options: Any) -> None:
-    """Train a population of networks, or go on training one.
+    """Train a population of networks, or resume training one.
 
-    RECIPE is a TOML file. Ctrl-C leaves a valid population; the same command goes on with it.
+    RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
+    used. Ctrl-C leaves a valid population; run the same command again to resume.
 
     \b
     Example:
-      weightscope collect populations/digits-convnext.toml -o digits.pop -n 512
+      weightscope collect digits-convnext -o digits.pop -n 512
     """
-    from weightscope.analysis.inspection import describe
+    from weightscope.analysis.inspection import inspect
+    from weightscope.benchmarking.arms import recipe_of
     from weightscope.training.collection import collect as train
 
     train(recipe_of(recipe), out, **options)
-    click.echo(describe(out).text())
+    click.echo(inspect(out).text())
 
 
 @click.command()
@@ -61,30 +63,36 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     "inits",
     multiple=True,
     required=True,
-    help="A name, names joined by +, an artifact, or a .toml file; repeat it.",
+    help="NAME, NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
-@click.option("--epochs", type=int, multiple=True, help="A training length, each a full schedule; repeat it.")
-@click.option("--seeds", type=int, help="Paired seeds; the recipe's networks by default.")
-@click.option("--frozen", help="Run each initialiser also with the tensors of this pattern frozen.")
-@out_option("Folder of the results.", "weightscope-bench")
+@click.option("--epochs", type=int, multiple=True, help="Training length, each with a full schedule; repeatable.")
+@click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")
+@click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
+)
 @training_options
 @json_option
-def bench(recipe: str, inits: tuple[str, ...], out: Path, json_file: Path | None, **options: Any) -> None:
+def bench(recipe: str, inits: tuple[str, ...], out: Path | None, json_file: Path | None, **options: Any) -> None:
     """Compare initialisers on paired seeds, with confidence intervals and p-values.
 
-    RECIPE is a TOML file or a population, whose recipe is taken. The first --init is what the others are compared
-    to. Writes results.json and convergence.png; stopped and started again, it goes on where it was.
+    RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
+    used. The first --init is the reference of the others. MODULE:FUNCTION is a function f(module, *, generator) of
+    yours; modules in the working directory are found. Writes results.json and convergence.png. If interrupted, run the
+    same command again to resume.
 
     \b
-    Example:
-      weightscope bench populations/digits-convnext.toml --init default --init digits-mlp.safetensors \\
+    Examples:
+      weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
+      weightscope bench digits-convnext --init default --init mine:my_init
     """
-    from weightscope import plots
-    from weightscope.benchmarking.run import bench as run
+    from weightscope.benchmarking import bench as run
+    from weightscope.benchmarking.arms import default_folder
 
-    result = run(recipe_of(recipe), inits, out, **options)
-    click.echo(result.table())
-    plots.save(plots.convergence(result.summary).figure, out / "convergence.png")
-    click.echo(f"wrote {out / 'results.json'} and {out / 'convergence.png'}")
+    folder = out or default_folder(recipe)
+    result = run(recipe, inits, folder, **options)
+    click.echo(result.text())
+    result.plot(folder / "convergence.png")
+    click.echo(f"wrote {folder / 'results.json'} and {folder / 'convergence.png'}")
     write_json(json_file, result.to_dict())

@@ -1,7 +1,7 @@
-"""Data sets as uint8 tensors, and augmentation vectorised over networks.
+"""Data sets as uint8 tensors, users' own arrays, and augmentation vectorised over networks.
 
-`load(name, root)` returns a `Dataset`. The names below are imported when they are first used, because the
-catalogue next door is read without torch.
+`load(name)` returns a `Dataset`. These names are imported on first use, so that the catalogue next door can be read
+without torch.
 """
 
 from typing import TYPE_CHECKING, Any

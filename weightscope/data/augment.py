@@ -1,40 +1,35 @@
 """Augmentation of many images at once, each by its own random numbers.
 
-All randomness comes in from outside as uniform numbers, P for each image, so an image's result depends on
-the image and on its own numbers only: its bits are the same alone or among the images of any other network.
-Everything is exact on whole numbers (lookup tables and index tables on uint8), as in Pillow, and no step
-loops over images.
+The caller provides the randomness as uniform numbers, P for each image, so an augmented image depends on the image
+and its own numbers only: it has the same bits alone and in any batch. All steps are exact in integers (lookup tables
+and index tables on uint8), as in Pillow, and no step loops over images.
 
-The order is crop, flip, operations, cutout. Pixels that come from outside the image or are erased are black.
+The order is crop, flip, operations, cutout. Pixels from outside the image and erased pixels are black.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from weightscope.data.config import AugmentConfig
 from weightscope.data.randaugment import Tables, apply, tables
 from weightscope.errors import UsageError
 
-if TYPE_CHECKING:
-    from weightscope.recipe import AugmentConfig
 
-
-def draws_needed(config: "AugmentConfig") -> int:
-    """P, the uniform numbers that one image needs: 2 to crop, 1 to flip, 2 for each operation, 2 for cutout."""
+def draws_needed(config: AugmentConfig) -> int:
+    """P, the number of uniform numbers per image: 2 for crop, 1 for flip, 2 per operation, 2 for cutout."""
     return 2 * (config.crop > 0) + config.flip + 2 * config.operations + 2 * (config.cutout > 0)
 
 
-def augment(images: Tensor, draws: Tensor, config: "AugmentConfig") -> Tensor:
+def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Augment images, each by its own draws.
 
     Args:
         images: uint8 (n, c, S, S); n may be the images of many networks in a row.
         draws: float32 (n, P) in [0, 1), P = `draws_needed(config)`, on the images' device.
-        config: what to do, see `weightscope.recipe.AugmentConfig`. A random crop moves the image by up to
-            `crop` pixels along each axis; `cutout` erases a square of that side around a random pixel,
-            clipped at the border (DeVries and Taylor 2017); `operations` of strength `magnitude` are
-            chosen as in RandAugment (Cubuk et al. 2020), see `weightscope.data.randaugment`.
+        config: which augmentations. A random crop shifts the image by up to `crop` pixels along each axis;
+            `cutout` erases a square of that side around a random pixel, clipped at the border (DeVries and Taylor
+            2017); `operations` of strength `magnitude` are drawn as in RandAugment (Cubuk et al. 2020), see
+            `weightscope.data.randaugment`.
 
     Returns:
         float32 (n, c, S, S) in [0, 1]; see `normalise`.
@@ -65,10 +60,10 @@ def augment(images: Tensor, draws: Tensor, config: "AugmentConfig") -> Tensor:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`(images - mean) / std`, channel by channel, of images in units of [0, 1].
+    """`(images - mean) / std` for each channel, of images in units of [0, 1].
 
     Args:
-        images: float (..., c, S, S) in [0, 1] as `augment` returns them, or uint8, which are divided by 255.
+        images: float (..., c, S, S) in [0, 1], or uint8, which is divided by 255.
         mean: float (c,), such as `Dataset.mean`.
         std: float (c,), positive, such as `Dataset.std`.
 
@@ -81,14 +76,14 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def whole(draws: Tensor, below: int) -> Tensor:
-    """Whole numbers 0 .. below - 1 with equal probability from uniform numbers in [0, 1)."""
+    """Integers 0 .. below - 1 with equal probability from uniform numbers in [0, 1)."""
     return (draws * below).long().clamp_(max=below - 1)  # the product of the largest float below 1 may round up
 
 
 def _crop_and_flip(
     images: Tensor, vertical: Tensor | None, horizontal: Tensor | None, flip: Tensor | None, padding: int
 ) -> Tensor:
-    """Move each image by up to `padding` pixels, then mirror half of them."""
+    """Shift each image by up to `padding` pixels and mirror half of them."""
     n, _, height, width = images.shape
     y = torch.arange(height, device=images.device).expand(n, height)
     x = torch.arange(width, device=images.device).expand(n, width)
@@ -104,7 +99,7 @@ def _crop_and_flip(
 
 
 def _erase(images: Tensor, vertical: Tensor, horizontal: Tensor, side: int) -> Tensor:
-    """Blacken a square of this side around a random pixel of each image."""
+    """Set a square of this side around a random pixel of each image to 0."""
     kept = []
     for draws, length in ((vertical, images.shape[2]), (horizontal, images.shape[3])):
         start = whole(draws, length)[:, None] - side // 2

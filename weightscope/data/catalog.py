@@ -1,61 +1,53 @@
-"""What is known of each data set before it is loaded: shapes, sizes, and where to get it. No torch here."""
+"""What is known of each data set before it is loaded: shapes, sizes, where to get it. Does not import torch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
-from weightscope.errors import UsageError
+from weightscope._util.plugins import is_reference
 
-
-@dataclass(frozen=True)
-class DatasetInfo:
-    """One classification data set.
-
-    Attributes:
-        name: as recipes spell it.
-        channels: of an image, 1 or 3.
-        size: side length of the square images, in pixels.
-        classes: the number of classes.
-        train: the number of training images.
-        test: the number of test images.
-        how_to_get: one sentence for the error that says the data are missing.
-    """
-
-    name: str
-    channels: int
-    size: int
-    classes: int
-    train: int
-    test: int
-    how_to_get: str
-
-
-CATALOG = {
-    info.name: info
-    for info in (
-        DatasetInfo("digits", 1, 8, 10, 1437, 360, "it comes with scikit-learn: `pip install scikit-learn`"),
-        DatasetInfo(
-            "fashion-mnist", 1, 28, 10, 60_000, 10_000,
-            "install the Debian package dataset-fashion-mnist, or put the four IDX files "
-            "(train-images-idx3-ubyte[.gz], ...) into a folder `fashion-mnist` there",
-        ),
-        DatasetInfo(
-            "cifar10", 3, 32, 10, 50_000, 10_000,
-            "unpack the official binary version so that `cifar-10-batches-bin/data_batch_1.bin` lies there",
-        ),
-        DatasetInfo(
-            "cifar100", 3, 32, 100, 50_000, 10_000,
-            "unpack the official binary version so that `cifar-100-binary/train.bin` lies there",
-        ),
-    )
-}  # fmt: skip
+# Importing a reader registers it.
+from weightscope.data import cifar, digits, fashion_mnist  # noqa: F401
+from weightscope.data.arrays import checked, info_of
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
+from weightscope.errors import DataError, WeightscopeError
 
 
 def dataset_info(name: str) -> DatasetInfo:
-    """The catalogue entry of a data set.
+    """Shapes and sizes of a data set.
+
+    Args:
+        name: a registered name, or `"package.module:factory"` for one of your own; the factory is called once.
 
     Raises:
-        UsageError: if there is none of that name; lists the names.
+        UsageError: if there is no such data set; lists the names.
+        DataError: if the factory fails or returns anything but four valid arrays.
+
+    Example:
+        >>> dataset_info("digits").classes
+        10
+    """
+    found = DATASETS.find(name)
+    if is_reference(name):
+        return info_of(name, made_by(found, name))
+    return DatasetInfo(name, **DATASETS.details[name])
+
+
+@lru_cache(maxsize=1)
+def made_by(factory: Callable[[], Any], name: str) -> Arrays:
+    """The checked arrays that a user's factory returns; those of the last factory are kept.
+
+    Args:
+        factory: returns (train_images, train_labels, test_images, test_labels) or a `Dataset`.
+        name: for messages.
+
+    Raises:
+        DataError: if the factory fails or returns anything but four valid arrays.
     """
     try:
-        return CATALOG[name]
-    except KeyError:
-        raise UsageError(f"no data set {name!r}; there are {', '.join(CATALOG)}") from None
+        made = factory()
+    except WeightscopeError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name}: the data set's factory raised {type(error).__name__}: {error}") from error
+    return checked(made, name)

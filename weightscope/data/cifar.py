@@ -9,8 +9,8 @@ import numpy as np
 
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
 from weightscope.data import fetch
-from weightscope.data.catalog import DatasetInfo
-from weightscope.data.locations import Arrays, Layout, check_labels, existing, find
+from weightscope.data.locations import Layout, check_labels, existing, find
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -19,14 +19,14 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Version:
-    """How one version of one data set is cut into files.
+    """The files of one version of one data set.
 
     Attributes:
         folder: its usual name.
-        train: the training files, of equally many images.
+        train: the training files, with equally many images each.
         test: the test file.
-        labels: label bytes before each image of the binary version, the last of which is read; or the key
-            of the labels in the Python version.
+        labels: in the binary version, the number of label bytes before each image, of which the last is read; in
+            the Python version, the key of the labels.
     """
 
     folder: str
@@ -36,7 +36,7 @@ class Version:
 
     @property
     def layout(self) -> Layout:
-        """What to look for."""
+        """The folder and files to search for."""
         return Layout(self.folder, (*self.train, self.test))
 
 
@@ -46,19 +46,25 @@ _VERSIONS = {
         Version("cifar-10-batches-bin", tuple(f"{name}.bin" for name in _BATCHES), "test_batch.bin", 1),
         Version("cifar-10-batches-py", _BATCHES, "test_batch", "labels"),
     ),
-    "cifar100": (  # coarse labels stand before the fine ones, which are the hundred classes
+    "cifar100": (  # the coarse label precedes the fine one, which is the class
         Version("cifar-100-binary", ("train.bin",), "test.bin", 2),
         Version("cifar-100-python", ("train",), "test", "fine_labels"),
     ),
 }
 
 
+_SIZES = {"channels": 3, "size": 32, "train": 50_000, "test": 10_000}
+_UNPACK = "unpack the official binary version so that one of these contains"
+
+
+@DATASETS.register("cifar100", **_SIZES, classes=100, how_to_get=f"{_UNPACK} `cifar-100-binary/train.bin`")
+@DATASETS.register("cifar10", **_SIZES, classes=10, how_to_get=f"{_UNPACK} `cifar-10-batches-bin/data_batch_1.bin`")
 def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """Training and test images in the files' order; files that are not needed for them are not read.
+    """Training and test images in the files' order; only the files that hold them are read.
 
     Args:
-        info: the catalogue entry of cifar10 or cifar100.
-        root: a folder to look in first.
+        info: shapes and sizes of cifar10 or cifar100.
+        root: a folder to search first.
         train: how many training images.
         test: how many test images.
 
@@ -77,7 +83,7 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
 
 
 def _read_files(paths: list[Path], version: Version, info: DatasetInfo, most: int, count: int) -> Batch:
-    """The first `count` images of some files, which hold `most` together."""
+    """The first `count` images of files that hold `most` images together."""
     reader: Callable[..., Batch] = _read_binary if isinstance(version.labels, int) else _read_python
     batches, capacity = [], most // len(paths)
     for start, path in zip(range(0, count, capacity), paths, strict=False):
@@ -95,7 +101,8 @@ def _read_binary(path: Path, label_bytes: int, info: DatasetInfo, count: int, ca
     size = path.stat().st_size
     if size % record or not count * record <= size <= capacity * record:
         raise DataError(
-            f"{path}: expected {capacity * record} bytes ({capacity} records of {record}), found {size}; get it again"
+            f"{path}: expected {capacity * record} bytes ({capacity} records of {record}), found {size}; "
+            "download it again"
         )
     records = np.fromfile(path, np.uint8, count * record).reshape(count, record)
     return records[:, label_bytes:], records[:, label_bytes - 1]
@@ -106,11 +113,13 @@ def _read_python(path: Path, key: str, info: DatasetInfo, count: int, capacity: 
     pixels = info.channels * info.size**2
     most = capacity * (pixels + 256) + 65_536  # names of files and labels beside the pixels
     if path.stat().st_size > most:
-        raise DataError(f"{path}: expected at most {most} bytes, found {path.stat().st_size}; is this CIFAR's file?")
+        raise DataError(f"{path}: expected at most {most} bytes, found {path.stat().st_size}; is this a CIFAR file?")
     batch = loads(path.read_bytes(), str(path), NUMPY_ARRAY)
     entries = {_text(name): value for name, value in batch.items()} if isinstance(batch, dict) else {}
     if "data" not in entries or key not in entries:
-        raise DataError(f"{path}: expected a dictionary with 'data' and {key!r}, found {sorted(entries) or 'another'}")
+        raise DataError(
+            f"{path}: expected a dictionary with 'data' and {key!r}, found {sorted(entries) or 'something else'}"
+        )
     data = uint8_array(entries["data"], f"{path}: 'data'")
     labels = entries[key]
     if data.ndim != 2 or data.shape[1] != pixels or not count <= len(data) <= capacity:

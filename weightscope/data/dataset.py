@@ -1,35 +1,28 @@
-"""`Dataset` and `load`: one data set as tensors, whatever its files look like."""
+"""`Dataset` and `load`: registered data sets and users' own, as tensors."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weightscope.data import cifar, digits, fashion_mnist
-from weightscope.data.catalog import DatasetInfo, dataset_info
-from weightscope.data.locations import Arrays
+from weightscope._util.plugins import is_reference, reference_to
+from weightscope.data.arrays import checked, info_of
+from weightscope.data.catalog import dataset_info, made_by
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError, UsageError
 
-Reader = Callable[[DatasetInfo, Path | None, int, int], Arrays]
 
-_READERS: dict[str, Reader] = {
-    "digits": digits.read,
-    "fashion-mnist": fashion_mnist.read,
-    "cifar10": cifar.read,
-    "cifar100": cifar.read,
-}
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels, n training and m test, each image c x S x S pixels.
 
     Attributes:
-        info: the catalogue entry.
+        info: name, shapes and sizes of the whole data set.
         train_images: uint8 (n, c, S, S).
         train_labels: int64 (n,).
         test_images: uint8 (m, c, S, S).
@@ -46,16 +39,58 @@ class Dataset:
     mean: Tensor
     std: Tensor
 
+    @classmethod
+    def from_arrays(
+        cls, train_images: Any, train_labels: Any, test_images: Any, test_labels: Any, *, name: str = "arrays"
+    ) -> "Dataset":
+        """A data set of your own.
+
+        Args:
+            train_images: integers from 0 to 255, (n, c, S, S) or (n, S, S); NumPy array or CPU tensor.
+            train_labels: integers from 0, (n,), with at least one image of each class.
+            test_images: as `train_images`, (m, c, S, S) or (m, S, S).
+            test_labels: as `train_labels`, (m,).
+            name: for messages and results.
+
+        Raises:
+            DataError: naming the array, what was expected and what was found.
+
+        Example:
+            >>> data = Dataset.from_arrays(images[:800], labels[:800], images[800:], labels[800:], name="shapes")
+        """
+        arrays = checked((train_images, train_labels, test_images, test_labels), name)
+        return _dataset(info_of(name, arrays), arrays)
+
+    def __repr__(self) -> str:
+        n, m, (channels, size, _) = len(self.train_labels), len(self.test_labels), self.train_images.shape[1:]
+        return (
+            f"<Dataset {self.info.name}: {n} training and {m} test images of {channels} x {size} x {size} pixels, "
+            f"{self.info.classes} classes>"
+        )
+
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data on another device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
         return replace(self, **tensors)
+
+    def first(self, train: int | None = None, test: int | None = None) -> "Dataset":
+        """Only the first so many training and test images; None for all.
+
+        Raises:
+            UsageError: if there are fewer.
+        """
+        n, m = _counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
+        arrays = (self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
+        changed: dict[str, Any] = dict(zip(_PARTS, arrays, strict=True))
+        return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
 
     @cached_property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of images and labels.
 
-        Tells two sources of one data set apart, such as CIFAR-10 and a copy that went through JPEG.
+        Distinguishes two sources of one data set, such as CIFAR-10 and a JPEG-compressed copy.
         """
         digest = hashlib.sha256()
         for tensor in (self.train_images, self.train_labels, self.test_images, self.test_labels):
@@ -64,46 +99,71 @@ class Dataset:
         return digest.hexdigest()[:16]
 
 
-def load(name: str, root: str | Path | None = None, *, train: int | None = None, test: int | None = None) -> Dataset:
-    """Read a data set.
+_PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 
-    Files are looked for in `root`, in the folder that the environment variable WEIGHTSCOPE_DATA names, in
-    `./data` and in /usr/share/datasets, in this order; then in the Hugging Face Hub, if pyarrow is installed.
+
+def load(
+    source: str | Dataset | Sequence[Any] | Callable[[], Any],
+    root: str | Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+) -> Dataset:
+    """Read a registered data set, or check one of your own.
+
+    Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
+    and in /usr/share/datasets, in this order; then on the Hugging Face Hub, if pyarrow is installed.
 
     Args:
-        name: of the data set, see `weightscope.data.catalog`.
-        root: a folder to look in first, `--data` of the commands.
-        train: take only the first so many training images (classes are interleaved); None for all.
-        test: take only the first so many test images; None for all.
+        source: a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
+            arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such
+            four arrays, see `Dataset.from_arrays`; or a `Dataset`.
+        root: a folder to search first, `--data` of the commands.
+        train: only the first so many training images (classes are interleaved); None for all.
+        test: only the first so many test images; None for all.
 
     Raises:
         UsageError: if there is no such data set, or not as many images.
-        DataError: if it is found nowhere (says where it looked and how to get it), or its files are damaged.
+        DataError: if files are missing (says where they were searched for and how to get them) or damaged, or if
+            arrays have a wrong type or shape.
 
     Example:
-        >>> data = load("digits")
-        >>> data.train_images.shape
-        torch.Size([1437, 1, 8, 8])
+        >>> load("digits")
+        <Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>
     """
-    info = dataset_info(name)
-    counts = []
-    for which, wanted, there in (("train", train, info.train), ("test", test, info.test)):
-        if wanted is not None and not 1 <= wanted <= there:
-            raise UsageError(f"data.{which}: {name} has {there} images, from 1 to as many can be taken, found {wanted}")
-        counts.append(there if wanted is None else wanted)
-    arrays = _READERS[name](info, None if root is None else Path(root), *counts)
+    if isinstance(source, Dataset):
+        return source.first(train, test)
+    if isinstance(source, str) and not is_reference(source):
+        info = dataset_info(source)
+        n, m = _counts(source, train, test, info.train, info.test)
+        return _dataset(info, DATASETS[source](info, None if root is None else Path(root), n, m))
+    if isinstance(source, str) or callable(source):
+        name = source if isinstance(source, str) else reference_to(source)
+        arrays = made_by(DATASETS.find(source), name)
+    else:
+        name, arrays = "arrays", checked(source, "arrays")
+    return _dataset(info_of(name, arrays), arrays).first(train, test)
+
+
+def _counts(name: str, train: int | None, test: int | None, n: int, m: int) -> tuple[int, int]:
+    for which, wanted, available in (("train", train, n), ("test", test, m)):
+        if wanted is not None and not 1 <= wanted <= available:
+            raise UsageError(f"data.{which}: expected 1 to {available} images of {name}, found {wanted}")
+    return n if train is None else train, m if test is None else test
+
+
+def _dataset(info: DatasetInfo, arrays: Arrays) -> Dataset:
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in arrays)
-    mean, std = _pixel_statistics(images)
-    for channel in (std == 0).nonzero().flatten().tolist():
-        raise DataError(f"{name}: channel {channel} of the training images is the same everywhere; it cannot be scaled")
-    return Dataset(info, images, labels.long(), test_images, test_labels.long(), mean, std)
+    return Dataset(info, images, labels.long(), test_images, test_labels.long(), **_pixel_statistics(images, info.name))
 
 
-def _pixel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
+def _pixel_statistics(images: Tensor, name: str) -> dict[str, Tensor]:
     """Mean and standard deviation of each channel in units of [0, 1], float32 (c,), exact from histograms."""
-    values = torch.arange(256, dtype=torch.float64) / 255
+    values = torch.arange(256, dtype=torch.float64, device=images.device) / 255
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)])  # (c, 256)
     shares = counts.double() / counts.sum(1, keepdim=True)
     mean = shares @ values
     variance = (shares * (values - mean[:, None]) ** 2).sum(1)
-    return mean.float(), variance.sqrt().float()
+    for channel in (variance == 0).nonzero().flatten().tolist():
+        raise DataError(f"{name}: channel {channel} of the training images is constant, so it cannot be normalised")
+    return {"mean": mean.float(), "std": variance.sqrt().float()}

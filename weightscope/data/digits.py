@@ -4,22 +4,30 @@ from pathlib import Path
 
 import numpy as np
 
-from weightscope.data.catalog import DatasetInfo
-from weightscope.data.locations import Arrays
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 
 
+@DATASETS.register(
+    "digits",
+    channels=1,
+    size=8,
+    classes=10,
+    train=1437,
+    test=360,
+    how_to_get="part of scikit-learn: `pip install scikit-learn`",
+)
 def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """Training and test images, in the file's order.
 
-    scikit-learn has no split. Here every fifth image of the list sorted by class (a stable sort) is a test
-    image: 360 to test and 1,437 to train, each class in the same proportion to within one image. The same
-    writers are in both, so a test accuracy says nothing of new writers.
+    scikit-learn defines no split. Every fifth image, after a stable sort by class, is a test image: 360 test and
+    1,437 training images with the same class proportions to within one image. The same writers are in both parts,
+    so test accuracy does not measure generalisation to new writers.
 
-    Pixels count from 0 to 16; they are scaled to 0 .. 255 and rounded, which keeps all 17 levels apart.
+    Pixels from 0 to 16 are scaled to 0 .. 255 and rounded, which keeps all 17 levels distinct.
 
     Args:
-        info: the catalogue entry.
-        root: not used, since the data come with scikit-learn.
+        info: shapes and sizes.
+        root: ignored; the data are part of scikit-learn.
         train: how many training images.
         test: how many test images.
     """

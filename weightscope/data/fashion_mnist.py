@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from weightscope.data import fetch
-from weightscope.data.catalog import DatasetInfo
-from weightscope.data.locations import Arrays, Layout, check_labels, existing, find
+from weightscope.data.locations import Layout, check_labels, existing, find
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
 UBYTE = 0x08  # the IDX type code of unsigned bytes
@@ -19,12 +19,22 @@ _NAMES = tuple(name + ending for name in _FILES for ending in ("", ".gz"))
 _LAYOUTS = (Layout("fashion-mnist", _NAMES), Layout("FashionMNIST/raw", _NAMES))  # Debian's and torchvision's
 
 
+@DATASETS.register(
+    "fashion-mnist",
+    channels=1,
+    size=28,
+    classes=10,
+    train=60_000,
+    test=10_000,
+    how_to_get="install the Debian package dataset-fashion-mnist, or put the four IDX files "
+    "(train-images-idx3-ubyte[.gz], ...) into a folder `fashion-mnist` in one of these",
+)
 def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """Training and test images in the files' order.
 
     Args:
-        info: the catalogue entry.
-        root: a folder to look in first.
+        info: shapes and sizes.
+        root: a folder to search first.
         train: how many training images.
         test: how many test images.
 
@@ -48,21 +58,21 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
 def read_idx(path: Path, shape: tuple[int, ...], count: int, *, most: int) -> np.ndarray:
     """The first items of an IDX file of unsigned bytes.
 
-    An IDX file is the bytes 0, 0, type and number of axes; the length of each axis as a big-endian uint32;
-    the items. The header is believed only where it agrees with what is expected, so it cannot make this
-    function allocate more than `most` items.
+    An IDX file consists of the bytes 0, 0, type and number of axes; the length of each axis as a big-endian
+    uint32; and the items. The header is compared with the expected shape before anything is read, so a damaged
+    one cannot cause more than `most` items to be allocated.
 
     Args:
-        path: of the file; gzip-compressed if it ends in `.gz`.
-        shape: that an item must have.
-        count: of the items wanted.
-        most: items that the file may hold.
+        path: the file; gzip-compressed if it ends in `.gz`.
+        shape: of one item.
+        count: how many items to return.
+        most: the largest number of items allowed in the file.
 
     Returns:
         Items, uint8 (count, *shape).
 
     Raises:
-        DataError: if magic number, axes or length are wrong; names the file, what was expected and found.
+        DataError: if the magic number, the axes or the length differ; names the file, what was expected and found.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     header = 4 + 4 * (1 + len(shape))
@@ -72,17 +82,18 @@ def read_idx(path: Path, shape: tuple[int, ...], count: int, *, most: int) -> np
             items = _items(head, path, shape, count, most)
             data = stream.read(items * prod(shape) + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); it is damaged or cut short, get it again") from error
+        raise DataError(f"{path}: cannot be read ({error}); it is damaged or truncated; download it again") from error
     if len(data) != items * prod(shape):
         found = f"{header + len(data)}" if len(data) < items * prod(shape) else "more"
         raise DataError(
-            f"{path}: expected {header + items * prod(shape)} bytes as its header says, found {found}; get it again"
+            f"{path}: expected {header + items * prod(shape)} bytes as its header says, found {found}; "
+            "download it again"
         )
     return np.frombuffer(data, np.uint8, count * prod(shape)).reshape(count, *shape).copy()
 
 
 def _items(head: bytes, path: Path, shape: tuple[int, ...], count: int, most: int) -> int:
-    """The number of items that a valid header announces."""
+    """The number of items in a valid header."""
     magic = bytes([0, 0, UBYTE, 1 + len(shape)])
     if head[:4] != magic:
         raise DataError(
@@ -90,7 +101,9 @@ def _items(head: bytes, path: Path, shape: tuple[int, ...], count: int, most: in
         )
     axes = tuple(int(n) for n in np.frombuffer(head[4 : len(head) // 4 * 4], ">u4"))
     if len(axes) != 1 + len(shape):
-        raise DataError(f"{path}: expected a header of {8 + 4 * len(shape)} bytes, found {len(head)}; get it again")
+        raise DataError(
+            f"{path}: expected a header of {8 + 4 * len(shape)} bytes, found {len(head)}; download it again"
+        )
     if axes[1:] != shape or not count <= axes[0] <= most:
         wanted = f"{most}" if count == most else f"{count} to {most}"
         raise DataError(f"{path}: expected {wanted} items of shape {shape}, found {axes[0]} of {axes[1:]}")
@@ -98,6 +111,6 @@ def _items(head: bytes, path: Path, shape: tuple[int, ...], count: int, most: in
 
 
 def _either(path: Path, info: DatasetInfo) -> Path:
-    """The plain file, or else the compressed one."""
+    """The uncompressed file if it exists, otherwise the compressed one."""
     compressed = path.with_name(path.name + ".gz")
     return path if path.is_file() else existing(compressed, info.name)

@@ -1,7 +1,7 @@
-"""Data sets from the Hugging Face Hub, for a machine that has none of the files and may use the network.
+"""Download data sets from the Hugging Face Hub when no local files are found.
 
-The Hub holds these data sets as Parquet files of PNG images, which pyarrow reads; without pyarrow nothing
-is fetched. The Hub's client keeps what it has fetched in its own cache, so the network is used once.
+The Hub stores these data sets as Parquet files of PNG images. Reading them needs pyarrow; without it nothing is
+downloaded. Downloads are kept in the Hub client's cache.
 """
 
 import importlib.util
@@ -11,22 +11,22 @@ from pathlib import Path
 
 import numpy as np
 
-from weightscope.data.catalog import DatasetInfo
-from weightscope.data.locations import Arrays, check_labels, missing
+from weightscope.data.locations import check_labels, missing
+from weightscope.data.registry import Arrays, DatasetInfo
 from weightscope.errors import DataError
 
-TIMEOUT = 5.0  # seconds that the Hub has for a first answer, so that a machine without a network does not hang
+TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where the Hub keeps a data set.
+    """A data set on the Hub.
 
     Attributes:
-        repository: `organisation/name` of the data set.
-        folder: of the two files.
-        image: the column of images, `{bytes, path}`.
-        label: the column of labels.
+        repository: `organisation/name`.
+        folder: that contains the two files.
+        image: name of the column of images, `{bytes, path}`.
+        label: name of the column of labels.
     """
 
     repository: str
@@ -46,23 +46,23 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """Training and test images in the order of the Hub's files.
 
     Args:
-        info: the catalogue entry.
-        root: the folder that was looked in first, for the error.
+        info: shapes and sizes.
+        root: the folder that was searched first, for the error.
         train: how many training images.
         test: how many test images.
 
     Raises:
-        DataError: if pyarrow is not installed or the Hub does not answer; says where files were looked for
-            and how to get them. Also if what came is not the data set.
+        DataError: if pyarrow is not installed or the Hub does not respond (says where files were searched for
+            and how to get them), or if the downloaded files are not the data set.
     """
     if importlib.util.find_spec("pyarrow") is None:
-        raise missing(info, root, "or `pip install pyarrow` to have it fetched from the Hugging Face Hub")
+        raise missing(info, root, "or `pip install pyarrow` to download it from the Hugging Face Hub")
     location = LOCATIONS[info.name]
     try:
         paths = [_download(location, part) for part in ("train", "test")]
     except OSError as error:
         reason = " ".join(str(error).split())[:200]
-        raise missing(info, root, f"the Hugging Face Hub could not be used ({reason})") from error
+        raise missing(info, root, f"downloading from the Hugging Face Hub failed ({reason})") from error
     return (
         *_read_parquet(paths[0], location, info, info.train, train),
         *_read_parquet(paths[1], location, info, info.test, test),
@@ -70,28 +70,26 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
 
 
 def _download(location: Location, part: str) -> Path:
-    """The path of one file in the Hub client's cache, fetched unless it is there.
+    """The path of one file in the Hub client's cache, downloaded if necessary.
 
     Raises:
-        OSError: if it cannot be had.
+        OSError: if it cannot be downloaded.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    file = {
-        "repo_id": location.repository,
-        "filename": f"{location.folder}/{part}-00000-of-00001.parquet",
-        "repo_type": "dataset",
-    }
+    repository, file = location.repository, f"{location.folder}/{part}-00000-of-00001.parquet"
+    # The HTTP client and its errors differ between versions of huggingface_hub.
+    failures: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     try:
-        return Path(hf_hub_download(**file, local_files_only=True))
+        return Path(hf_hub_download(repository, file, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError:
         pass
     try:
-        # without a network the download itself would go on trying for half a minute
-        get_hf_file_metadata(hf_hub_url(**file), timeout=TIMEOUT)
-        return Path(hf_hub_download(**file))
-    except HfHubHTTPError.__bases__ as error:  # what its HTTP client raises, which differs between its versions
+        # Without a network the download itself would retry for half a minute.
+        get_hf_file_metadata(hf_hub_url(repository, file, repo_type="dataset"), timeout=TIMEOUT)
+        return Path(hf_hub_download(repository, file, repo_type="dataset"))
+    except failures as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
@@ -102,7 +100,7 @@ def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, 
     try:
         table = parquet.read_table(path, columns=[location.image, location.label])
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it, to have it fetched anew") from error
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it to download it again") from error
     if table.num_rows != rows or table.column_names != [location.image, location.label]:
         raise DataError(
             f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
@@ -122,7 +120,7 @@ def _decode(cell: dict[str, bytes], info: DatasetInfo, where: str) -> np.ndarray
     size = (info.size, info.size)
     try:
         with Image.open(io.BytesIO(cell["bytes"])) as image:
-            found = image.size  # known before the pixels are decoded, so that a huge image is not
+            found = image.size  # read from the header; a huge image is not decoded
             pixels = np.asarray(image.convert("L" if info.channels == 1 else "RGB")) if found == size else None
     except (OSError, TypeError, KeyError, ValueError, SyntaxError) as error:
         raise DataError(f"{where}: expected an image, found something else ({error})") from error

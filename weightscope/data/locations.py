@@ -1,4 +1,4 @@
-"""Where data files lie, and what every reader of them shares."""
+"""The folders that are searched for data files, and checks that all readers share."""
 
 import os
 from collections.abc import Sequence
@@ -7,22 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from weightscope.data.catalog import DatasetInfo
+from weightscope.data.registry import DatasetInfo
 from weightscope.errors import DataError
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Training images (n, c, S, S), training labels (n,), test images, test labels; all uint8."""
-
-SHARED = Path("/usr/share/datasets")  # where Debian's dataset-* packages put their files
+SHARED = Path("/usr/share/datasets")  # where Debian's dataset-* packages install their files
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a data set lies on disk.
+    """One arrangement of a data set's files.
 
     Attributes:
-        folder: the usual name of its folder; the files may also lie in the searched folder itself.
-        files: names of files, any of which says that the data set is meant to be here.
+        folder: the usual name of its folder; the files may also be in the searched folder itself.
+        files: names of files, any of which identifies the data set.
     """
 
     folder: str
@@ -46,19 +43,19 @@ def find(root: Path | None, layouts: Sequence[Layout]) -> tuple[Path, Layout] | 
 
 
 def missing(info: DatasetInfo, root: Path | None, instead: str) -> DataError:
-    """The error that says where a data set was looked for and how to get it."""
+    """The error about a data set without files: where they were searched for and how to get them."""
     looked = ", ".join(str(place.absolute()) for place in places(root))
     return DataError(
-        f"{info.name}: found no files in {looked}; {info.how_to_get}; "
-        f"name another folder with --data or WEIGHTSCOPE_DATA; {instead}"
+        f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
+        f"or name another folder with --data or WEIGHTSCOPE_DATA; {instead}"
     )
 
 
 def existing(path: Path, of: str) -> Path:
-    """The path, if a file is there.
+    """The path, if it is a file.
 
     Raises:
-        DataError: if there is none; names the data set it belongs to.
+        DataError: otherwise; names the data set that it belongs to.
     """
     if not path.is_file():
         raise DataError(f"{path}: expected a file of {of}, found none; is the data set complete?")
@@ -69,11 +66,11 @@ def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
     """Refuse labels (n,) that are not from 0 to `classes` - 1.
 
     Raises:
-        DataError: naming the first such label.
+        DataError: naming the first invalid label.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise DataError(
             f"{where}: expected labels from 0 to {classes - 1}, found {labels[wrong[0]]} at item {wrong[0]}; "
-            f"is this another data set?"
+            "is this another data set?"
         )

@@ -1,8 +1,8 @@
-"""RandAugment's operations (Cubuk et al. 2020) as tables.
+"""The operations of RandAugment (Cubuk et al. 2020) as tables.
 
-A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256
-values, so one gather each does whatever every image has drawn. Strengths are those of the paper at its
-largest magnitude times `magnitude` in [0, 1]; signs are random. All of its operations are here but sharpness.
+A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256 values, so
+one gather of each kind applies a different operation to every image. Strengths are the paper's largest ones times
+`magnitude` in [0, 1]; signs are random. All operations of the paper are implemented except sharpness.
 """
 
 import math
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 # Strength at magnitude 1.
-ENHANCE = 0.9  # brightness, contrast and saturation are multiplied by 1 -+ this
-POSTERIZE = 4  # bits taken away, of 8
+ENHANCE = 0.9  # factors of brightness, contrast and saturation are 1 -+ this
+POSTERIZE = 4  # bits removed, of 8
 SHEAR = 0.3
 ROTATE = math.radians(30)
 TRANSLATE = 150 / 331  # of the side length: the paper's 150 pixels in images of 331
@@ -25,15 +25,15 @@ GEOMETRY = ("translate_x", "translate_y", "shear_x", "shear_y", "rotate")
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What K operations with either sign do to images of one size; row 2 i + s is operation i with sign s.
+    """Tables of K operations with either sign for images of one size; row 2 i + s is operation i with sign s.
 
     Attributes:
         names: of the K operations.
-        source: int64 (2 K, S * S), the pixel that each pixel is taken from.
-        inside: bool (2 K, S * S), whether there is such a pixel.
-        values: uint8 (2 K, 256), the value that each value becomes, where this does not depend on the image.
-        contrast: float32 (2 K,), the factor of the distance from the image's mean; 1 for other operations.
-        saturation: float32 (2 K,), the factor of the distance from grey; 1 for other operations.
+        source: int64 (2 K, S * S), index of the source pixel of each pixel.
+        inside: bool (2 K, S * S), whether the source is inside the image.
+        values: uint8 (2 K, 256), the new value of each value, for operations that do not depend on the image.
+        contrast: float32 (2 K,), factor of the distance from the image's mean; 1 for other operations.
+        saturation: float32 (2 K,), factor of the distance from grey; 1 for other operations.
     """
 
     names: tuple[str, ...]
@@ -45,18 +45,18 @@ class Tables:
 
 
 def operations(channels: int) -> tuple[str, ...]:
-    """The operations that can be drawn; saturation needs colour."""
+    """Names of the operations for images of so many channels; saturation needs 3."""
     return ("identity", *(name for name in COLOURS if name != "saturation" or channels == 3), *GEOMETRY)
 
 
 @lru_cache(maxsize=16)
 def tables(channels: int, height: int, width: int, magnitude: float, device: torch.device) -> Tables:
-    """The operations' tables for images (n, c, height, width).
+    """Tables of the operations for images (n, c, height, width).
 
     Args:
         channels: c.
-        height: of an image, in pixels.
-        width: of an image, in pixels.
+        height: in pixels.
+        width: in pixels.
         magnitude: strength, in [0, 1].
         device: of the images.
     """
@@ -74,12 +74,12 @@ def tables(channels: int, height: int, width: int, magnitude: float, device: tor
 
 
 def apply(images: Tensor, which: Tensor, sign: Tensor, prepared: Tables) -> Tensor:
-    """One operation on each image.
+    """Apply one operation to each image.
 
     Args:
         images: uint8 (n, c, S, S).
-        which: float32 (n,) in [0, 1), chooses the operation.
-        sign: float32 (n,) in [0, 1), chooses its sign.
+        which: float32 (n,) in [0, 1), selects the operation.
+        sign: float32 (n,) in [0, 1), selects its sign.
         prepared: from `tables`.
 
     Returns:
@@ -105,7 +105,7 @@ def apply(images: Tensor, which: Tensor, sign: Tensor, prepared: Tables) -> Tens
 
 
 def _source(name: str, strength: float, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which pixel each pixel is taken from, (S * S,), and whether there is one; about the image's centre."""
+    """Index of each pixel's source, (S * S,), and whether it is inside; relative to the image's centre."""
     y, x = torch.meshgrid(
         torch.arange(height, dtype=torch.float64) - (height - 1) / 2,
         torch.arange(width, dtype=torch.float64) - (width - 1) / 2,
@@ -126,7 +126,7 @@ def _source(name: str, strength: float, height: int, width: int) -> tuple[Tensor
 
 
 def _values(name: str, sign: float, magnitude: float) -> Tensor:
-    """The value that each value becomes, uint8 (256,); the identity for what depends on the image."""
+    """The new value of each value, uint8 (256,); the identity for operations that depend on the image."""
     v = torch.arange(256)
     if name == "brightness":
         v = (v * (1 + sign * ENHANCE * magnitude) + 0.5).floor().clamp(0, 255)
@@ -142,14 +142,14 @@ def _factors(signed: list[tuple[str, float]], name: str, magnitude: float) -> Te
 
 
 def _blend(origin: Tensor, value: Tensor, factor: Tensor) -> Tensor:
-    """`origin + factor * (value - origin)`, rounded and kept in 0 .. 255, uint8; exact where factor is 1."""
+    """`origin + factor * (value - origin)`, rounded and clipped to 0 .. 255, uint8; exact for factor 1."""
     origin = origin.float()
     moved = (value - origin).mul_(factor).add_(origin).add_(0.5)
-    return moved.clamp_(0, 255).to(torch.uint8)  # the conversion rounds down
+    return moved.clamp_(0, 255).to(torch.uint8)  # the conversion truncates
 
 
 def _grey(pixels: Tensor) -> Tensor:
-    """Luma of ITU-R 601 in whole numbers as Pillow computes it, int32 (n, 1, S * S)."""
+    """Luma of ITU-R 601 in integers as in Pillow, int32 (n, 1, S * S)."""
     if pixels.shape[1] != 3:
         return pixels[:, :1].int()
     red, green, blue = pixels.int().split(1, dim=1)
@@ -157,7 +157,7 @@ def _grey(pixels: Tensor) -> Tensor:
 
 
 def _autocontrast(pixels: Tensor) -> Tensor:
-    """Values that stretch each channel to 0 .. 255, uint8 (n, c, 256)."""
+    """The table that stretches each channel to 0 .. 255, uint8 (n, c, 256)."""
     low, high = (extreme.int() for extreme in (pixels.amin(2, keepdim=True), pixels.amax(2, keepdim=True)))
     v = torch.arange(256, device=pixels.device, dtype=torch.int32)
     stretched = (255 * (v - low)).div((high - low).clamp(min=1), rounding_mode="floor").clamp(0, 255)
@@ -165,16 +165,16 @@ def _autocontrast(pixels: Tensor) -> Tensor:
 
 
 def _contrast(grey: Tensor, factor: Tensor) -> Tensor:
-    """Values at `factor` times their distance from the image's mean grey, which is rounded, uint8 (n, 1, 256)."""
+    """The table that scales the distance from the image's rounded mean grey by `factor`, uint8 (n, 1, 256)."""
     count = grey.shape[2]
     mean = (2 * grey.sum(2, keepdim=True) + count).div(2 * count, rounding_mode="floor")
     return _blend(mean, torch.arange(256, device=grey.device), factor)
 
 
 def _equalize(pixels: Tensor, index: Tensor) -> Tensor:
-    """Values that level each channel's histogram as Pillow does, uint8 (n, c, 256); `index` is int64 pixels.
+    """The table that equalises each channel's histogram as Pillow does, uint8 (n, c, 256); `index` is int64 pixels.
 
-    Images of fewer than 256 pixels stay as they are, as in Pillow.
+    Images of fewer than 256 pixels are unchanged, as in Pillow.
     """
     counts = torch.zeros(*pixels.shape[:2], 256, dtype=torch.int32, device=pixels.device)
     counts.scatter_add_(2, index, torch.ones((), dtype=torch.int32, device=pixels.device).expand(pixels.shape))

@@ -1,1 +1,1 @@
-"""From a population, or one network, to an artifact."""
+"""Fitting initialisers: from a population (`population.fit`), one network (`network.fit_network`), or either."""

@@ -1,27 +1,30 @@
-"""Filters of one network as a file: their covariances, or the numbers of the closed-form covariance nearest to them."""
+"""Fits to the depthwise filters of one network: their distributions, or the nearest closed-form covariance."""
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.interpolate import CubicSpline
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 
 from weightscope._util.checks import choice, count
-from weightscope.artifacts.network_fit import ConvSchedule, FilterCovariances, FilterLayer, Portable, ScheduleLayer
+from weightscope.analysis.within_network.filters import filter_distributions
+from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ScheduleFit, ScheduleLayer
 from weightscope.errors import DataError, UsageError
+from weightscope.fitting.registry import NETWORK_FITS
 from weightscope.init.convolution import Schedule, conv_covariance, covariance_root, relative_depths
-from weightscope.init.covariance_transfer import FilterLaw, TransferOptions, filter_laws
+from weightscope.init.covariance_transfer import TransferOptions
+from weightscope.statistics.filters import FilterDistribution
 
 _GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma
-_NARROWEST = 0.02  # square pixels: a bump without neighbours (exp(-25)); narrower ones are the same filter
+_NARROWEST = 0.02  # square pixels: a bump of one pixel (neighbours exp(-25)); narrower ones are the same filter
 _WIDEST = 4.0  # times k^2: the bumps are flat to 6 %, and wider ones are nearly the same
-_LARGE, _COARSE = 15, 33  # above this kernel size fewer values: an eigendecomposition of k^2 x k^2 takes a second
+_LARGE, _COARSE = 15, 33  # fewer values above this kernel size: an eigendecomposition of k^2 x k^2 takes a second
 
 
+@NETWORK_FITS.register("filters", source="thesis 3.1.1")
 def fit_filters(
     source: Any,
     *,
@@ -30,14 +33,14 @@ def fit_filters(
     schedule: str = "depth",
     kernel: int | None = None,
     psd: str = "abs",
-) -> Portable:
-    """The covariances of a network's filters as an artifact; the arguments are those of `covariance_transfer_`.
+) -> NetworkFit:
+    """The distributions of a network's filters as an artifact; the options are those of `covariance_transfer_`.
 
-    All layers are stored whatever `kernel` says, and the options say how they will be applied.
+    All layers are stored for every value of `kernel`; the options are stored and used when the artifact is applied.
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option cannot be meant, or filters are one-dimensional, not square or of even size.
+        UsageError: if an option is invalid, or filters are one-dimensional, not square or of even size.
         DataError: if a weight is not finite.
 
     Source: thesis section 3.1.1.
@@ -46,29 +49,28 @@ def fit_filters(
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
     """
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    laws = filter_laws(source)
-    _of_size(laws, kernel)
-    layers = tuple(FilterLayer(name=x.name, stage=x.stage, depth=x.depth, kernel=x.kernel, count=x.count) for x in laws)
-    arrays: dict[str, np.ndarray] = {}
-    for i, law in enumerate(laws):
-        arrays |= {f"{i}.mean": law.mean.reshape(-1), f"{i}.covariance": law.covariance}
-    return Portable(FilterCovariances(layers=layers, **vars(options)), arrays)
+    layers = filter_distributions(source)
+    _of_size(layers, kernel)
+    return NetworkFit(FilterFit(tuple(layers), **vars(options)))
 
 
-def fit_conv_schedule(source: Any, *, schedule: str = "depth", psd: str = "abs", kernel: int | None = None) -> Portable:
+@NETWORK_FITS.register("conv_schedule", source="thesis Eq. 3.10-3.11")
+def fit_conv_schedule(
+    source: Any, *, schedule: str = "depth", psd: str = "abs", kernel: int | None = None
+) -> NetworkFit:
     """The schedule and scale of `conv_covariance_` nearest to a network's filters.
 
         minimise over sigma0, v, a, s_i >= 0:   sum_i n_i |C_i - s_i S(sigma(d_i))|_F^2 / |C_i|_F^2
         sigma(d) = sigma0 + v d + a d^2 / 2 > 0 on [0, 1],   scale = prod_i s_i^(n_i / 2 sum n)
 
     C_i is the covariance of the n_i filters of layer i, S(sigma) the one that `conv_covariance_` draws from (with its
-    `psd`), of the layer's own kernel size. The shape so does not depend on how large a layer's filters are, and the
-    scale is the geometric mean of the layers' own. Layers whose filters are all alike say nothing and are an error.
-    With one layer v = a = 0, with two different depths a = 0.
+    `psd`), of the layer's own kernel size. The schedule therefore does not depend on the magnitude of a layer's
+    filters, and the scale is the geometric mean over layers. A layer whose filters are all equal is an error. With one
+    layer v = a = 0, with two different depths a = 0.
 
     Goodness of fit: `R2_i = 1 - |C_i - s_i S|_F^2 / |C_i|_F^2`, which for the best s_i is the squared cosine of C_i
     and S. Filters drawn from S itself have about `|S|^2 / (|S|^2 + ((tr S)^2 + |S|^2) / (n - 1))`, given as
-    `attainable`: few filters cannot show more.
+    `attainable`, the most to expect of so few filters.
 
     Args:
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
@@ -78,10 +80,10 @@ def fit_conv_schedule(source: Any, *, schedule: str = "depth", psd: str = "abs",
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option cannot be meant, or filters are one-dimensional, not square or of even size.
+        UsageError: if an option is invalid, or filters are one-dimensional, not square or of even size.
         DataError: if a weight is not finite, or no layer resembles the closed form.
 
-    Source: thesis Eq. 3.10-3.11, whose parameters were found by eye and by grid search (B.1).
+    Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and by grid search (B.1).
 
     Example:
         >>> fit_conv_schedule(convnext).numbers.sigma0
@@ -89,42 +91,42 @@ def fit_conv_schedule(source: Any, *, schedule: str = "depth", psd: str = "abs",
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
     choice("psd", psd, ("abs", "clip"))
-    everything = filter_laws(source)
-    depths = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
-    laws = _of_size(everything, kernel)
-    for law in laws:
-        if not law.covariance.any():
-            raise DataError(f"`{law.name}`: its filters are all alike and have no covariance to fit")
-    places = [depths[law.name] for law in laws]
-    fits = _layer_fits(laws, psd)
-    weights = np.array([law.count for law in laws], dtype=np.float64)
-    curve = _schedule(fits, places, weights / weights.sum())
-    layers = [_described(law, fit, curve(d), psd) for law, fit, d in zip(laws, fits, places, strict=True)]
+    everything = filter_distributions(source)
+    depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
+    filters = _of_size(everything, kernel)
+    for layer in filters:
+        if not layer.covariance.any():
+            raise DataError(f"`{layer.name}`: its filters are all equal and have no covariance to fit")
+    depths = [depth_of[layer.name] for layer in filters]
+    fits = _layer_fits(filters, psd)
+    weights = np.array([layer.count for layer in filters], dtype=np.float64)
+    curve = _schedule(fits, depths, weights / weights.sum())
+    layers = [_described(x, fit, curve(d), psd) for x, fit, d in zip(filters, fits, depths, strict=True)]
     scales = np.array([layer.scale for layer in layers])
     if not scales.any():
         raise DataError("no layer's covariance has a positive product with the closed form; there is nothing to fit")
     some = scales > 0
-    numbers = ConvSchedule(
-        sigma0=curve.sigma0,
-        v=curve.v,
-        a=curve.a,
-        scale=float(np.exp(np.average(np.log(scales[some]), weights=weights[some]))),
-        psd=psd,
-        schedule=schedule,
-        r2=float(np.average([layer.r2 for layer in layers], weights=weights)),
-        layers=tuple(layers),
-    )
-    return Portable(numbers)
+    numbers = {
+        "sigma0": curve.sigma0,
+        "v": curve.v,
+        "a": curve.a,
+        "scale": float(np.exp(np.average(np.log(scales[some]), weights=weights[some]))),
+        "psd": psd,
+        "schedule": schedule,
+        "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
+        "layers": tuple(layers),
+    }
+    return NetworkFit(ScheduleFit.model_validate(numbers))
 
 
-def _of_size(laws: list[FilterLaw], kernel: int | None) -> list[FilterLaw]:
+def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
     if kernel is None:
-        return laws
+        return layers
     count("kernel", kernel)
-    chosen = [law for law in laws if law.kernel == kernel]
+    chosen = [layer for layer in layers if layer.kernel == kernel]
     if not chosen:
-        there = ", ".join(str(k) for k in sorted({law.kernel for law in laws}))
-        raise UsageError(f"kernel: no layer has {kernel} x {kernel} filters, found {there}")
+        known = ", ".join(str(k) for k in sorted({layer.kernel for layer in layers}))
+        raise UsageError(f"kernel: no layer has {kernel} x {kernel} filters, found {known}")
     return chosen
 
 
@@ -147,7 +149,7 @@ class _LayerFit:
 
     low: float
     high: float
-    cosine: Callable[[float], float]
+    cosine: CubicSpline
     best: float
 
     @staticmethod
@@ -164,11 +166,11 @@ class _LayerFit:
         return max(0.0, float(self.cosine(min(max(math.log(sigma), self.low), self.high))))
 
 
-def _layer_fits(laws: list[FilterLaw], psd: str) -> list[_LayerFit]:
+def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
     """The fit of each layer. The closed form is computed once for each kernel size and sigma, and not kept."""
     out: dict[int, _LayerFit] = {}
-    for k in {law.kernel for law in laws}:
-        alike = [(i, law.covariance / np.linalg.norm(law.covariance)) for i, law in enumerate(laws) if law.kernel == k]
+    for k in {layer.kernel for layer in layers}:
+        alike = [(i, x.covariance / np.linalg.norm(x.covariance)) for i, x in enumerate(layers) if x.kernel == k]
         logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
         cosines = np.empty((len(alike), len(logs)))
         for g, log in enumerate(logs):
@@ -176,7 +178,7 @@ def _layer_fits(laws: list[FilterLaw], psd: str) -> list[_LayerFit]:
             closed /= np.linalg.norm(closed)
             cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
         out |= {i: _LayerFit.of(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
-    return [out[i] for i in range(len(laws))]
+    return [out[i] for i in range(len(layers))]
 
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:
@@ -196,16 +198,19 @@ def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -
     def loss(logs: np.ndarray) -> float:
         found = curve(logs)
         if _least(found) < _NARROWEST / 2:
-            return 2.0 - _least(found)  # worse than anything, and better towards what can be meant
+            return 2.0 - _least(found)  # worse than any valid schedule, and decreasing towards valid ones
         return sum(w * (1 - fit.at(found(d)) ** 2) for w, fit, d in zip(weights, fits, depths, strict=True))
 
     starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
     starts.append(np.log(np.interp(places, depths, best)) if _rising(depths) else starts[0])
     starts.append(np.log(np.maximum(_parabola(depths, best, weights, places), _NARROWEST)))
-    options = {"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000}
-    found = min((minimize(loss, x, method="Nelder-Mead", options=options) for x in starts), key=lambda r: r.fun)
-    # Nelder and Mead's simplex can shrink too early; a second one from its end costs little.
-    return curve(minimize(loss, found.x, method="Nelder-Mead", options=options).x)
+
+    def search(start: np.ndarray) -> OptimizeResult:
+        return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000})
+
+    found = min(map(search, starts), key=lambda result: result.fun)
+    # The simplex can shrink too early; a second search from its end costs little.
+    return curve(search(found.x).x)
 
 
 def _rising(depths: list[float]) -> bool:
@@ -224,23 +229,23 @@ def _least(curve: Schedule) -> float:
     return min(curve(0.0), curve(1.0), curve(min(1.0, max(0.0, vertex))))
 
 
-def _described(law: FilterLaw, fit: _LayerFit, sigma: float, psd: str) -> ScheduleLayer:
-    """The layer's row, from the closed form itself and not from the table."""
+def _described(layer: FilterDistribution, fit: _LayerFit, sigma: float, psd: str) -> ScheduleLayer:
+    """The layer's row, computed from the closed form itself, not from the interpolated cosines."""
     alone = math.exp(fit.best)
-    wanted, other = (drawn_covariance(law.kernel, x, psd) for x in (sigma, alone))
+    wanted, other = (drawn_covariance(layer.kernel, x, psd) for x in (sigma, alone))
     square, trace = float(np.sum(wanted**2)), float(np.trace(wanted))
     return ScheduleLayer(
-        name=law.name,
-        stage=law.stage,
-        depth=law.depth,
-        kernel=law.kernel,
-        count=law.count,
+        name=layer.name,
+        stage=layer.stage,
+        depth=layer.depth,
+        kernel=layer.kernel,
+        count=layer.count,
         sigma=sigma,
         sigma_alone=alone,
-        scale=math.sqrt(max(0.0, float(np.sum(wanted * law.covariance)) / square)),
-        r2=_r2(law.covariance, wanted),
-        r2_alone=_r2(law.covariance, other),
-        attainable=square / (square + (trace**2 + square) / (law.count - 1)),
+        scale=math.sqrt(max(0.0, float(np.sum(wanted * layer.covariance)) / square)),
+        r2=_r2(layer.covariance, wanted),
+        r2_alone=_r2(layer.covariance, other),
+        attainable=square / (square + (trace**2 + square) / (layer.count - 1)),
     )
 
 

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, NamedTensors
+from weightscope.analysis.attention_products import FactoredProduct
+from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
 from weightscope.anatomy.layer_scale import layer_scale
-from weightscope.artifacts.network_fit import IdentityProduct, Portable, ProductFit, ProductLayer
-from weightscope.auditing.attention import product_statistics
+from weightscope.artifacts.network_fit import NetworkFit, ProductFit, ProductLayer, ProductNumbers
 from weightscope.errors import DataError
-from weightscope.init import _trained
+from weightscope.fitting.registry import NETWORK_FITS
 from weightscope.init.attention import PARTS, self_attention
 
 _SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
@@ -24,9 +24,10 @@ _ANGLES = 33
 _SEED = 0x5EED
 
 
+@NETWORK_FITS.register("identity_product", source="thesis Eq. 3.12-3.18")
 def fit_identity_product(
     source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
-) -> Portable:
+) -> NetworkFit:
     """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
 
         queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
@@ -36,24 +37,25 @@ def fit_identity_product(
     and beta are those for which that part has the product's own diagonal mean `tr M / d` and norm `|M|_F`: two
     equations in two unknowns, solved by a table of simulated products with the same r / d and number of query heads
     for each key head. For r = d they are the least-squares ones, `beta = tr M / d` and
-    `alpha = |M - beta I|_F / sqrt(d)`; both kinds stand in the artifact.
+    `alpha = |M - beta I|_F / sqrt(d)`; the artifact holds both kinds.
 
     Goodness of fit: `R2 = d (tr M / d)^2 / |M|_F^2`, the share of the squared norm that the identity explains, at
-    most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the recipe.
+    most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the
+    initialiser's products.
 
-    Biases, normalisation gains and position rotations do not take part: these are numbers for the weights. For
-    rotary models the product is that at relative position 0.
+    Biases, normalisation gains and position rotations are ignored: the numbers describe weights. For rotary models the
+    product is that at relative position 0.
 
     Args:
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
         parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
-        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. It decides what the layer adds to
-            the residual stream, its sign too, and belongs to the numbers for a network that has none.
-        config: the model's config, for tensors that come without: `{"num_attention_heads": 6}` is enough.
+        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. The scale changes what the layer
+            adds to the residual stream, including its sign; fold it for target networks without LayerScale.
+        config: the model's config, for tensors without one: `{"num_attention_heads": 6}` is enough.
 
     Raises:
         AnatomyError: if there is no attention.
-        UsageError: if there is only cross-attention, or `parts` is another word.
+        UsageError: if there is only cross-attention, or `parts` is invalid.
         DataError: if a weight is not finite, or a product is zero.
 
     Source: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
@@ -63,28 +65,28 @@ def fit_identity_product(
         0.9
     """
     choice("parts", parts, PARTS)
-    network = _trained.network(source, config)
+    network = named_tensors(source, config)
     found = self_attention(network)
     scales = [layer_scale(network, part) for part in found]
     layers = []
     for i, part in enumerate(found):
         depth = i / (len(found) - 1) if len(found) > 1 else 0.0
         scale = _scale(network, scales[i]) if fold_scales else None
-        fits = {"qk": _query_key(part), "vo": _value_output(part, scale)}
-        layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, **fits))
+        qk, vo = _query_key(part), _value_output(part, scale)
+        layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
-    return Portable(IdentityProduct(parts=parts, layer_scale=state, layers=tuple(layers)))
+    return NetworkFit(ProductFit.model_validate({"parts": parts, "layer_scale": state, "layers": tuple(layers)}))
 
 
-def _query_key(part: AttentionPart) -> ProductFit:
-    q, k = (_finite(part, name) for name in "qk")  # (H, d, r), (kv, d, r)
+def _query_key(part: AttentionPart) -> ProductNumbers:
+    q, k = _finite(part, "q"), _finite(part, "k")  # (H, d, r), (kv, d, r)
     group = part.heads // part.kv_heads
     fits = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in range(part.heads)]
     return _joined(fits, 1.0)
 
 
-def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductFit:
-    v, o = (_finite(part, name) for name in "vo")  # (kv, d, r), (H, r, d)
+def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
+    v, o = _finite(part, "v"), _finite(part, "o")  # (kv, d, r), (H, r, d)
     group = part.heads // part.kv_heads
     values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
     outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
@@ -93,7 +95,7 @@ def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductFit:
     return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")], -1.0)
 
 
-def _finite(part: AttentionPart, name: str) -> Tensor:
+def _finite(part: AttentionPart, name: Literal["q", "k", "v", "o"]) -> Tensor:
     return _checked(part.parameters[name][0], part.read(name))
 
 
@@ -112,18 +114,18 @@ def _checked(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _joined(fits: list[dict[str, float]], sign: float) -> ProductFit:
+def _joined(fits: list[dict[str, float]], sign: float) -> ProductNumbers:
     """The mean over heads; beta and its spread with the sign."""
     means = {key: float(np.mean([fit[key] for fit in fits])) for key in fits[0]}
     spread = float(np.std([fit["beta"] for fit in fits]))
-    return ProductFit(**{**means, "beta": sign * means["beta"], "beta_std": spread})
+    return ProductNumbers(**{**means, "beta": sign * means["beta"], "beta_std": spread})
 
 
 def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
     """The numbers of one product `A B^T` of factors (d, r)."""
     d, r = a.shape[0], min(a.shape)
-    found = product_statistics(a, b)
-    diagonal, noise = found["diagonal mean"], found["alpha"]
+    found = FactoredProduct(a, b).statistics()
+    diagonal, noise = float(found["diagonal_mean"]), float(found["alpha"])
     norm = math.hypot(diagonal, noise)  # |M|_F / sqrt(d)
     if norm == 0:
         raise DataError(f"{where}: the product is zero; there is nothing to fit")
@@ -231,5 +233,6 @@ def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray]:
     n = len(s)
     group = len(stack) // n
     overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
-    pairs = (torch.cat([torch.zeros(1, dtype=x.dtype), x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
-    return tuple(x.numpy() for x in pairs)
+    zero = torch.zeros(1, dtype=s.dtype)
+    traces, squares = (torch.cat([zero, x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
+    return traces.numpy(), squares.numpy()

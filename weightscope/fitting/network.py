@@ -1,39 +1,37 @@
 """`fit_network`: numbers of closed-form initialisers, fitted to one network.
 
-filters            the covariance of the filters of every depthwise layer
-conv-schedule      sigma0, v, a and scale of `conv_covariance_`
-identity-product   alpha and beta of `mimetic_attention_`, layer by layer
+filters            the distribution of the filters of every depthwise layer
+conv_schedule      sigma0, v, a and scale of `conv_covariance_`
+identity_product   alpha and beta of `mimetic_attention_`, layer by layer
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from weightscope._util.plugins import is_reference
 from weightscope._version import __version__
-from weightscope.artifacts.network_fit import Portable
+from weightscope.anatomy import opened
+from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.errors import UsageError
 from weightscope.fitting.filters import fit_conv_schedule, fit_filters
 from weightscope.fitting.identity_product import fit_identity_product
+from weightscope.fitting.registry import NETWORK_FITS
 
-__all__ = ["STRUCTURES", "fit_conv_schedule", "fit_filters", "fit_identity_product", "fit_network"]
-
-STRUCTURES: Mapping[str, Callable[..., Portable]] = {
-    "filters": fit_filters,
-    "conv-schedule": fit_conv_schedule,
-    "identity-product": fit_identity_product,
-}
+__all__ = ["NETWORK_FITS", "fit_conv_schedule", "fit_filters", "fit_identity_product", "fit_network"]
 
 
-def fit_network(source: Any, structure: str, **options: Any) -> Portable:
-    """Fit the numbers of an initialiser to one network; they fit networks of any width, depth and head count.
+def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **options: Any) -> NetworkFit:
+    """Fit the numbers of an initialiser to one network; they apply to networks of any width, depth and head count.
 
     Args:
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
-        structure: "filters", "conv-schedule" or "identity-product".
+        structure: "filters", "conv_schedule" or "identity_product"; or a function
+            `f(source, **options) -> NetworkFit` of your own, itself or as `"package.module:function"`.
         options: named parameters of `fit_filters`, `fit_conv_schedule` or `fit_identity_product`.
 
     Returns:
@@ -45,21 +43,25 @@ def fit_network(source: Any, structure: str, **options: Any) -> Portable:
         DataError: if a weight is not finite, the source cannot be read, or nothing can be fitted.
 
     Example:
-        >>> fit_network("hf://timm/convnext_atto.d2_in1k", "conv-schedule").save("schedule.safetensors")
+        >>> fit_network("hf://timm/convnext_atto.d2_in1k", "conv_schedule").save("schedule.safetensors")
     """
-    if structure not in STRUCTURES:
-        raise UsageError(f"structure: one network can be fitted by {', '.join(STRUCTURES)}, found {structure!r}")
-    fit = STRUCTURES[structure]
-    known = list(inspect.signature(fit).parameters)[1:]
-    if unknown := [key for key in options if key not in known]:
+    fit = NETWORK_FITS.find(network_structure(structure) if isinstance(structure, str) else structure)
+    parameters = list(inspect.signature(fit).parameters.values())[1:]
+    known = [p.name for p in parameters]
+    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
+    if unknown:
         raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint
-
-        source = Checkpoint(source)
+    source = opened(source)
     with torch.no_grad():
         found = fit(source, **options)
-    return Portable(found.numbers, found.arrays, {"weightscope": __version__, **_origin(source)})
+    if not isinstance(found, NetworkFit):
+        raise UsageError(f"{structure}: expected a NetworkFit, found {type(found).__name__}")
+    return NetworkFit(found.numbers, {"weightscope": __version__, **_origin(source)})
+
+
+def network_structure(name: str) -> str:
+    """A structure's registered name, which may be given with hyphens; references are unchanged."""
+    return name if is_reference(name) else name.replace("-", "_")
 
 
 def _origin(source: Any) -> dict[str, Any]:

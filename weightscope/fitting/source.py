@@ -5,56 +5,58 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from weightscope.artifacts.network_fit import Portable
-from weightscope.artifacts.population_fit import FitResult
+from weightscope._util.plugins import is_reference
+from weightscope._util.sources import is_population
+from weightscope.artifacts.network_fit import NetworkFit
+from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
-from weightscope.fitting.network import STRUCTURES as NETWORK
-from weightscope.fitting.network import fit_network
+from weightscope.fitting.network import NETWORK_FITS, fit_network, network_structure
 from weightscope.fitting.population import fit
 from weightscope.population import Population
-from weightscope.structures import STRUCTURES as POPULATION
+from weightscope.structures import STRUCTURES
 
 
 def fit_init(
-    source: str | Path, structure: str = "auto", *, options: dict[str, Any] | None = None, **settings: Any
-) -> FitResult | Portable:
-    """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), whichever the source is.
+    source: str | Path, structure: Any = "auto", *, options: dict[str, Any] | None = None, **settings: Any
+) -> PopulationFit | NetworkFit:
+    """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
 
     Args:
         source: the folder of a population, or a checkpoint: a file, a model folder, `hf://org/name`.
-        structure: of a population: "auto" or a name in `weightscope.structures.STRUCTURES`; of one network:
-            "filters", "conv-schedule" or "identity-product".
+        structure: of a population: "auto", a name in `weightscope.structures.STRUCTURES`, or a `Structure` subclass;
+            of one network: "filters", "conv_schedule", "identity_product", or a function. Also
+            `"package.module:name"` of either.
         options: of the structure.
         settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
 
     Raises:
-        UsageError: if the structure is one of the other kind of source, or `settings` are given for one network.
+        UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
         DataError: as `fit` and `fit_network`.
 
     Example:
         >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
     """
-    path = Path(source)
-    if path.suffix == ".pop" or (path / "population.json").exists():
-        if structure in NETWORK:
-            there = ", ".join(("auto", *POPULATION))
-            raise UsageError(
-                f"structure: {structure!r} is fitted to one network, and {source} is a population: {there}"
-            )
-        return fit(Population(path), structure=structure, options=options, **settings)
-    if structure not in NETWORK:
-        why = "is fitted to a population" if structure in ("auto", *POPULATION) else "does not exist"
-        raise UsageError(f"structure: {structure!r} {why}, and {source} is one network: {', '.join(NETWORK)}")
+    registered = isinstance(structure, str) and not is_reference(structure)
+    name = network_structure(structure) if registered else None
+    if is_population(source):
+        if name in NETWORK_FITS:
+            known = ", ".join(("auto", *STRUCTURES))
+            raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
+        return fit(Population(source), structure=structure, options=options, **settings)
+    if name == "auto" or name in STRUCTURES or isinstance(structure, type):
+        known = ", ".join(NETWORK_FITS)
+        shown = name or structure.__name__
+        raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
     if settings:
         raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
     return fit_network(str(source), structure, **(options or {}))
 
 
 def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
-    """`name=value` texts as a dictionary; a value that is JSON (a number, true) is read as such.
+    """Parse `name=value` texts into a dictionary; values in JSON (a number, true) are decoded.
 
     Raises:
-        UsageError: if a text has no "=", or a name comes twice.
+        UsageError: if a text has no "=", or a name is repeated.
 
     Example:
         >>> parsed_options(["rank=8", "schedule=stage"])

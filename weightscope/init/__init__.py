@@ -1,76 +1,58 @@
-"""Structured initialisers: `name_(module, *, ..., generator=None) -> module`, in place, tested on what they promise.
+"""Structured initialisers: `name_(module, *, ..., generator=None) -> module`, in place, as in `torch.nn.init`.
 
 Every function changes only what its docstring names, computes in float32 or better, draws on the CPU (so that a
-generator gives the same weights on any device), and is registered under its name without the underscore.
+generator gives the same weights on any device), and is registered in `INITIALISERS` under its name without the
+underscore. `get` and `compose` also take functions of your own, or references to them, `"package.module:function"`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from weightscope.init.attention import mimetic_attention_
-from weightscope.init.convolution import (
-    box_filters_,
-    conv_covariance,
-    conv_covariance_,
-    impulse_filters_,
-    random_filters_,
-)
-from weightscope.init.covariance_transfer import covariance_transfer_
-from weightscope.init.impulse_attention import impulse_attention_
-from weightscope.init.mlp import mimetic_mlp_
-from weightscope.init.positions import sinusoidal_positions_
-from weightscope.init.registry import REGISTRY, compose, default_, get, parameters
-from weightscope.init.residual import delta_orthogonal_, layer_scale_identity_, t_fixup_, zero_init_
-from weightscope.init.selection import select_weights_
-from weightscope.init.ssm import mimetic_ssm_
-from weightscope.init.transfer import permute_, transfer_, transfer_singular_
-from weightscope.init.univariate import kaiming_uniform_, trunc_normal_, xavier_
+# `as`: exported to type checkers, which cannot follow an `__all__` that is computed from the registry.
+from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
+from weightscope.init.convolution import box_filters_ as box_filters_
+from weightscope.init.convolution import conv_covariance as conv_covariance
+from weightscope.init.convolution import conv_covariance_ as conv_covariance_
+from weightscope.init.convolution import impulse_filters_ as impulse_filters_
+from weightscope.init.convolution import random_filters_ as random_filters_
+from weightscope.init.covariance_transfer import covariance_transfer_ as covariance_transfer_
+from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
+from weightscope.init.mlp import mimetic_mlp_ as mimetic_mlp_
+from weightscope.init.positions import sinusoidal_positions_ as sinusoidal_positions_
+from weightscope.init.registry import INITIALISERS as INITIALISERS
+from weightscope.init.registry import compose as compose
+from weightscope.init.registry import get as get
+from weightscope.init.registry import parameters as parameters
+from weightscope.init.residual import delta_orthogonal_ as delta_orthogonal_
+from weightscope.init.residual import layer_scale_identity_ as layer_scale_identity_
+from weightscope.init.residual import t_fixup_ as t_fixup_
+from weightscope.init.residual import zero_init_ as zero_init_
+from weightscope.init.selection import select_weights_ as select_weights_
+from weightscope.init.ssm import mimetic_ssm_ as mimetic_ssm_
+from weightscope.init.transfer import permute_ as permute_
+from weightscope.init.transfer import transfer_ as transfer_
+from weightscope.init.transfer import transfer_singular_ as transfer_singular_
+from weightscope.init.univariate import default_ as default_
+from weightscope.init.univariate import kaiming_uniform_ as kaiming_uniform_
+from weightscope.init.univariate import trunc_normal_ as trunc_normal_
+from weightscope.init.univariate import xavier_ as xavier_
 
 if TYPE_CHECKING:
-    from weightscope.init.from_artifact import ArtifactInit, InitReport, load_init
-    from weightscope.init.from_network_fit import PortableInit
+    from weightscope.init.from_artifact import InitReport as InitReport
+    from weightscope.init.from_artifact import NetworkInit as NetworkInit
+    from weightscope.init.from_artifact import PopulationInit as PopulationInit
+    from weightscope.init.from_artifact import load_init as load_init
+
+# Fitted structures need SciPy, which takes a second to import.
+_ARTIFACT = ("InitReport", "NetworkInit", "PopulationInit", "load_init")
 
 __all__ = [
-    "REGISTRY",
-    "ArtifactInit",
-    "InitReport",
-    "PortableInit",
-    "box_filters_",
-    "compose",
-    "conv_covariance",
-    "conv_covariance_",
-    "covariance_transfer_",
-    "default_",
-    "delta_orthogonal_",
-    "get",
-    "impulse_attention_",
-    "impulse_filters_",
-    "kaiming_uniform_",
-    "layer_scale_identity_",
-    "load_init",
-    "mimetic_attention_",
-    "mimetic_mlp_",
-    "mimetic_ssm_",
-    "parameters",
-    "permute_",
-    "random_filters_",
-    "select_weights_",
-    "sinusoidal_positions_",
-    "t_fixup_",
-    "transfer_",
-    "transfer_singular_",
-    "trunc_normal_",
-    "xavier_",
-    "zero_init_",
+    *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
+    *_ARTIFACT,
+    *(f"{name}_" for name in INITIALISERS),
 ]
-
-_ARTIFACT = {"ArtifactInit", "InitReport", "load_init"}  # fitted structures need SciPy, which takes a second to import
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PortableInit":
-        from weightscope.init import from_network_fit
-
-        return from_network_fit.PortableInit
     if name not in _ARTIFACT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.init import from_artifact

@@ -1,9 +1,9 @@
-"""What every initialiser needs: checked arguments, and random numbers that do not depend on the device."""
+"""Shared by the initialisers: checks of arguments, weights of layers, and random numbers drawn on the CPU."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Initialiser(Protocol):
-    """Anything that sets weights in place and returns the module."""
+    """A function that sets weights of a module in place and returns the module."""
 
     def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module: ...
 
 
 def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> set[int]:
-    """The layer numbers meant by `layers` (None for all, one number, or several) among those that are there.
+    """The layer numbers selected by `layers`: None for all, one number, or several; negative ones count from the end.
 
-    Negative numbers count from the end.
+    Args:
+        layers: the argument of an initialiser.
+        there: the numbers of the model's layers.
 
     Raises:
-        UsageError: if one of them is not there.
+        UsageError: if the model has no such layer, or none is selected.
     """
     known = sorted(set(there))
     if layers is None:
@@ -46,19 +48,19 @@ def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> s
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator, after a check that it is one of the CPU's.
+    """The generator, checked to be a CPU generator.
 
-    Numbers are drawn on the CPU and moved, so that a seed gives the same weights on any device.
+    Numbers are drawn on the CPU and copied, so that a seed gives the same weights on any device.
 
     Raises:
-        UsageError: for another device's generator, or another object.
+        UsageError: for a generator of another device, or another object.
     """
     if generator is None:
         return None
     if not isinstance(generator, torch.Generator):
         raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
     if generator.device.type != "cpu":
-        raise UsageError(f"generator: expected one of the CPU (torch.Generator()), found one of {generator.device}")
+        raise UsageError(f"generator: expected a CPU generator (torch.Generator()), found one on {generator.device}")
     return generator
 
 
@@ -84,17 +86,16 @@ def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = t
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Copy numbers into a parameter, whatever its type and device.
+    """Copy values into a parameter in place, cast to its data type and device.
 
     Raises:
         DataError: if the parameter is on the meta device, where copying would do nothing.
     """
     if tensor.is_meta:
-        raise DataError("the module is on the meta device and holds no numbers; materialise it first")
+        raise DataError("the module is on the meta device and has no values; materialise it first")
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
-# Modules that hold (in, out) matrices where torch holds (out, in): transformers' GPT-2.
 def transposed(module: nn.Module) -> bool:
     """Whether this is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -111,10 +112,10 @@ class Matrix:
     Attributes:
         name: of the parameter, from the root of the module.
         weight: the parameter.
-        bias: the layer's bias, None where there is none.
-        layer: the module that holds both.
+        bias: the layer's bias; None if it has none.
+        layer: the module of both.
         is_transposed: whether the parameter is stored (in, out).
-        fused: into how many matrices of equal height the (out, in) matrix falls.
+        fused: how many matrices of equal height the (out, in) matrix packs.
     """
 
     name: str
@@ -125,19 +126,19 @@ class Matrix:
     fused: int
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a tensor of the weight's shape as the matrices (out, in, ...) that it holds."""
+        """Views of a tensor of the weight's shape as the matrices (out, in, ...) that it packs."""
         tensor = tensor.detach()
         return list((tensor.T if self.is_transposed else tensor).chunk(self.fused))
 
 
 def matrices(module: nn.Module) -> list[Matrix]:
-    """The weights of linear and convolutional layers, tied ones once; not those that are an embedding's as well.
+    """The weights of linear and convolutional layers, tied ones once, without those tied to an embedding.
 
-    A fused projection of queries, keys and values is three matrices: fusing must not change what an
-    initialiser that looks at the output width draws.
+    A fused projection of queries, keys and values counts as three matrices, since fusing must not change what an
+    initialiser draws that depends on the output width.
 
     Raises:
-        AnatomyError: if there is none.
+        AnatomyError: if there are none.
     """
     seen = {id(inner.weight) for inner in module.modules() if isinstance(inner, nn.Embedding)}
     out = []
@@ -159,11 +160,11 @@ def matrices(module: nn.Module) -> list[Matrix]:
 
 def _weights(inner: nn.Module) -> list[tuple[str, Tensor | None]]:
     if isinstance(inner, nn.MultiheadAttention):
-        bias = inner.in_proj_bias
+        bias: Tensor | None = inner.in_proj_bias
         keys = ["in_proj_weight"] if inner._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
         return [(key, bias if i == 0 else None) for i, key in enumerate(keys)]
     if isinstance(inner, _WEIGHTED) or transposed(inner):
-        return [("weight", inner.bias)]
+        return [("weight", cast("Tensor | None", inner.bias))]
     return []
 
 
@@ -176,13 +177,13 @@ def fans(matrix: Tensor) -> tuple[int, int]:
 def each_matrix(
     module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
 ) -> M:
-    """Fill every selected weight, block by block, and its bias.
+    """Fill every selected weight, matrix by matrix, and its bias.
 
     Args:
         module: changed in place.
-        select: shell patterns of weight names, separated by commas.
-        fill: a block (out, in, ...) -> its new numbers.
-        bias: (old bias, fan in) -> new numbers, or None to leave it.
+        select: shell patterns of weight names, comma-separated.
+        fill: a matrix (out, in, ...) -> its new values.
+        bias: (old bias, fan in) -> its new values, or None to keep it.
 
     Raises:
         AnatomyError: if the module has no linear or convolutional layer.
@@ -196,7 +197,6 @@ def each_matrix(
         blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))
-        new = None if matrix.bias is None else bias(matrix.bias, fans(blocks[0])[0])
-        if new is not None:
+        if matrix.bias is not None and (new := bias(matrix.bias, fans(blocks[0])[0])) is not None:
             put(matrix.bias.detach(), new)
     return module

@@ -1,8 +1,8 @@
 """The best approximation of given rank of a dense random matrix, faster than by a full decomposition.
 
-The matrices of mimetic initialisation have a smooth, flat spectrum that is the same for every draw. So the part
-of it to suppress is known beforehand, and a Chebyshev filter on a block of vectors (Zhou et al. 2006) reaches the
-leading singular vectors by matrix products alone.
+The matrices of mimetic initialisation have a smooth, flat spectrum that is nearly the same for every draw. So the
+part of it to suppress is known in advance, and a Chebyshev filter on a block of vectors (Zhou et al. 2006) finds the
+leading singular vectors with matrix products alone.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weightscope.init._common import frame
 
-_SAMPLE = 256  # size of the matrix that stands for the spectrum of all sizes
+_SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
 _DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
 _RESIDUAL = 2e-3  # largest ||M^T M v - s^2 v|| / ||s^2|| that is accepted; typically 3e-4
 _STEPS = 30  # more filter steps than this cost more than the full decomposition
@@ -23,10 +23,10 @@ _SMALL = 384  # below this size the full decomposition is cheap
 
 @functools.lru_cache(maxsize=64)
 def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
-    """Squared singular values, largest first, that stand for those of `group` stacked matrices `alpha Z + beta I`.
+    """Squared singular values, largest first, of a small sample of `group` stacked matrices `alpha Z + beta I`.
 
-    The distribution of singular values does not depend on the size and hardly on the draw, so one fixed small
-    sample shows it. Only the speed of `factors` depends on it.
+    Their distribution does not depend on the size and hardly on the draw, so one fixed small sample represents it.
+    Only the speed of `factors` depends on it.
     """
     g = torch.Generator().manual_seed(0)
     blocks = [torch.randn(_SAMPLE, _SAMPLE, generator=g) * (alpha / math.sqrt(_SAMPLE)) for _ in range(group)]
@@ -46,8 +46,8 @@ def factors(
         matrix: M (m, n), float32, m >= n.
         rank: r. Above n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix.
         generator: draws that matrix.
-        spectrum: squared singular values that stand for those of M, see `spectrum`; None decomposes in full.
-            It buys speed and does not change the result, beyond a relative error below 1e-3 in L R^T.
+        spectrum: squared singular values of a matrix like M, see `spectrum`; None decomposes in full. It only
+            affects speed, apart from a relative error below 1e-3 in L R^T.
 
     Returns:
         L (m, r) and R (n, r).
@@ -92,11 +92,11 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
-    """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None where that does not pay.
+    """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None if that would be slower.
 
     With G = M^T M, block X and T_j the Chebyshev polynomial on the suppressed interval, Rayleigh-Ritz on the span
-    of T_m(G) X and T_(m-1)(G) X. The law of `alpha Z + beta I` is invariant under orthogonal conjugation, so
-    the first coordinates are as good a start as random vectors.
+    of T_m(G) X and T_(m-1)(G) X. The distribution of `alpha Z + beta I` is invariant under orthogonal
+    conjugation, so the first coordinates are as good a start as random vectors.
     """
     n = matrix.shape[1]
     if n < _SMALL or 6 * rank > n:
@@ -112,7 +112,7 @@ def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor 
     gram = _gram(matrix)
     step = gram.mul_(2 / half)  # 2 (G - centre I) / half, in place of G
     step.diagonal().sub_(2 * centre / half)
-    before = torch.eye(rank, n)  # vectors are rows here: the products are faster so
+    before = torch.eye(rank, n)  # vectors are rows here, which makes the products faster
     block = step[:rank] / 2
     for _ in range(steps - 1):
         before, block = block, before.addmm_(block, step, beta=-1)

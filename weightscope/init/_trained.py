@@ -1,13 +1,21 @@
-"""Where initialisers that copy weights get them from, and which component a tensor belongs to."""
+"""Sources of trained weights, and the component of a network to which each tensor belongs."""
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from weightscope.anatomy import NamedTensors, attention, depthwise, mlps, named_tensors, patch_embeddings, positions
+from weightscope.anatomy import (
+    AttentionPart,
+    MLPPart,
+    attention,
+    depthwise,
+    mlps,
+    opened,
+    patch_embeddings,
+    positions,
+)
 from weightscope.errors import AnatomyError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
@@ -21,30 +29,12 @@ def tensors(source: Any) -> Mapping[str, Any]:
     Raises:
         UsageError: for anything else.
     """
-    if isinstance(source, nn.Module):
-        return source.state_dict()
-    if isinstance(source, Mapping):
-        return source
-    if isinstance(source, (str, Path)):
-        from weightscope.checkpoint import Checkpoint  # reads files; not needed by those who pass modules
-
-        return Checkpoint(source)
+    model = opened(source)
+    if isinstance(model, nn.Module):
+        return model.state_dict()
+    if isinstance(model, Mapping):
+        return model
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
-
-
-def network(source: Any, config: Mapping[str, Any] | None = None) -> NamedTensors:
-    """What the finders of `weightscope.anatomy` read, of a module, a mapping of tensors, a checkpoint or a path.
-
-    Args:
-        source: as for `tensors`.
-        config: the model's config, for a mapping.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    # A module tells its groups and head counts, which names and shapes alone do not.
-    whole = isinstance(source, (nn.Module, NamedTensors))
-    return named_tensors(source if whole else tensors(source), config)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
@@ -80,9 +70,9 @@ def components(module: nn.Module) -> dict[str, str]:
 
 
 def _anatomical(module: nn.Module) -> list[tuple[str, list[str]]]:
-    """(component, tensor names) as the anatomy sees them; a bias belongs where its weight does."""
+    """(component, tensor names) of each part of the anatomy; a bias has the component of its weight."""
     out: list[tuple[str, list[str]]] = []
-    finders = (
+    finders: tuple[tuple[str, Callable[[nn.Module], Sequence[Any]]], ...] = (
         ("attention", attention),
         ("mlp", mlps),
         ("convolution", depthwise),
@@ -95,21 +85,21 @@ def _anatomical(module: nn.Module) -> list[tuple[str, list[str]]]:
         except AnatomyError:
             continue
         for part in parts:
-            named = part.names if kind == "mlp" else part.parameters
+            named = part.names if isinstance(part, MLPPart) else part.parameters
             groups = named.values() if isinstance(named, Mapping) else [named]
             names = [name for group in groups for name in group]
             names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
-            if kind == "attention":
+            if isinstance(part, AttentionPart):
                 names += [name for group in part.bias_parameters.values() for name in group]
             out.append((kind, names))
     return out
 
 
 def chosen_components(wanted: str | Sequence[str]) -> set[str]:
-    """The components meant by a name or several; "all" for all.
+    """The set of components of a name or several; "all" for all.
 
     Raises:
-        UsageError: if one is unknown; lists those that there are.
+        UsageError: if one is unknown (lists the known ones), or none is given.
     """
     names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in names:

@@ -10,6 +10,7 @@ from weightscope.anatomy import AttentionPart, NamedTensors, attention
 from weightscope.errors import UsageError
 from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
 from weightscope.init._topk import factors, spectrum
+from weightscope.init.registry import INITIALISERS
 
 # (alpha_qk, beta_qk, alpha_vo, beta_vo): thesis 3.2.4 and 3.2.6
 PRESETS: dict[str, tuple[float, float, float, float]] = {
@@ -32,12 +33,12 @@ def query_key(
 ) -> tuple[Tensor, Tensor]:
     """Queries of `group` heads and the key that they share, with `Q_h K^T ~ alpha Z_h + beta I`.
 
-    Every head has a Z of its own. Stacked below each other, the wanted products form one (group d, d) matrix,
-    and the stacked products are its best approximation of rank k; for one head this is the reduced SVD of
-    thesis Eq. 3.16-3.18. The factors are balanced: `mean_h Q_h^T Q_h = K^T K`, a diagonal matrix.
+    Every head has its own Z. The target products, stacked, form one (group d, d) matrix, whose best approximation of
+    rank k gives the stacked factors; for one head this is the reduced SVD of thesis Eq. 3.16-3.18. The factors are
+    balanced: `mean_h Q_h^T Q_h = K^T K`, a diagonal matrix.
 
-    Without noise (alpha = 0) every k-dimensional part of `beta I` is as good as any other, and a uniformly
-    random one is taken: an SVD routine would give every head the same first k coordinates.
+    Without noise (alpha = 0) every k-dimensional subspace approximates `beta I` equally well. A uniformly random one
+    is drawn, because an SVD routine would give every head the first k coordinates.
 
     Returns:
         Q (group, d, k) and K (d, k), float32, in the row-vector convention X @ Q.
@@ -57,8 +58,8 @@ def value_output(
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
     `W_V = U S^(1/2)` and `W_proj = S^(1/2) V^T` of one singular value decomposition per layer (thesis Eq. 3.13
-    to 3.15), cut into heads by columns of U; the best approximation where all heads together have less than d
-    values. Query heads that share a value head have equal shares of its output.
+    to 3.15), split into heads by columns of U; the best approximation if all heads together have fewer than d
+    columns. Query heads that share a value head have equal shares of its output.
 
     Returns:
         V (kv_heads, d, k) and O (heads, k, d), float32.
@@ -72,7 +73,7 @@ def value_output(
 
 
 def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Two factors A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k): mean beta I, noise not free.
+    """Two factors A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k), so that its mean is beta I.
 
     Source: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
     """
@@ -80,6 +81,7 @@ def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) 
     return z * math.copysign(1, beta), z
 
 
+@INITIALISERS.register("mimetic_attention", source="thesis 3.2; attention paper", needs="self-attention")
 def mimetic_attention_(
     module: M,
     *,
@@ -95,27 +97,27 @@ def mimetic_attention_(
 ) -> M:
     """Make `W_Q W_K^T ~ alpha_qk Z + beta_qk I` in every head and `W_V W_proj ~ alpha_vo Z - beta_vo I` in every layer.
 
-    Z has independent entries from N(0, 1/d), drawn anew for every head and layer. The products are met as well
-    as their ranks allow (k for queries and keys), by singular value decomposition with square roots of the
-    singular values on both sides.
+    Z has independent entries from N(0, 1/d), drawn for every head and layer. The factors are the best approximation of
+    their rank (k for queries and keys), by singular value decomposition, with the square roots of the singular values
+    on both sides.
 
     Args:
         module: changed in place: query, key, value and output weights of self-attention. Biases, positions and
             cross-attention stay as they are.
-        alpha_qk: noise of the query-key product, >= 0.
+        alpha_qk: scale of the noise of the query-key product, >= 0.
         beta_qk: its diagonal.
-        alpha_vo: noise of the value-output product, >= 0.
+        alpha_vo: scale of the noise of the value-output product, >= 0.
         beta_vo: minus its diagonal; a negative number gives the thesis's ablation with a positive diagonal.
         preset: published numbers instead: "vision" (.7, .7, .4, .4) or "language" (0, .5, .2, .2).
         construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, a scaled Gaussian matrix, whose
-            noise follows from the widths, so that the alphas must be left alone.
+            noise follows from the widths, so that the alphas must keep their defaults.
         parts: "both", "qk" or "vo".
         layers: which layers, counted from 0; None for all.
-        generator: of the CPU; None for torch's global one.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no attention.
-        UsageError: if an argument cannot be meant, or there is only cross-attention.
+        UsageError: if an argument is invalid, or there is only cross-attention.
 
     Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
     docstrings of `query_key` and `value_output`).
@@ -124,16 +126,17 @@ def mimetic_attention_(
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
         >>> mimetic_attention_(gpt, preset="language", layers=[0, 1])
     """
-    numbers = _numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
+    given = alpha_qk, beta_qk, alpha_vo, beta_vo
+    alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
     found = self_attention(module)
     wanted = chosen_layers(layers, (part.layer for part in found))
     for part in found:
         if part.layer in wanted:
             if parts != "vo":
-                write_query_key(part, construction, *numbers[:2], generator)
+                write_query_key(part, construction, alpha_qk, beta_qk, generator)
             if parts != "qk":
-                write_value_output(part, construction, *numbers[2:], generator)
+                write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 
 
@@ -151,14 +154,18 @@ def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart
     return found
 
 
-def _numbers(preset: str | None, construction: str, given: tuple[float, ...]) -> tuple[float, float, float, float]:
+Numbers = tuple[float, float, float, float]
+
+
+def _numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
+    """The alphas and betas, checked, or those of the preset."""
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
     choice("construction", construction, CONSTRUCTIONS)
     for name, value in zip(names, given, strict=True):
         number(name, value, least=0 if name.startswith("alpha") else -math.inf)
     defaults = PRESETS["vision"]
     if construction == "same-random" and given[::2] != defaults[::2]:
-        raise UsageError("construction: the noise of 'same-random' follows from the widths; leave the alphas alone")
+        raise UsageError("construction: the noise of 'same-random' follows from the widths; leave out the alphas")
     if preset is None:
         return given
     choice("preset", preset, PRESETS)

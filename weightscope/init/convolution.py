@@ -13,6 +13,7 @@ from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import UsageError
 from weightscope.init._common import M, cpu_generator, normal
+from weightscope.init.registry import INITIALISERS
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
         Sigma = (M * (C - S) + S * C) / 2 = (diag(z) C + C diag(z) - z z^T) / 2
 
     Here z (k^2,) holds the Gaussian bump `exp(-|x - centre|^2 / (2 sigma))` over the pixels x, and C the same
-    bump around every pixel, wrapped around: `C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma))`, with ones on the
-    diagonal. Sigma is symmetric and not positive semi-definite; `covariance_root` says what to do about it.
+    bump around every pixel, with wrap-around: `C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma))`, with ones on the
+    diagonal. Sigma is symmetric but not positive semi-definite; see `covariance_root`.
 
     Args:
-        k: odd side length of the filter.
+        k: side of the filter, odd.
         sigma: variance of the bumps, in square pixels, > 0.
 
     Returns:
@@ -72,19 +73,19 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
         raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
     positive("sigma", sigma)
     pixels, half = np.arange(k), k // 2
-    # In pixels: how far x is from the centre, and x from y on a ring of k.
+    # Signed distances of pixels on a ring of k.
     ring = (pixels[:, None] - pixels[None, :] + half) % k - half
     line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
     around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
-    z = np.kron(line, line)  # (k^2,)
-    c = np.kron(around, around)  # (k^2, k^2)
-    return 0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z))
+    z: np.ndarray = np.kron(line, line)  # (k^2,)
+    c: np.ndarray = np.kron(around, around)  # (k^2, k^2)
+    return np.asarray(0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z)))
 
 
 def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
-    """A matrix R with `R R^T` = the positive semi-definite matrix made from a symmetric one, E diag(l) E^T.
+    """A root R of the positive semi-definite matrix `R R^T` made from a symmetric one, E diag(l) E^T.
 
-        abs    R = E diag(|l|^(1/2))         what NumPy's `multivariate_normal` samples from, by its SVD
+        abs    R = E diag(|l|^(1/2))         the root used by NumPy's `multivariate_normal`, through its SVD
         clip   R = E diag(max(l, 0)^(1/2))   the nearest positive semi-definite matrix (Higham 1988)
 
     The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
@@ -97,27 +98,29 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
         (n, n) in float64.
 
     Raises:
-        UsageError: if `psd` is another word.
+        UsageError: if `psd` is neither.
     """
     choice("psd", psd, ("abs", "clip"))
-    # Torch's, not NumPy's: two libraries whose threads take turns wait for one another.
+    # torch, not NumPy: alternating between two libraries' thread pools is slow.
     values, vectors = (a.numpy() for a in torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64))))
     return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
 
 
 class Staged(Protocol):
-    """A layer that knows the number of its stage."""
+    """A layer in a stage of a hierarchical network."""
 
     @property
     def stage(self) -> int:
-        """From 0."""
+        """Number of the stage, from 0."""
         ...
 
 
 def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
-    """The relative depth in [0, 1] of each layer, 0 where there is only one.
+    """The relative depth in [0, 1] of each layer, 0 for a single layer.
 
-    "depth" counts over the whole network, "sawtooth" starts again in every stage.
+    Args:
+        parts: layers in order.
+        schedule: "depth" counts over the whole network, "sawtooth" restarts in every stage.
     """
     if schedule == "depth":
         places = [(i, len(parts)) for i in range(len(parts))]
@@ -128,7 +131,7 @@ def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
 
 
 def settings(preset: str | None, sigma0: float | None, v: float | None, a: float | None) -> Schedule:
-    """The schedule meant by a preset's name or by three numbers.
+    """The schedule of a preset, or of three numbers.
 
     Raises:
         UsageError: if both or neither are given, or a number is not finite.
@@ -142,15 +145,19 @@ def settings(preset: str | None, sigma0: float | None, v: float | None, a: float
         return PRESETS[preset]
     missing = [name for name, value in given.items() if value is None]
     if missing:
-        raise UsageError(f"conv_covariance_: needs {', '.join(missing)}, or preset= one of {', '.join(PRESETS)}")
+        raise UsageError(f"conv_covariance_: missing {', '.join(missing)}, or preset, one of {', '.join(PRESETS)}")
     return Schedule(**{name: number(name, value) for name, value in given.items()})
 
 
 def checked_filters(parts: list[DepthwisePart], why: str) -> list[DepthwisePart]:
-    """The parts, after a check that all are two-dimensional, square and odd.
+    """The parts, checked to have two-dimensional, square filters of odd size.
+
+    Args:
+        parts: depthwise layers.
+        why: the reason, for the error message.
 
     Raises:
-        UsageError: naming the first that is not.
+        UsageError: naming the first layer that has other filters.
     """
     for part in parts:
         kh, kw = part.kernel
@@ -163,6 +170,7 @@ def checked_filters(parts: list[DepthwisePart], why: str) -> list[DepthwisePart]
     return parts
 
 
+@INITIALISERS.register("conv_covariance", source="thesis 3.1.2", needs="depthwise convolutions")
 def conv_covariance_(
     module: M,
     *,
@@ -175,7 +183,7 @@ def conv_covariance_(
     schedule: str = "depth",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Draw every depthwise filter from `N(0, scale^2 conv_covariance(k, sigma(d)))`, wider with depth.
+    """Draw every depthwise filter from `N(0, scale^2 conv_covariance(k, sigma(d)))`, with sigma growing with depth.
 
         sigma(d) = sigma0 + v d + a d^2 / 2,   d = i / (D - 1)  for layer i of D  (0 if D = 1)
 
@@ -184,16 +192,16 @@ def conv_covariance_(
         sigma0: variance of the bumps in the first layer.
         v: its slope over the relative depth.
         a: its curvature.
-        preset: published numbers instead: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
+        preset: published values of the three: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
         scale: factor on every filter, > 0; 1 as published.
         psd: "abs" or "clip", see `covariance_root`.
-        schedule: "depth", or "sawtooth" to start the schedule again in every stage, for networks that
-            downsample (thesis Fig. B.5, whose picture is lost: the restart is how we read the caption).
-        generator: of the CPU; None for torch's global one.
+        schedule: "depth", or "sawtooth" to restart the schedule in every stage, for networks that downsample
+            (thesis Fig. B.5, of which only the caption is available).
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument cannot be meant, sigma is not positive at some layer, or a filter is
+        UsageError: if an argument is invalid, sigma is not positive at some layer, or a filter is
             one-dimensional, not square or of even size.
 
     Source: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
@@ -216,13 +224,14 @@ def conv_covariance_(
 
 
 def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: torch.Generator | None) -> Tensor:
-    """`channels` filters (channels, k, k) of mean zero from a covariance (k*k, k*k); drawn in float64, float32."""
+    """Filters (channels, k, k) from N(0, covariance), covariance (k*k, k*k); float32, drawn in float64."""
     root = torch.from_numpy(covariance_root(covariance, psd))
     k = math.isqrt(len(covariance))
     draws = normal(channels, k * k, generator=generator, dtype=torch.float64) @ root.T
     return draws.float().reshape(channels, k, k)
 
 
+@INITIALISERS.register("random_filters", source="impulse paper, Proposition 1", needs="depthwise convolutions")
 def random_filters_(
     module: M,
     *,
@@ -230,19 +239,19 @@ def random_filters_(
     gain: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> M:
-    """Independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform with that variance.
+    """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
-    With frozen filters and enough channels for k^2 independent filters, as good as trained ones.
+    With at least k^2 channels the filters span all filters, so that frozen ones perform as well as trained ones.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
-        generator: of the CPU; None for torch's global one.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument cannot be meant.
+        UsageError: if an argument is invalid.
 
     Source: impulse paper, Proposition 1 and section 5.6.
 
@@ -260,6 +269,7 @@ def random_filters_(
     return module
 
 
+@INITIALISERS.register("impulse_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
 def impulse_filters_(
     module: M,
     *,
@@ -267,19 +277,19 @@ def impulse_filters_(
     order: str = "random",
     generator: torch.Generator | None = None,
 ) -> M:
-    """One pixel of every depthwise filter is 1, the others 0.
+    """Set one pixel of every depthwise filter to 1 and the others to 0.
 
-    The pixels of a layer are dealt out evenly: each is taken by floor or ceil(C / f^2) of the C channels.
+    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.
-        filter_size: f, the impulses lie in the central f x f pixels; None for the whole filter.
+        filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
-        generator: of the CPU; None for torch's global one.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument cannot be meant, or a filter is smaller than filter_size or of other parity.
+        UsageError: if an argument is invalid, or a filter is smaller than filter_size or of the other parity.
 
     Source: impulse paper, section 5.6.
 
@@ -292,11 +302,11 @@ def impulse_filters_(
     cpu_generator(generator)
     for part in depthwise(module):
         pixels = _central(part, filter_size)
-        deal = torch.arange(part.channels)
+        channels = torch.arange(part.channels)
         if order == "random":
             pixels = pixels[torch.randperm(len(pixels), generator=generator)]
-            deal = deal[torch.randperm(part.channels, generator=generator)]
-        taps = pixels[deal % len(pixels)]
+            channels = channels[torch.randperm(part.channels, generator=generator)]
+        taps = pixels[channels % len(pixels)]
         filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
         part.write(filters.reshape(part.channels, *part.kernel))
     return module
@@ -312,8 +322,9 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
     return (rows[:, None] * kw + columns).reshape(-1)
 
 
+@INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
 def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | None = None) -> M:
-    """Every entry of every depthwise filter is `value`: average pooling up to a factor, the control of rank one.
+    """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.

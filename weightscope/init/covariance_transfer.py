@@ -1,4 +1,4 @@
-"""Depthwise filters drawn from the covariances of a trained network's filters, whatever the two shapes."""
+"""Depthwise filters drawn from the covariances of a trained network's filters, between any two shapes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,36 +10,14 @@ from torch import nn
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import DataError, UsageError
-from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
+from weightscope.init.registry import INITIALISERS
+from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
-_ROUNDING = 1e-9  # negative eigenvalues below this share are rounding errors
-
-
-@dataclass(frozen=True, eq=False)
-class FilterLaw:
-    """The filters of one depthwise layer as samples of a distribution (thesis Eq. 3.3).
-
-    Attributes:
-        name: path of the layer.
-        stage: its stage, from 0.
-        depth: relative depth among all depthwise layers, in [0, 1].
-        kernel: k.
-        count: C, number of filters.
-        mean: (k, k) float64.
-        covariance: (k*k, k*k) float64, divisor C - 1, of rank C - 1 at most.
-    """
-
-    name: str
-    stage: int
-    depth: float
-    kernel: int
-    count: int
-    mean: np.ndarray
-    covariance: np.ndarray
+_ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 
 @dataclass(frozen=True)
@@ -47,7 +25,7 @@ class TransferOptions:
     """The named parameters of `covariance_transfer_`, checked.
 
     Raises:
-        UsageError: if one cannot be meant.
+        UsageError: if one is invalid.
     """
 
     kronecker: bool = False
@@ -65,102 +43,77 @@ class TransferOptions:
             count("kernel", self.kernel)
 
 
-def filter_laws(source: Any) -> list[FilterLaw]:
-    """Mean and covariance of the filters of every depthwise layer of a source, in depth order.
+def target_distributions(
+    parts: list[DepthwisePart], source: list[FilterDistribution], options: TransferOptions
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The mean (k, k) and covariance (k*k, k*k) of the filters to draw for each of a module's layers.
 
     Args:
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        parts: the module's layers.
+        source: the distributions of the source's layers.
+        options: of `covariance_transfer_`.
 
     Raises:
-        AnatomyError: if it has no depthwise convolution.
-        UsageError: if filters are one-dimensional, not square or of even size.
-        DataError: if a weight is not finite.
-
-    Example:
-        >>> [law.kernel for law in filter_laws("efficientnet-lite0.pth")][:4]
-        [3, 3, 3, 5]
+        UsageError: if the numbers of stages differ, or no layer of the source has the given kernel size.
     """
-    parts = checked_filters(depthwise(_trained.network(source)), "covariances are carried over for pictures only")
-    depths = relative_depths(parts, "depth")
-    return [_law(part, depth) for part, depth in zip(parts, depths, strict=True)]
-
-
-def _law(part: DepthwisePart, depth: float) -> FilterLaw:
-    from weightscope.statistics.slices import slice_moments  # SciPy, which takes a second to import
-
-    k = part.kernel[0]
-    found = slice_moments(part.read().cpu().numpy().reshape(part.channels, -1), keep=k * k)
-    if found.excluded:
-        raise DataError(
-            f"`{part.name}`: {found.excluded} of {part.channels} filters hold NaN or infinity; "
-            "a covariance needs a network that did not diverge"
-        )
-    assert found.covariance is not None  # kept, whatever its size
-    return FilterLaw(part.name, part.stage, depth, k, found.n, found.mean.reshape(k, k), found.covariance)
-
-
-def target_laws(
-    parts: list[DepthwisePart], laws: list[FilterLaw], options: TransferOptions
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Mean (k, k) and covariance (k*k, k*k) from which each of a module's layers is drawn.
-
-    Raises:
-        UsageError: if the stages do not correspond, or no layer of the source has the wanted kernel.
-    """
-    chosen = [law for law in laws if options.kernel in (None, law.kernel)]
+    chosen = [layer for layer in source if options.kernel in (None, layer.kernel)]
     if not chosen:
-        there = ", ".join(str(k) for k in sorted({law.kernel for law in laws}))
+        there = ", ".join(str(k) for k in sorted({layer.kernel for layer in source}))
         raise UsageError(
-            f"kernel: no layer of the source has {options.kernel} x {options.kernel} filters, found {there}"
+            f"kernel: no layer of the source has {options.kernel} x {options.kernel} filters, found sizes {there}"
         )
     if options.schedule == "stage":
-        groups, depths, own = _by_stage(parts, laws, chosen)
+        groups, depths, own = _by_stage(parts, source, chosen)
     else:
         groups, depths = [chosen] * len(parts), relative_depths(parts, "depth")
-        own = {law.name: law.depth for law in laws}
+        own = {layer.name: layer.depth for layer in source}
     cache: dict[tuple[str, int], np.ndarray] = {}
     out = []
     for part, group, depth in zip(parts, groups, depths, strict=True):
-        size, places = part.kernel[0], [own[law.name] for law in group]
-        for law in group:
-            if (law.name, size) not in cache:
-                cache[law.name, size] = resized_covariance(law.covariance, law.kernel, size)
-        covariance = at_depth(places, [cache[law.name, size] for law in group], depth)
+        size, places = part.kernel[0], [own[layer.name] for layer in group]
+        for layer in group:
+            if (layer.name, size) not in cache:
+                cache[layer.name, size] = resized_covariance(layer.covariance, layer.kernel, size)
+        covariance = at_depth(places, [cache[layer.name, size] for layer in group], depth)
         if options.kronecker:
             covariance = _factored(part.name, covariance)
-        mean = at_depth(places, [resized_mean(law.mean, law.kernel, size) for law in group], depth)
+        mean = at_depth(places, [resized_mean(layer.mean, layer.kernel, size) for layer in group], depth)
         out.append((mean if options.means else np.zeros_like(mean), covariance))
     return out
 
 
 def _by_stage(
-    parts: list[DepthwisePart], laws: list[FilterLaw], chosen: list[FilterLaw]
-) -> tuple[list[list[FilterLaw]], list[float], dict[str, float]]:
-    """The source's layers of each part's stage, the parts' depths within their stages, and the source's."""
-    mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, laws))
+    parts: list[DepthwisePart], source: list[FilterDistribution], chosen: list[FilterDistribution]
+) -> tuple[list[list[FilterDistribution]], list[float], dict[str, float]]:
+    """The source's layers in each part's stage, the parts' depths within their stages, and the source's by name."""
+    mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, source))
     if len(mine) != len(theirs):
         raise UsageError(
-            f"schedule: 'stage' needs as many stages on both sides, found {len(theirs)} in the source and {len(mine)} "
-            "in the module; use 'depth'"
+            f"schedule: 'stage' needs equal numbers of stages, found {len(theirs)} in the source and {len(mine)} in "
+            "the module; use schedule='depth'"
         )
-    groups = {stage: [law for law in chosen if law.stage == other] for stage, other in zip(mine, theirs, strict=True)}
+    groups = {
+        stage: [layer for layer in chosen if layer.stage == other] for stage, other in zip(mine, theirs, strict=True)
+    }
     if empty := [stage for stage in mine if not groups[stage]]:
-        raise UsageError(f"kernel: no layer of stage {empty[0]} of the source has that size; use schedule 'depth'")
-    own = dict(zip((law.name for law in laws), relative_depths(laws, "sawtooth"), strict=True))
+        raise UsageError(f"kernel: no layer in stage {empty[0]} of the source has that size; use schedule='depth'")
+    own = dict(zip((layer.name for layer in source), relative_depths(source, "sawtooth"), strict=True))
     return [groups[part.stage] for part in parts], relative_depths(parts, "sawtooth"), own
 
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
+    """The nearest `A (x) A` to a covariance."""
     from weightscope.statistics.kronecker.sums import kronecker_sum
 
     if not covariance.any():
         return covariance
     fit = kronecker_sum(covariance, same=True)
     if not fit.terms:
-        raise DataError(f"`{name}`: its covariance has no part A (x) A; leave kronecker out")
+        raise DataError(f"`{name}`: its covariance has no component A (x) A; leave out kronecker")
     return fit.matrix()
 
 
+@INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
 def covariance_transfer_(
     module: M,
     source: Any,
@@ -172,32 +125,32 @@ def covariance_transfer_(
     psd: str = "abs",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Draw every depthwise filter from `N(mu, Sigma)` of a trained network's filters, whatever the two shapes.
+    """Draw every depthwise filter from `N(mu, Sigma)` of a trained network's filters, between any two shapes.
 
         Sigma_i = Cov[vec(F_i1), ..., vec(F_iC)],   F'_ij ~ N(mu_i, Sigma_i)
 
-    Width: any number of filters is drawn. Depth: `Sigma` is interpolated linearly over the relative depth i / (D - 1),
-    and before the source's first layer and after its last it is theirs. Kernel size: each block is padded with its
-    mean or clipped, then blocks are interpolated (`resized_covariance`); a source with several kernel sizes has every
-    layer brought to the target's size before the interpolation over depth. Patch size and family do not matter.
+    Width: any number of filters is drawn. Depth: `Sigma` is interpolated linearly over the relative depth i / (D - 1)
+    and constant before the source's first layer and after its last. Kernel size: each block is padded with its mean or
+    clipped, then the blocks are interpolated (`resized_covariance`); a source with several kernel sizes has every layer
+    resized to the target's kernel before the interpolation over depth. Patch size and family are irrelevant.
 
-    Nothing is shrunk: from C <= k^2 filters comes a covariance of rank C - 1, and the new filters lie in the span of
-    the old ones (about their mean). Resized covariances are not positive semi-definite, see `psd`.
+    Covariances are not shrunk: C <= k^2 filters give a covariance of rank C - 1, so that the new filters are in the
+    span of the old ones (about their mean). Resized covariances are not positive semi-definite, see `psd`.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions, nothing else.
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
-        kronecker: replace each wanted covariance by the nearest `A (x) A` (after resizing and interpolation).
-        means: add the mean filter, resized and interpolated alike; otherwise the mean is zero.
-        schedule: "depth", or "stage": layers of a stage from the source's same stage, over the relative depth in it.
-        kernel: take only the source's layers with filters of this size, at their own depths; None for all.
-        psd: "abs" or "clip", see `covariance_root`; makes no difference where no kernel is resized.
-        generator: of the CPU; None for torch's global one.
+        kronecker: replace each covariance by the nearest `A (x) A`, after resizing and interpolation.
+        means: add the mean filter, resized and interpolated in the same way; otherwise the mean is zero.
+        schedule: "depth" over the whole network, or "stage": from the source's same stage, over the depth within it.
+        kernel: use only the source's layers with filters of this size, at their own depths; None for all.
+        psd: "abs" or "clip", see `covariance_root`; only matters if kernels are resized.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module or the source has no depthwise convolution.
-        UsageError: if an argument cannot be meant, or filters are one-dimensional, not square or of even size.
-        DataError: if a weight of the source is not finite, or it cannot be read.
+        UsageError: if an argument is invalid, or filters are one-dimensional, not square or of even size.
+        DataError: if a weight of the source is not finite, or the source cannot be read.
 
     Source: thesis section 3.1.1, Eq. 3.3-3.4, and its "Covariance transfer across width, depth, patch size, and
         kernel size".
@@ -205,24 +158,26 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
+    from weightscope.analysis.within_network.filters import filter_distributions  # SciPy: a second to import
+
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    transfer_laws(module, filter_laws(source), options, generator)
+    transfer_distributions(module, filter_distributions(source), options, generator)
     return module
 
 
-def transfer_laws(
-    module: nn.Module, laws: list[FilterLaw], options: TransferOptions, generator: torch.Generator | None
+def transfer_distributions(
+    module: nn.Module, source: list[FilterDistribution], options: TransferOptions, generator: torch.Generator | None
 ) -> dict[str, float]:
-    """Draw a module's depthwise filters from a source's covariances; errors as `covariance_transfer_`.
+    """Draw a module's depthwise filters from the distributions of a source's; errors as in `covariance_transfer_`.
 
     Returns:
-        Layer -> the share of negative eigenvalues in the sum of absolute ones, of each covariance that was resized or
-        factored and is therefore not positive semi-definite.
+        Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
+        resized or factored covariance is not positive semi-definite.
     """
-    parts = checked_filters(depthwise(module), "covariances are carried over for pictures only")
+    parts = checked_filters(depthwise(module), "covariances are transferred for images only")
     cpu_generator(generator)
-    wanted = target_laws(parts, laws, options)
-    used = {law.kernel for law in laws if options.kernel in (None, law.kernel)}
+    wanted = target_distributions(parts, source, options)
+    used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}
     negative = {}
     for part, (mean, covariance) in zip(parts, wanted, strict=True):
         filters = draw_filters(part.channels, covariance, options.psd, generator)

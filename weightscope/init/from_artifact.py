@@ -1,53 +1,81 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import unwrapped
-from weightscope.artifacts.network_fit import load_any
-from weightscope.artifacts.population_fit import FitResult, Group
+from weightscope._util.names import listing, unwrapped
+from weightscope.anatomy import depthwise
+from weightscope.artifacts.loading import load_artifact
+from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
+from weightscope.artifacts.population_fit import Group, PopulationFit
 from weightscope.errors import SpecError
 from weightscope.init._common import M, cpu_generator
-from weightscope.init._report import InitReport
-from weightscope.init.from_network_fit import PortableInit
+from weightscope.init.attention import self_attention, write_query_key, write_value_output
+from weightscope.init.convolution import conv_covariance_
+from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
+from weightscope.structures import Structure
 
-__all__ = ["ArtifactInit", "InitReport", "PortableInit", "draw", "load_init"]
+__all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
 
 
-class ArtifactInit:
-    """Draws a fitted artifact's tensors into modules: `init(module, generator=g) -> module`.
+@dataclass(frozen=True)
+class InitReport:
+    """What an initialiser did to a module.
 
-    Standard normal numbers come from the torch generator, in float64 on the CPU, group by group in the
-    order of `noise_shapes`; the artifact's linear maps are applied in NumPy float64, and the result is rounded to each
-    tensor's own dtype. So a generator's state decides every number, on any device.
+    Attributes:
+        touched: names of the tensors that it set.
+        untouched: names of the module's other parameters, which are unchanged.
+        absent: names in the artifact that the module does not have in that shape (only with `strict=False`).
+        notes: what was modified, such as covariances made positive semi-definite.
+    """
+
+    touched: tuple[str, ...]
+    untouched: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [("set", self.touched), ("left alone", self.untouched), ("not in the module", self.absent)]
+        lines = [f"{what} {len(names)} tensors: {listing(names)}" for what, names in parts if names]
+        return "; ".join((*lines, *self.notes))
+
+
+class PopulationInit:
+    """Draws the tensors of a fit to a population into modules: `init(module, generator=g) -> module`.
+
+    Standard normal numbers come from the torch generator, in float64 on the CPU, group by group in the order of
+    `noise_shapes`; the fit's linear maps are applied in NumPy float64, and the result is rounded to each tensor's own
+    dtype. The generator's state therefore determines every number, on any device.
 
     Args:
-        result: the artifact, or a fit that was not saved.
+        result: a fit, saved or not.
 
     Attributes:
         result: as given.
         report: what the last call did; None before the first.
     """
 
-    def __init__(self, result: FitResult) -> None:
+    def __init__(self, result: PopulationFit) -> None:
         self.result = result
         self.report: InitReport | None = None
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
-        """Set the artifact's tensors in a module, in place, by name.
+        """Set the fitted tensors of a module, in place, by name.
 
-        Wrappers' prefixes (`module.` of parallel wrappers, `_orig_mod.` of `torch.compile`) do not count. Parameters
-        that are frozen are set too; other tensors are left alone.
+        Prefixes of wrappers (`module.` of parallel wrappers, `_orig_mod.` of `torch.compile`) are ignored. Frozen
+        parameters are set too; other tensors are unchanged.
 
         Args:
-            module: of the architecture that the artifact was fitted to.
+            module: of the architecture that was fitted.
             generator: of the CPU; None for torch's global one.
-            strict: every tensor of the artifact must be there in its shape. Otherwise those that are there
-                are set and the others are listed in the report.
+            strict: require every tensor of the fit in its shape. Otherwise the matching ones are set and the others
+                are listed in the report.
 
         Raises:
             SpecError: if tensors are missing, misshapen or without memory; names them. Nothing is changed then.
@@ -73,21 +101,70 @@ class ArtifactInit:
 
     def __repr__(self) -> str:
         kinds = sorted({group.label for group in self.result.groups})
-        return f"ArtifactInit({len(self.result.spec)} tensors: {', '.join(kinds)})"
+        return f"PopulationInit({len(self.result.spec)} tensors: {', '.join(kinds)})"
 
 
-def load_init(path: str | Path) -> "ArtifactInit | PortableInit":
-    """The initialiser that `weightscope fit-init` wrote.
+class NetworkInit:
+    """Applies a fit to one network to any network that has the part: `init(module, generator=g) -> module`.
+
+        filters            `covariance_transfer_` with the fitted distributions
+        conv_schedule      `conv_covariance_` with the fitted numbers
+        identity_product   `mimetic_attention_` with alpha and beta interpolated linearly over the relative depth
+
+    Args:
+        result: a fit, saved or not.
+
+    Attributes:
+        result: as given.
+        report: what the last call did; None before the first.
+    """
+
+    def __init__(self, result: NetworkFit) -> None:
+        self.result = result
+        self.report: InitReport | None = None
+
+    @torch.no_grad()
+    def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
+        """Set the weights of the part in a module, in place.
+
+        Raises:
+            AnatomyError: if the module has no such part.
+            UsageError: if the structure does not apply to the part (filters of even size), or the generator is not
+                one of the CPU.
+        """
+        cpu_generator(generator)
+        numbers, notes = self.result.numbers, tuple[str, ...]()
+        if isinstance(numbers, ProductFit):
+            touched = _products(module, numbers, generator)
+        else:
+            if isinstance(numbers, ScheduleFit):
+                conv_covariance_(module, **numbers.options, generator=generator)
+            else:
+                notes = _filters(module, numbers, generator)
+            touched = [name for part in depthwise(module) for name in part.parameters]
+        done = set(touched)
+        others = (name for name, _ in module.named_parameters() if name not in done)
+        self.report = InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
+        return module
+
+    def __repr__(self) -> str:
+        numbers = self.result.numbers
+        return f"NetworkInit({numbers.structure} of {len(numbers.layers)} layers)"
+
+
+def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationInit | NetworkInit:
+    """The initialiser in an artifact that `weightscope fit-init` wrote.
 
     Args:
         path: of the artifact.
+        structures: trusted structures of other packages, as in `load_artifact`.
 
     Returns:
-        An `ArtifactInit` for networks of the population's architecture, or a `PortableInit` for any network that
-        has the part, if it was fitted to one network; both are called alike.
+        A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has
+        the part, if it was fitted to one network; both are called alike.
 
     Raises:
-        DataError: if it is not a sound artifact.
+        DataError: if it is not a valid artifact.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -95,8 +172,8 @@ def load_init(path: str | Path) -> "ArtifactInit | PortableInit":
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    found = load_any(path)
-    return ArtifactInit(found) if isinstance(found, FitResult) else PortableInit(found)
+    found = load_artifact(path, structures=structures)
+    return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 
 def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
@@ -119,5 +196,41 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     if tuple(tensor.shape) != shape:
         return f"expected {shape}, found {tuple(tensor.shape)}"
     if tensor.is_meta:
-        return "has no memory yet (meta device)"
+        return "is on the meta device and has no memory yet"
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
+
+
+def _filters(module: nn.Module, fit: FilterFit, generator: torch.Generator | None) -> tuple[str, ...]:
+    """Draw the filters; returns notes about covariances that were not positive semi-definite."""
+    negative = transfer_distributions(module, list(fit.layers), TransferOptions(**fit.options), generator)
+    if not negative:
+        return ()
+    worst = max(negative, key=negative.__getitem__)
+    done = "taken as their absolute values" if fit.psd == "abs" else "set to zero"
+    return (
+        f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
+        f"(`{worst}`), {done}",
+    )
+
+
+def _products(module: nn.Module, fit: ProductFit, generator: torch.Generator | None) -> list[str]:
+    """Write the products, layer by layer; returns the names of the tensors."""
+    parts = self_attention(module)
+    touched: list[str] = []
+    for i, part in enumerate(parts):
+        depth = i / (len(parts) - 1) if len(parts) > 1 else 0.0
+        if fit.parts != "vo":
+            write_query_key(part, "svd", *_at(fit.layers, "qk", depth), generator)
+            touched += [*part.parameters["q"], *part.parameters["k"]]
+        if fit.parts != "qk":
+            write_value_output(part, "svd", *_at(fit.layers, "vo", depth), generator)
+            touched += [*part.parameters["v"], *part.parameters["o"]]
+    return list(dict.fromkeys(touched))
+
+
+def _at(layers: tuple[ProductLayer, ...], part: str, depth: float) -> tuple[float, float]:
+    """Alpha and beta of a product at a relative depth."""
+    depths = [layer.depth for layer in layers]
+    fits = [getattr(layer, part) for layer in layers]
+    alpha, beta = (float(np.interp(depth, depths, [getattr(fit, key) for fit in fits])) for key in ("alpha", "beta"))
+    return alpha, beta

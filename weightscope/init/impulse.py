@@ -1,30 +1,32 @@
-"""Queries and keys whose attention map is an impulse: every token looks at the one at a fixed offset.
+"""Queries and keys whose attention map is an impulse: every token attends to the one at a fixed offset.
 
 The map of a head depends on its offset only, so each offset is solved once. Three facts make that fast. Position
-codes are smooth: all but a few of their singular values vanish, so the problem lives in a space of about 20
-dimensions instead of d. Sinusoidal codes turn a shift into a rotation: with R the linear map that shifts codes,
-`(R Q_0, K_0)` looks at the offset where `(Q_0, K_0)` looks at the token itself. And (Q R', K R') has the same
-logits for every orthogonal R', so heads with one offset share a solution without sharing weights.
+codes are smooth: all but a few of their singular values vanish, so the problem has about 20 dimensions instead of d.
+Sinusoidal codes turn a shift into a rotation: with R the linear map that shifts codes, `(R Q_0, K_0)` attends to the
+offset where `(Q_0, K_0)` attends to the token itself. And (Q R', K R') has the same logits for every orthogonal R',
+so heads with one offset share a solution without sharing weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import UsageError
-from weightscope.init._lbfgs import minimise
 
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
 _PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
+_MEMORY = 20  # correction pairs of L-BFGS-B
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 def impulse_matrix(tokens: TokenGrid, offset: Offset) -> Tensor:
-    """The wanted attention map H (N, N): row i is 1 at the token `offset` away, zero where that is outside."""
+    """The target attention map H (N, N): row i is 1 at the token `offset` away, and zero if that is outside."""
     index = tokens.targets(offset)
     out = torch.zeros(tokens.total, tokens.total)
     rows = (index >= 0).nonzero()[:, 0]
@@ -39,7 +41,7 @@ def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causa
 
 
 def normalised(codes: Tensor, eps: float = 1e-6) -> Tensor:
-    """Rows with mean 0 and variance 1, as LayerNorm gives attention to read; zero rows stay zero. float64."""
+    """Codes (N, d) after LayerNorm: rows of mean 0 and variance 1, float64; zero rows stay zero."""
     return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=eps)
 
 
@@ -56,16 +58,16 @@ def solve(
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
 
     The offset (0, 0) is solved from a multiple of the identity in the space of the codes, every other one from its
-    solution, shifted; both by L-BFGS. The penalty keeps the norms below those that Adam ends with. Rows whose target
-    lies outside the image have no impulse: their best map is a flat one.
+    solution, shifted; both by L-BFGS-B in one thread. The penalty keeps the norms below those that Adam ends with.
+    Rows whose target is outside the image have no impulse: their best map is a flat one.
 
     Args:
-        codes: X (N, d), what attention reads: position codes after LayerNorm, or another pseudo input.
-        tokens: where they lie.
-        offsets: (dy, dx), token (y, x) is to look at (y + dy, x + dx).
+        codes: X (N, d), the input of attention: position codes after LayerNorm, or another pseudo input.
+        tokens: the grid of the N tokens.
+        offsets: (dy, dx); token (y, x) attends to (y + dy, x + dx).
         head_width: k.
-        scale: on the logits; None for `1 / sqrt(k)`.
-        iterations: of L-BFGS per offset.
+        scale: factor on the logits; None for `1 / sqrt(k)`.
+        iterations: of L-BFGS-B per offset.
         shared_key: solve for Q only and give every offset the K of (0, 0), for heads that share a key.
 
     Returns:
@@ -73,12 +75,12 @@ def solve(
         codes are zero: rotate them (`Q @ R`, `K @ R`) before use.
 
     Raises:
-        UsageError: if the codes and tokens do not fit.
+        UsageError: if the codes do not match the tokens, or are all zero.
 
     Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
 
     Example:
-        >>> x = normalised(sinusoidal_codes(16, 16, 192))
+        >>> x = normalised(sinusoidal_positions(16, 16, 192))
         >>> q, k = solve(x, TokenGrid(16, 16), [(0, 1)], head_width=64)[0, 1]
     """
     if codes.ndim != 2 or len(codes) != tokens.total:
@@ -88,16 +90,20 @@ def solve(
     rank = int((values > _CUT * values[0]).sum())
     if rank == 0:
         raise UsageError("codes: expected position codes that differ from each other, found zeros")
+    directions = directions[:rank]
+    import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
+
     problem = _Problem(left[:, :rank] * values[:rank], tokens, scale or 1 / math.sqrt(head_width), iterations)
-    start = problem.start(min(rank, head_width))
-    home = problem.polish((0, 0), start, start)
     found = {}
-    for offset in dict.fromkeys(offsets):
-        inner = home
-        if offset != (0, 0):
-            shift = problem.shift(offset)
-            inner = problem.polish(offset, shift @ home[0], home[1], move_key=not shared_key)
-        found[offset] = tuple(_outer(factor, directions[:rank], head_width) for factor in inner)
+    # With threads, SciPy's BLAS takes three times as long for these vectors of some hundred numbers.
+    with threadpool_limits(1):
+        start = problem.start(min(rank, head_width))
+        home = problem.polish((0, 0), start, start)
+        for offset in dict.fromkeys(offsets):
+            a, b = home
+            if offset != (0, 0):
+                a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
+            found[offset] = _outer(a, directions, head_width), _outer(b, directions, head_width)
     return found
 
 
@@ -111,8 +117,33 @@ def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Factors (r, k) with the product a b^T and the smallest norms: U S^(1/2) and V S^(1/2)."""
     u, s, vh = torch.linalg.svd(a @ b.T)
     k = min(a.shape)
-    roots = s[:k].sqrt()
-    return tuple(torch.nn.functional.pad(f[:, :k] * roots, (0, a.shape[1] - k)) for f in (u, vh.T))
+    roots, missing = s[:k].sqrt(), a.shape[1] - k
+    left, right = (torch.nn.functional.pad(f[:, :k] * roots, (0, missing)) for f in (u, vh.T))
+    return left, right
+
+
+def _minimised(objective: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, iterations: int) -> Tensor:
+    """A point with a smaller objective, after at most so many iterations of SciPy's L-BFGS-B.
+
+    Args:
+        objective: x -> (value, gradient of the shape of x).
+        start: x, any shape, float64.
+        iterations: most iterations; fewer when the objective no longer decreases.
+    """
+    from scipy.optimize import minimize
+
+    def flat(x: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = objective(torch.from_numpy(x).reshape(start.shape))
+        return value, gradient.reshape(-1).numpy()
+
+    found = minimize(
+        flat,
+        start.reshape(-1).numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+    )
+    return torch.from_numpy(found.x).reshape(start.shape)
 
 
 def _masked(logits: Tensor) -> Tensor:
@@ -136,10 +167,10 @@ class _Problem:
         return trials[min(range(len(trials)), key=losses.__getitem__)]
 
     def shift(self, offset: Offset) -> Tensor:
-        """The linear map (r, r) that takes codes nearest to those `offset` away: ridge least squares.
+        """The linear map (r, r) that takes codes nearest to those at the offset: ridge least squares.
 
-        TokenGrid whose target lies outside go to zero, so that they look at all tokens alike. Left out, they would
-        end up at the code of some token near the edge, and the softmax would be too steep there to leave it.
+        Tokens whose target is outside are mapped to zero, so that they attend to all tokens alike. Left out, they
+        would end up at the code of some token near the edge, where the softmax is too steep to leave it.
         """
         index = self.tokens.targets(offset)
         there = self.y[index.clamp_min(0)] * (index >= 0)[:, None]
@@ -147,7 +178,7 @@ class _Problem:
         return torch.linalg.solve(self.y.T @ self.y + ridge, self.y.T @ there)
 
     def polish(self, offset: Offset, a: Tensor, b: Tensor, move_key: bool = True) -> tuple[Tensor, Tensor]:
-        """Minimise the objective by L-BFGS from (a, b)."""
+        """Minimise the objective by L-BFGS-B from (a, b)."""
         index = self.tokens.targets(offset)
 
         def both(x: Tensor) -> tuple[float, Tensor]:
@@ -158,8 +189,8 @@ class _Problem:
             return self._evaluate(index, x, b)[:2]
 
         if move_key:
-            return _balanced(*minimise(both, torch.stack(_balanced(a, b)), self.iterations))
-        return minimise(queries, a, self.iterations), b
+            return _balanced(*_minimised(both, torch.stack(_balanced(a, b)), self.iterations))
+        return _minimised(queries, a, self.iterations), b
 
     def _evaluate(self, index: Tensor, a: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:
         """Objective, in units where the uniform map scores about 1, and its gradients, in closed form."""

@@ -1,4 +1,4 @@
-"""Impulse initialisation of self-attention: heads that start as convolutions with one non-zero pixel."""
+"""Impulse initialisation of self-attention: heads that start as convolutions with a one-pixel filter."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
-from weightscope.anatomy import AttentionPart, PositionEmbedding, positions
+from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
+from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
 from weightscope.init.attention import self_attention
 from weightscope.init.impulse import normalised, solve
-from weightscope.init.positions import sinusoidal_codes
+from weightscope.init.registry import INITIALISERS
 from weightscope.init.univariate import truncated
+from weightscope.networks.positions import sinusoidal_positions
 
+QUERY_KEY: tuple[PartName, ...] = ("q", "k")
 PSEUDO_INPUTS = ("positions", "gaussian", "uniform", "positions+gaussian", "positions+uniform")
 
 
@@ -25,11 +29,12 @@ def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
         UsageError: if filter_size is not odd and positive.
     """
     if count("filter_size", filter_size) % 2 == 0:
-        raise UsageError(f"filter_size: expected an odd number (offsets lie around the token), found {filter_size}")
+        raise UsageError(f"filter_size: expected an odd number (offsets are centred on the token), found {filter_size}")
     reach = range(-(filter_size // 2), filter_size // 2 + 1)
     return [(dy, dx) for dy in (reach if grid else (0,)) for dx in reach]
 
 
+@INITIALISERS.register("impulse_attention", source="impulse paper, Algorithm 1", needs="self-attention and positions")
 def impulse_attention_(
     module: M,
     *,
@@ -41,37 +46,33 @@ def impulse_attention_(
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     layers: int | list[int] | None = None,
-    iterations: int = 50,
     generator: torch.Generator | None = None,
 ) -> M:
-    """Give each head queries and keys whose attention map is an impulse: token (y, x) looks at (y + dy, x + dx).
+    """Give each head queries and keys whose attention map is an impulse: token (y, x) attends to (y + dy, x + dx).
 
         softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
 
     Each offset is solved once (see `impulse.solve`) and every head gets its own random rotation of the solution,
-    (Q R, K R), which has the same map. The pseudo input is by default the module's own position table, so the
-    maps hold for the codes that the module adds to its tokens: run `sinusoidal_positions_` before, if at all.
+    (Q R, K R), which has the same map. The default pseudo input is the module's own position embedding, so the maps
+    hold for the codes that the module adds to its tokens: apply `sinusoidal_positions_` before, not after.
 
     Args:
         module: changed in place: query and key weights of self-attention, and their biases, which become zero.
         filter_size: f, odd; offsets of an f x f filter (f for a sequence; with a causal mask those <= 0).
-        offsets: "random" deals the offsets to the heads of a layer without repeating one before all are used;
-            "cycle" gives them out row by row, on through the layers; or a list of (dy, dx), used in a cycle.
-        pseudo_input: what the first layer is solved for: "positions", "gaussian" (deviation 0.5, cut at 2),
-            "uniform" in [-1, 1], "positions+gaussian" or "positions+uniform".
-        following: the same for all later layers; None for that of the first.
+        offsets: "random" assigns random offsets to the heads of a layer, none twice before all are used; "cycle"
+            assigns them row by row, continuing through the layers; or a list of (dy, dx), used in a cycle.
+        pseudo_input: of the first layer: "positions", "gaussian" (standard deviation 0.5, truncated at 2), "uniform"
+            in [-1, 1], "positions+gaussian" or "positions+uniform".
+        following: the pseudo input of all later layers; None for that of the first.
         same_layers: give every layer the offsets and rotations of the first.
-        normalise: pass the pseudo input through LayerNorm, as in networks that normalise before attention.
-        grid: for a module without a position table: (rows, columns) of its tokens, or the length of a sequence;
-            the pseudo input is then the sinusoidal code.
+        normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
+        grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         layers: which layers, counted from 0; None for all.
-        iterations: of L-BFGS per offset.
-        generator: of the CPU; None for torch's global one.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no attention, or no position table and no `grid` is given.
-        UsageError: if an argument cannot be meant, or queries and keys are rotated by position (RoPE) or
-            normalised, so that their product is not the map.
+        AnatomyError: if the module has no attention, or no position embedding and no `grid` is given.
+        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised.
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
@@ -83,21 +84,21 @@ def impulse_attention_(
         choice("following", following, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
-    count("iterations", iterations)
     found = self_attention(module)
     wanted = chosen_layers(layers, (part.layer for part in found))
     for tower in _towers(module, [part for part in found if part.layer in wanted], grid):
-        dealer = _Dealer(offsets, filter_size, tower.tokens, same_layers, generator)
-        plans = [(part, dealer.offsets(part.heads), dealer.rotations(part)) for part in tower.parts]
+        assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
+        plans = [(part, assignment.offsets(part.heads), assignment.rotations(part)) for part in tower.parts]
         split = len(plans) if following is None else sum(part.name == tower.first for part, _, _ in plans)
-        for kind, chosen in ((pseudo_input, plans[:split]), (following, plans[split:])):
+        for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
             if chosen:
-                _solve_and_write(_pseudo(kind, tower.codes, normalise, generator), tower.tokens, chosen, iterations)
+                x = _pseudo(kind, tower.codes, normalise, generator)
+                _solve_and_write(x, tower.tokens, chosen)
     return module
 
 
 class _Tower:
-    """Self-attention parts that read one position table, and that table's codes and tokens."""
+    """The self-attention parts that share one position embedding, with its codes and tokens."""
 
     def __init__(self, codes: Tensor, tokens: TokenGrid, first: str) -> None:
         self.codes, self.tokens, self.first = codes, tokens, first
@@ -105,38 +106,33 @@ class _Tower:
 
 
 def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Sequence[int] | None) -> list[_Tower]:
-    try:
-        tables = positions(module)
-    except AnatomyError:
-        if grid is None:
-            raise AnatomyError(
-                "expected a position table to solve impulse attention for, found none; "
-                "give grid=(rows, columns) or grid=length to take sinusoidal codes"
-            ) from None
-        tables = []
+    tables = find_positions(named_tensors(module))
     if tables and grid is not None:
-        raise UsageError(f"grid: leave it out, the module has the position table `{tables[0].name}`")
+        raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     everything = self_attention(module)
     towers: dict[tuple[str, bool], _Tower] = {}
     for part in parts:
         if part.rotary or part.normalised:
             why = "rotated by position (RoPE)" if part.rotary else "normalised"
             raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-        table = _table(part, tables)
+        table = nearest_table(part, tables)
         key = (table.name if table else f"width {part.width}", bool(part.causal))
         if key not in towers:
-            mates = (p.name for p in everything if _table(p, tables) is table and p.width == part.width)
-            codes, tokens = _codes(part, table, grid)
+            mates = (p.name for p in everything if nearest_table(p, tables) is table and p.width == part.width)
+            codes, tokens = position_codes(part, table, grid)
             towers[key] = _Tower(codes, tokens, next(mates))
         towers[key].parts.append(part)
     return list(towers.values())
 
 
-def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
-    """The table of a part: of those of its width, the one whose name shares most leading words with it."""
+def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
+    """The position embedding of a part: of its width, with the longest common prefix of module paths."""
     fitting = [table for table in tables if table.width == part.width]
     if tables and not fitting:
-        raise AnatomyError(f"`{part.name}` has width {part.width}, and no position table has: `{tables[0].name}`")
+        found = tables[0]
+        raise AnatomyError(
+            f"`{part.name}`: expected a position embedding of width {part.width}, found `{found.name}` of {found.width}"
+        )
 
     def shared(table: PositionEmbedding) -> int:
         pairs = zip(table.name.split("."), part.name.split("."), strict=False)
@@ -145,23 +141,33 @@ def _table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbe
     return max(fitting, key=shared) if fitting else None
 
 
-def _codes(
+def position_codes(
     part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
 ) -> tuple[Tensor, TokenGrid]:
+    """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid.
+
+    Raises:
+        AnatomyError: if there is neither.
+        UsageError: if the grid is neither a length nor a pair.
+    """
     causal = bool(part.causal)
     if table is not None:
         shape = table.grid or (1, table.tokens - table.prefix)
         return table.read().cpu(), TokenGrid(*shape, table.prefix, causal)
     if isinstance(grid, int):
-        return sinusoidal_codes(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
+        return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
+    if grid is None:
+        raise AnatomyError(
+            "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
+        )
     if len(grid) != 2:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     rows, columns = (count("grid", n) for n in grid)
-    return sinusoidal_codes(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
+    return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
 
 
 def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generator | None) -> Tensor:
-    """The pseudo input of a kind (N, d), float64; the paper's Gaussian has deviation 0.5 and is cut at 2."""
+    """The pseudo input (N, d) of a kind, float64."""
     out = codes.double() if kind.startswith("positions") else torch.zeros_like(codes, dtype=torch.float64)
     if kind.endswith("gaussian"):
         out = out + truncated(*codes.shape, std=0.5, cut=2.0, generator=generator)
@@ -170,8 +176,8 @@ def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generato
     return normalised(out) if normalise else out
 
 
-class _Dealer:
-    """Which offset and which rotation each head gets."""
+class _Assignment:
+    """The offset and the rotation of each head, layer by layer."""
 
     def __init__(
         self,
@@ -194,7 +200,9 @@ class _Dealer:
             self.known = [_offset(item) for item in rule]
         for offset in self.known:
             if not bool((tokens.targets(offset) >= 0).any()):
-                raise UsageError(f"offsets: {offset} leads outside the {tokens.rows} x {tokens.columns} tokens")
+                raise UsageError(
+                    f"offsets: {offset} is outside the {tokens.rows} x {tokens.columns} tokens for every token"
+                )
         if not self.known:
             raise UsageError("offsets: expected at least one (dy, dx), found none")
 
@@ -214,7 +222,7 @@ class _Dealer:
         return self.layer[heads]
 
     def rotations(self, part: AttentionPart) -> list[Tensor]:
-        """A random rotation (k, k) for each key head of the next layer."""
+        """Random rotations (k, k), one for each key head of the next layer."""
         shape = (part.kv_heads, part.head_width)
         if not (self.same and shape in self.kept):
             k = part.head_width
@@ -233,14 +241,14 @@ def _offset(item: Sequence[int]) -> Offset:
 
 
 def _solve_and_write(
-    x: Tensor, tokens: TokenGrid, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]], iterations: int
+    x: Tensor, tokens: TokenGrid, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]]
 ) -> None:
-    """Solve every offset that the planned heads need, and give each head its rotation of the solution."""
+    """Solve the offsets of all heads, and write each head's rotation of its solution."""
     needs: dict[tuple[int, float, bool], list[Offset]] = {}
     for part, offsets, _ in plans:
         needs.setdefault((part.head_width, part.scale, part.kv_heads < part.heads), []).extend(offsets)
     solutions = {
-        (k, scale, shared): solve(x, tokens, offsets, k, scale=scale, iterations=iterations, shared_key=shared)
+        (k, scale, shared): solve(x, tokens, offsets, k, scale=scale, shared_key=shared)
         for (k, scale, shared), offsets in needs.items()
     }
     for part, offsets, rotations in plans:
@@ -250,6 +258,6 @@ def _solve_and_write(
         pairs = zip(offsets, turned, strict=True)
         part.write("q", torch.stack([solved[o][0] @ r for o, r in pairs]).float())
         part.write("k", torch.stack([solved[o][1] @ r for o, r in zip(first, rotations, strict=True)]).float())
-        for name in ("q", "k"):
-            if name in part.bias_parameters:
-                part.write_bias(name, torch.zeros_like(part.read_bias(name)))
+        for name in QUERY_KEY:
+            if (bias := part.read_bias(name)) is not None:
+                part.write_bias(name, torch.zeros_like(bias))

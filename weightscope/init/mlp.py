@@ -1,4 +1,4 @@
-"""Mimetic initialisation of MLPs: a first layer whose entries share a mean."""
+"""Mimetic initialisation of MLPs: a non-zero mean in the first layer."""
 
 import math
 
@@ -9,6 +9,7 @@ from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
 from weightscope.errors import UsageError
 from weightscope.init._common import M, chosen_layers, normal
+from weightscope.init.registry import INITIALISERS
 
 _MODES = ("scalar", "rows", "anticorrelated")
 
@@ -19,10 +20,11 @@ def shifted(w1: Tensor, b: float | Tensor) -> Tensor:
 
 
 def anticorrelated(w1: Tensor, w2: Tensor) -> Tensor:
-    """`(W1 - W2^T) / 2` for W1 (p, n) and W2 (n, p): correlation -1/sqrt(2) with W2^T when both vary alike."""
+    """`(W1 - W2^T) / 2` for W1 (p, n), W2 (n, p): correlation -1/sqrt(2) with W2^T if both have the same variance."""
     return (w1 - w2.mT) / 2
 
 
+@INITIALISERS.register("mimetic_mlp", source="MLP paper, Eq. 1 and 2", needs="MLPs")
 def mimetic_mlp_(
     module: M,
     *,
@@ -33,29 +35,29 @@ def mimetic_mlp_(
     layers: int | list[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> M:
-    """Give the first layer of every MLP a mean, on top of the weights that are there.
+    """Add a mean to the weights of the first layer of every MLP.
 
         scalar           W1 <- W1 + b 1_p 1_n^T                     (Eq. 2)
         rows             W1 <- W1 + 1_p c^T,  c ~ N(0, sigma I_n)   (Eq. 1; sigma is a variance)
         anticorrelated   W1 <- (W1 - W2^T) / 2                      (section 2, seen in ViTs)
 
-    W1 (p, n) is the weight of the first layer in torch's (out, in) layout: n inputs, p hidden units. In the
-    row-vector mode each layer draws one vector, so W1 has group means while its grand mean stays zero. The
-    paper prints no value of b or sigma; the defaults are a third of the deviation of torch's default entries
-    at n = 300.
+    W1 (p, n) is the weight of the first layer (fc1) in torch's (out, in) layout, with n inputs and p hidden units; W2
+    that of the second (fc2). In the mode "rows" each layer draws one vector, so that the columns of W1 have means while
+    its grand mean stays zero. The paper does not give b or sigma; the defaults are a third of the standard deviation
+    of torch's default entries at n = 300.
 
     Args:
         module: changed in place: the first layers' weights only.
         mode: "scalar", "rows" or "anticorrelated".
-        b: the mean in scalar mode.
-        sigma: the variance of the means in rows mode, >= 0.
-        gate: in gated MLPs, do the same to the gate (with a vector of its own).
+        b: the mean in the mode "scalar".
+        sigma: the variance of the means in the mode "rows", >= 0.
+        gate: in gated MLPs, do the same to the gate (with its own vector).
         layers: which MLPs, counted from 0; None for all.
-        generator: of the CPU; None for torch's global one. Only "rows" draws.
+        generator: a CPU generator; None for torch's global one. Only "rows" draws.
 
     Raises:
         AnatomyError: if the module has no MLP.
-        UsageError: if an argument cannot be meant, or `gate` is asked of an MLP without one.
+        UsageError: if an argument is invalid, or `gate` is true and an MLP has none.
 
     Source: MLP paper, Eq. 1 and 2.
 
@@ -73,10 +75,10 @@ def mimetic_mlp_(
             continue
         if gate and part.kind != "gated":
             raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
-        for name in ("w1", "gate") if gate else ("w1",):
+        for name in ("fc1", "gate") if gate else ("fc1",):
             w1 = part.read(name)  # (p, n)
             if mode == "anticorrelated":
-                part.write(name, anticorrelated(w1, part.read("w2")))
+                part.write(name, anticorrelated(w1, part.read("fc2")))
             elif mode == "rows":
                 vector = normal(w1.shape[1], generator=generator) * math.sqrt(sigma)
                 part.write(name, shifted(w1, vector.to(w1)))

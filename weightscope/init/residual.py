@@ -1,21 +1,31 @@
-"""Baselines for residual networks: branches that start small, at the identity, or as isometries."""
+"""Baselines for residual networks: branches that start at zero, small, or as isometries."""
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
-from weightscope.anatomy import attention, mlps
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy.mlp import MLPName
+from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, frame, matrices, normal, put, uniform
 from weightscope.init.attention import self_attention
+from weightscope.init.registry import INITIALISERS
+
+QKV: tuple[PartName, ...] = ("q", "k", "v")
+QKVO: tuple[PartName, ...] = ("q", "k", "v", "o")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def zero_matrix(rows: int, columns: int) -> Tensor:
-    """The P x Q matrix of ZerO, float32: zeros and ones up to one factor.
+    """The P x Q matrix of ZerO, float32.
 
         P = Q    I
         P < Q    I*, the first P rows of I
@@ -32,20 +42,21 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
     return signs[:rows, :columns] * 2 ** (-(m - 1) / 2)
 
 
+@INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
 def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generator | None = None) -> M:
-    """ZerO: identities in front, zeros at the end of every residual branch; nothing is random.
+    """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
-    Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers
-    zero, their biases zero. So every branch adds nothing at first.
+    Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers zero,
+    their biases zero. So every branch is zero at first.
 
     Args:
-        module: changed in place: the named parts' weights and biases.
-        parts: "attention" (all that the attention paper compares with), "mlp" or "both".
+        module: changed in place: weights and biases of the parts.
+        parts: "attention" (as compared with in the attention paper), "mlp" or "both".
         generator: not used.
 
     Raises:
         AnatomyError: if the module has no such part.
-        UsageError: if an argument cannot be meant.
+        UsageError: if an argument is invalid.
 
     Source: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
 
@@ -53,25 +64,24 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
         >>> zero_init_(vit)
     """
     choice("parts", parts, ("attention", "mlp", "both"))
-    if parts != "mlp":
-        for part in attention(module):
-            for name in ("q", "k", "v"):
-                old = part.read(name)  # (heads, d, k)
-                heads, d, k = old.shape
-                part.write(name, zero_matrix(heads * k, d).reshape(heads, k, d).mT)
-            part.write("o", torch.zeros_like(part.read("o")))
-            for name in part.bias_parameters:
-                part.write_bias(name, torch.zeros_like(part.read_bias(name)))
-    if parts != "attention":
-        for part in mlps(module):
-            for name in part.names:
-                old = part.read(name)
-                part.write(name, torch.zeros_like(old) if name == "w2" else zero_matrix(*old.shape))
-            for name in part.bias_names:
-                part.write_bias(name, torch.zeros_like(part.read_bias(name)))
+    for heads in attention(module) if parts != "mlp" else []:
+        for letter in QKV:
+            n, d, k = heads.read(letter).shape
+            heads.write(letter, zero_matrix(n * k, d).reshape(n, k, d).mT)
+        heads.write("o", torch.zeros_like(heads.read("o")))
+        for letter in QKVO:
+            if (bias := heads.read_bias(letter)) is not None:
+                heads.write_bias(letter, torch.zeros_like(bias))
+    for mlp in mlps(module) if parts != "attention" else []:
+        for name in matrices_of(mlp):
+            old = mlp.read(name)
+            mlp.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
+            if (bias := mlp.read_bias(name)) is not None:
+                mlp.write_bias(name, torch.zeros_like(bias))
     return module
 
 
+@INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
 def t_fixup_(
     module: M,
     *,
@@ -79,24 +89,24 @@ def t_fixup_(
     embeddings: bool = False,
     generator: torch.Generator | None = None,
 ) -> M:
-    """T-Fixup: Xavier matrices, with those along the residual branches scaled down by the number of layers N.
+    """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.
 
         encoder   V, O, W1, W2 times 0.67 N^(-1/4)
         decoder   V, O, W1, W2 times (9 N)^(-1/4)
         embeddings   N(0, 1/d), times (9 N)^(-1/4)
 
-    Queries and keys are plain Xavier-uniform. The paper also takes normalisation layers away; that is not an
-    initialisation, and they stay. An encoder-decoder is done in two calls, on its two halves.
+    Queries and keys are not scaled. The paper also removes the normalisation layers, which this function does not.
+    For an encoder-decoder, call it on each of the two.
 
     Args:
         module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
         kind: "encoder" or "decoder".
-        embeddings: also set token embeddings.
-        generator: of the CPU; None for torch's global one.
+        embeddings: also initialise token embeddings.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no attention or no MLP.
-        UsageError: if an argument cannot be meant, or there is no embedding where it is asked for.
+        UsageError: if an argument is invalid, or `embeddings` is true and the module has none.
 
     Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
 
@@ -108,20 +118,15 @@ def t_fixup_(
     layers = len({part.layer for part in self_attention(module)})
     small = (9 * layers) ** -0.25
     scale = small if kind == "decoder" else 0.67 * layers**-0.25
-    for part in attention(module):
-        for name in ("q", "k", "v", "o"):
-            old = part.read(name)  # (heads, in, out), or (heads, in of a head, out)
-            widths = (
-                (old.shape[0] * old.shape[1], old.shape[2])
-                if name == "o"
-                else (old.shape[1], old.shape[0] * old.shape[2])
-            )
-            draws = uniform(*old.shape, bound=math.sqrt(6 / sum(widths)), generator=generator)
-            part.write(name, draws * (scale if name in "vo" else 1.0))
-    for part in mlps(module):
-        for name in part.names:
-            shape = part.read(name).shape
-            part.write(name, uniform(*shape, bound=math.sqrt(6 / sum(shape)), generator=generator) * scale)
+    for heads in attention(module):
+        for letter in QKVO:
+            shape = heads.read(letter).shape
+            draws = uniform(*shape, bound=math.sqrt(6 / fan_sum(letter, shape)), generator=generator)
+            heads.write(letter, draws * (scale if letter in "vo" else 1.0))
+    for mlp in mlps(module):
+        for name in matrices_of(mlp):
+            shape = mlp.read(name).shape
+            mlp.write(name, uniform(*shape, bound=math.sqrt(6 / sum(shape)), generator=generator) * scale)
     if embeddings:
         tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
         if not tables:
@@ -132,24 +137,35 @@ def t_fixup_(
     return module
 
 
+def fan_sum(letter: PartName, shape: Sequence[int]) -> int:
+    """Fan-in plus fan-out of a projection of all heads: q, k, v of shape (heads, d, k), o (heads, k, d)."""
+    heads, rows, columns = shape
+    return heads * rows + columns if letter == "o" else rows + heads * columns
+
+
+def matrices_of(mlp: MLPPart) -> tuple[MLPName, ...]:
+    """The names of the matrices of an MLP, in a fixed order."""
+    return ("fc1", "fc2", "gate") if mlp.kind == "gated" else ("fc1", "fc2")
+
+
+@INITIALISERS.register("delta_orthogonal", source="Xiao et al. 2018", needs="convolutions")
 def delta_orthogonal_(
     module: M, *, gain: float = 1.0, select: str = "*", generator: torch.Generator | None = None
 ) -> M:
-    """Every convolution is a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
+    """Set every convolution to a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
 
-    With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped
-    convolution has a matrix of its own, which for depthwise filters is a sign. The centre of an even filter is
-    tap k/2.
+    With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped convolution
+    has its own matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2.
 
     Args:
         module: changed in place: the weights of convolutions; biases become zero.
         gain: factor on the orthogonal matrices, > 0.
-        select: shell patterns of weight names, separated by commas.
-        generator: of the CPU; None for torch's global one.
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no convolution.
-        UsageError: if an argument cannot be meant.
+        UsageError: if an argument is invalid.
 
     Source: Xiao et al. 2018, Algorithm 1 and section 3.
 
@@ -157,47 +173,55 @@ def delta_orthogonal_(
         >>> delta_orthogonal_(convmixer, generator=torch.Generator().manual_seed(0))
     """
     positive("gain", gain)
-    found = [matrix for matrix in matrices(module) if isinstance(matrix.layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
+    found = [(matrix, matrix.layer) for matrix in matrices(module) if isinstance(matrix.layer, CONVOLUTIONS)]
     if not found:
         raise AnatomyError(f"expected convolutions, found none in {type(module).__name__}")
-    wanted = set(matching(select, (matrix.name for matrix in found)))
-    for matrix in found:
+    wanted = set(matching(select, (matrix.name for matrix, _ in found)))
+    for matrix, layer in found:
         if matrix.name not in wanted:
             continue
         kernel = torch.zeros(matrix.weight.shape)
-        groups, inputs = matrix.layer.groups, kernel.shape[1]
+        groups, inputs = layer.groups, kernel.shape[1]
         outputs = kernel.shape[0] // groups
         blocks = frame(groups, max(outputs, inputs), min(outputs, inputs), generator=generator)
         centre = (blocks if outputs >= inputs else blocks.mT).reshape(groups * outputs, inputs)
-        kernel[(slice(None), slice(None), *(n // 2 for n in kernel.shape[2:]))] = gain * centre
+        centre_tap(kernel).copy_(gain * centre)
         put(matrix.weight, kernel)
         if matrix.bias is not None:
             put(matrix.bias, torch.zeros(matrix.bias.shape))
     return module
 
 
+def centre_tap(kernel: Tensor) -> Tensor:
+    """The view (out, in) of the centre tap of a convolution's weight (out, in, ...); tap n // 2 along each axis."""
+    for size in kernel.shape[2:]:
+        kernel = kernel.select(2, size // 2)
+    return kernel
+
+
 # timm and ours, DINOv2 and DeiT-III, transformers' ConvNeXt, torchvision's ConvNeXt, CaiT and BEiT
-_FACTOR = re.compile(r"(^|\.)(ls\d?\.gamma|gamma(_\d)?|lambda(_)?\d|layer_scale(_parameter|_\d)?|layer_scale\w*\.\w+)$")
+FACTOR = re.compile(r"(^|\.)(ls\d?\.gamma|gamma(_\d)?|lambda(_)?\d|layer_scale(_parameter|_\d)?|layer_scale\w*\.\w+)$")
 
 
+@INITIALISERS.register("layer_scale_identity", source="Touvron et al. 2021", needs="residual branches")
 def layer_scale_identity_(
     module: M, *, value: float = 0.1, where: str = "auto", generator: torch.Generator | None = None
 ) -> M:
     """Scale the output of every residual branch by a small number, `x + value f(x)`: blocks start near the identity.
 
-    A network with LayerScale has a trained factor for each channel, which is set. In one without, the same function
-    results from scaling the last matrix and bias of each branch as they are.
+    In a network with LayerScale, its factors are set. In one without, the last matrix and bias of each branch are
+    multiplied by `value`, which gives the same function.
 
     Args:
         module: changed in place: LayerScale's factors, or weights and biases of attention's output projections and
             MLPs' second layers.
         value: > 0; published are 0.1 for up to 18 layers, 1e-5 for up to 24, 1e-6 beyond.
-        where: "factors", "matrices", or "auto" for factors where there are any.
+        where: "factors", "matrices", or "auto": factors if the module has any, else matrices.
         generator: not used.
 
     Raises:
-        AnatomyError: if the module has neither, or none of the wanted kind.
-        UsageError: if an argument cannot be meant.
+        AnatomyError: if the module has neither, or none of the kind given by `where`.
+        UsageError: if an argument is invalid.
 
     Source: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
 
@@ -207,27 +231,25 @@ def layer_scale_identity_(
     number("value", value)
     positive("value", value)
     choice("where", where, ("auto", "factors", "matrices"))
-    factors = [parameter for name, parameter in module.named_parameters() if _FACTOR.search(name)]
+    factors = [parameter for name, parameter in module.named_parameters() if FACTOR.search(name)]
     if where == "factors" and not factors:
         raise AnatomyError(
-            "expected LayerScale factors, found none; where='matrices' scales the branches' last matrices"
+            "expected LayerScale factors, found none; use where='matrices' to scale the last matrices of the branches"
         )
     if factors and where != "matrices":
         for factor in factors:
             put(factor, torch.full(factor.shape, float(value)))
         return module
-    found = 0
-    for finder, last in ((attention, "o"), (mlps, "w2")):
-        try:
-            parts = finder(module)
-        except AnatomyError:
-            continue
-        for part in parts:
-            part.write(last, part.read(last) * value)
-            bias = part.read_bias(last)
-            if bias is not None:
-                part.write_bias(last, bias * value)
-        found += len(parts)
-    if not found:
+    named = named_tensors(module)
+    heads, hidden = find_attention(named), find_mlps(named)
+    if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")
+    for part in heads:
+        part.write("o", part.read("o") * value)
+        if (bias := part.read_bias("o")) is not None:
+            part.write_bias("o", bias * value)
+    for mlp in hidden:
+        mlp.write("fc2", mlp.read("fc2") * value)
+        if (bias := mlp.read_bias("fc2")) is not None:
+            mlp.write_bias("fc2", bias * value)
     return module

@@ -1,4 +1,4 @@
-"""Weight selection: start a small network from some of the weights of a larger one of the same family."""
+"""Weight selection: initialise a small network with a subset of the weights of a larger one of the same family."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from weightscope.anatomy import attention, mlps, positions
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator, put
+from weightscope.init.registry import INITIALISERS
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -21,23 +22,24 @@ _DEFAULT = ("embedding", "attention", "mlp", "convolution", "norm", "other")
 
 
 def spaced(large: int, small: int) -> Tensor:
-    """`floor(i * large / small)` for i = 0 .. small - 1: of 4, the 1st and 3rd; of 6, the 1st, 3rd and 5th."""
+    """`floor(i * large / small)` for i = 0 .. small - 1."""
     return torch.arange(small) * large // small
 
 
 def end_to_end(large: int, small: int) -> Tensor:
-    """`round(i * (large - 1) / (small - 1))`: from the first to the last, as public code often does."""
+    """`round(i * (large - 1) / (small - 1))` for i = 0 .. small - 1: from the first to the last."""
     return torch.linspace(0, large - 1, small, dtype=torch.float64).round().long()
 
 
 def squeezed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The entries of largest magnitude, in their order, filled into a smaller shape (unstructured pruning)."""
+    """The entries of largest magnitude, in their order, in a smaller shape (unstructured pruning)."""
     flat = tensor.reshape(-1)
     size = int(torch.Size(shape).numel())
     kept = flat.abs().topk(size).indices.sort().values
     return flat[kept].reshape(tuple(shape))
 
 
+@INITIALISERS.register("select_weights", source="selection paper", needs="a larger network of the same family")
 def select_weights_(
     module: M,
     teacher: Any,
@@ -48,11 +50,11 @@ def select_weights_(
     exclude: str | None = None,
     generator: torch.Generator | None = None,
 ) -> M:
-    """Fill a network with chosen layers and chosen elements of a larger one.
+    """Initialise a network with selected layers and selected elements of a larger one.
 
-    Layers: "first" takes the first N (of every stage, in hierarchical networks); "spaced" takes
-    `floor(i * T / N)`; "linspace" spaces them from the first to the last. Elements, along every axis that is
-    smaller in the student (t -> s):
+    Layers: "first" selects the first N (of every stage, in hierarchical networks); "spaced" selects
+    `floor(i * T / N)`; "linspace" spaces them from the first to the last. Elements, along every axis that is smaller
+    in the student (t -> s):
 
         uniform               floor(i * t / s), from all heads alike
         linspace              evenly from the first to the last
@@ -60,26 +62,25 @@ def select_weights_(
         random                one random set for each pair (t, s) of sizes, the same in all tensors
         random-inconsistent   a random set for every axis of every tensor
         l1                    the slices of largest L1 norm, tensor by tensor (structured pruning)
-        magnitude             the largest entries, squeezed into the smaller shape (unstructured pruning)
+        magnitude             the largest entries, in the smaller shape (unstructured pruning)
 
-    The first four choose the same indices for every tensor that reads or writes one residual stream. Queries, keys
-    and values that are stored in one tensor (and gates with the layers that they gate) are selected one by one.
-    Position tables of images are selected by rows and columns of the grid, those of sequences from the start.
+    The first four select the same indices in every tensor that reads or writes one residual stream. Queries, keys and
+    values in one tensor (and gates with the layers that they gate) are selected separately. Position embeddings of
+    images are selected by rows and columns of the grid, those of sequences from the start.
 
     Args:
         module: the student, changed in place: parameters and floating-point buffers of the components.
-        teacher: a module, a mapping of tensors, a checkpoint, or the path of one.
+        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
         layers: "first", "spaced" or "linspace".
         elements: one of the seven above.
-        components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other"; all
-            but the head by default, since classes rarely agree.
-        exclude: shell patterns of student tensors to leave alone, separated by commas.
-        generator: of the CPU; None for torch's global one.
+        components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other"; by
+            default all but the head, since the classes rarely agree.
+        exclude: shell patterns of student tensors to leave unchanged, comma-separated.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        SpecError: if a tensor has no counterpart, has another number of axes, is larger than its counterpart, or is
-            a filter of another size.
-        UsageError: if an argument cannot be meant, or nothing is selected.
+        SpecError: if a tensor has no counterpart, another number of axes, a larger size or another filter size.
+        UsageError: if an argument is invalid, or nothing is selected.
 
     Source: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
 
@@ -88,37 +89,47 @@ def select_weights_(
     """
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
-    allowed = _trained.chosen_components(components)
     student = _trained.weights(module)
-    kinds = _trained.components(module)
+    wanted = _included(module, student, components, exclude)
+    source, layout = _trained.tensors(teacher), _Layout(module, teacher)
+    selection = _Selection(elements, cpu_generator(generator))
+    selected = {
+        name: selection.select(name, torch.as_tensor(source[other]).cpu(), tuple(wanted[name].shape), layout)
+        for name, other in _counterparts(wanted, student, source, layers).items()
+    }
+    for name, value in selected.items():
+        put(wanted[name], value)
+    return module
+
+
+def _included(
+    module: nn.Module, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
+) -> dict[str, Tensor]:
+    """The student's tensors of the components that are not excluded.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    allowed, kinds = _trained.chosen_components(components), _trained.components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
-    wanted = {
+    out = {
         name: value
         for name, value in student.items()
         if kinds[name] in allowed and not any(fnmatchcase(name, p) for p in skipped)
     }
-    if not wanted:
-        raise UsageError(f"nothing of the module is in {sorted(allowed)} and not in {exclude!r}")
-    source = _trained.tensors(teacher)
-    counterpart = _counterparts(wanted, student, source, layers)
-    chooser = _Chooser(elements, cpu_generator(generator))
-    layout = _Layout(module, teacher)
-    chosen = {
-        name: chooser.select(name, torch.as_tensor(source[counterpart[name]]).cpu(), tuple(value.shape), layout)
-        for name, value in wanted.items()
-    }
-    for name, value in chosen.items():
-        put(wanted[name], value)
-    return module
+    if not out:
+        left = "" if exclude is None else f" after exclude={exclude!r}"
+        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(allowed))}{left}")
+    return out
 
 
 def _counterparts(
     wanted: Mapping[str, Tensor], student: Mapping[str, Tensor], source: Mapping[str, Any], rule: str
 ) -> dict[str, str]:
-    """Student tensor -> teacher tensor: the same name, with the numbers of layers mapped where the teacher has more.
+    """Student tensor -> teacher tensor: the same name, with layer numbers mapped where the teacher has more layers.
 
     Raises:
-        SpecError: if there is none, or the student has more layers.
+        SpecError: if the teacher has no such tensor, or the student has more layers.
     """
     theirs = {unwrapped(name): name for name in source}
     mine, large = _numbered(map(unwrapped, student)), _numbered(theirs)
@@ -132,7 +143,7 @@ def _counterparts(
             out[name] = theirs[path]
     if missing:
         raise SpecError(
-            f"the teacher has no counterpart of {listing(missing)}; leave them out by exclude= or components="
+            f"the teacher has no counterpart of {listing(missing)}; leave them out with exclude= or components="
         )
     return out
 
@@ -149,6 +160,7 @@ def _numbered(names: Any) -> dict[str, list[int]]:
 
 
 def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int]], rule: str) -> str:
+    """A student tensor's name with its layer numbers replaced by the teacher's."""
     here: list[str] = []
     there: list[str] = []
     for word in name.split("."):
@@ -158,7 +170,7 @@ def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int
             if len(small) > len(big):
                 raise SpecError(
                     f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    "weights are selected from a larger network"
+                    "the teacher must be the larger network"
                 )
             pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
             order = pick.get(rule, end_to_end(len(big), len(small)))
@@ -170,7 +182,7 @@ def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int
 
 @dataclass(frozen=True)
 class _Table:
-    """TokenGrid of a position table: special ones, then a grid (or a sequence, one row)."""
+    """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
 
     prefix: int
     rows: int
@@ -178,7 +190,7 @@ class _Table:
 
 
 class _Layout:
-    """What the shapes do not tell: tensors that hold several matrices, and the grids of position tables."""
+    """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
 
     def __init__(self, student: nn.Module, teacher: Any) -> None:
         self.blocks: dict[str, int] = {}
@@ -193,14 +205,14 @@ class _Layout:
                 self.uneven |= {name, name.removesuffix("weight") + "bias"}
         for part in _found(mlps, student):
             for named in (part.names, part.bias_names):
-                firsts = [group[0] for key, group in named.items() if key != "w2"]
+                firsts = [group[0] for key, group in named.items() if key != "fc2"]
                 self.blocks |= {name: firsts.count(name) for name in firsts if firsts.count(name) > 1}
         self.tables = {p.name: _table(p) for p in _found(positions, student)}
         self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
 
 
 def _uneven(part: Any, student: nn.Module) -> str | None:
-    """The tensor of a part that packs queries, keys and values other than as equal blocks, one below the other."""
+    """The tensor of a part that packs queries, keys and values, unless as three equal blocks of rows; else None."""
     (name,), inputs = part.parameters["q"], part.read("q").shape[1]
     sharing = [key for key in "kv" if part.parameters[key] == (name,)]
     if not sharing:
@@ -222,25 +234,27 @@ def _table(part: Any) -> _Table:
     return _Table(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
 
 
-class _Chooser:
-    """Which indices of which axis, by one of the rules."""
+class _Selection:
+    """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
     def __init__(self, rule: str, generator: torch.Generator | None) -> None:
         self.rule, self.generator = rule, generator
         self.kept: dict[tuple[int, int], Tensor] = {}
 
     def select(self, name: str, tensor: Tensor, shape: tuple[int, ...], layout: _Layout) -> Tensor:
-        """The part of a teacher's tensor that fills a student's tensor of the shape."""
+        """The selected elements of a teacher's tensor, in the shape of the student's."""
         large = tuple(tensor.shape)
         if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
-            raise SpecError(f"`{name}`: expected at most the teacher's {large}, found {shape}; is the student larger?")
+            raise SpecError(
+                f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
+            )
         if name in layout.filters and shape[2:] != large[2:]:
             raise SpecError(
-                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out by exclude="
+                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
             )
         if shape != large and name in layout.uneven:
             raise SpecError(
-                f"`{name}` packs queries, keys and values head by head or unevenly; leave it out by exclude="
+                f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
             )
         table, bigger = layout.tables.get(name), layout.larger.get(unwrapped(name))
         tokens = None
@@ -257,7 +271,7 @@ class _Chooser:
         return tensor
 
     def _axis(self, tensor: Tensor, axis: int, small: int, blocks: int) -> Tensor | None:
-        """Indices of one axis of the teacher's tensor; None to keep it whole."""
+        """The selected indices of one axis of the teacher's tensor; None for all."""
         large = tensor.shape[axis]
         if large == small:
             return None
@@ -287,9 +301,9 @@ class _Chooser:
 
 
 def _tokens(name: str, small: _Table, large: _Table) -> Tensor:
-    """Rows of a larger position table for the tokens of a smaller one: evenly spaced on the grid, or the first."""
+    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
     if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
-        raise SpecError(f"`{name}`: expected a grid of at most {large.rows} x {large.columns} tokens, found {small}")
+        raise SpecError(f"`{name}`: expected at most the teacher's tokens {large}, found {small}")
     if large.rows == 1:
         places = torch.arange(small.columns)
     else:

@@ -8,28 +8,30 @@ from torch import Tensor
 from weightscope._util.checks import flag, positive
 from weightscope.anatomy import SSMPart, ssms
 from weightscope.init._common import M, chosen_layers
+from weightscope.init.registry import INITIALISERS
 
 # softplus(b) = 1 for b = log(e - 1) = 0.5413
 UNIT_STEP = math.log(math.e - 1)
 
 
 def slow_decay(a_log: Tensor, c: float) -> Tensor:
-    """The A_log whose `A = -exp(A_log)` is `-exp(-c A_log)`, near zero where A_log is large: `-c A_log`."""
+    """`-c A_log`, the new A_log: `A = -exp(-c A_log)` is near zero where A_log is large."""
     return -c * a_log
 
 
 def correlated(readout: Tensor, write: Tensor) -> Tensor:
-    """`W_C <- (W_C + W_B) / 2`."""
+    """`(W_C + W_B) / 2`, the new W_C."""
     return (readout + write) / 2
 
 
 def identity_taps(shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """A causal convolution (channels, taps) that passes the current token on: the last tap 1, the others 0."""
+    """A causal convolution (channels, taps) that is the identity: the last tap 1, the others 0."""
     taps = torch.zeros(shape)
     taps[:, -1] = 1
     return taps
 
 
+@INITIALISERS.register("mimetic_ssm", source="thesis 3.3.2", needs="state-space layers")
 def mimetic_ssm_(
     module: M,
     *,
@@ -45,25 +47,25 @@ def mimetic_ssm_(
 
         a            A_log <- -c A_log              A = -exp(A_log) near 0: states decay slowly
         delta        W_Delta <- 0, b_Delta <- log(e - 1)      Delta = softplus(b) = 1 for every token
-        cb           W_C <- (W_C + W_B) / 2         W_C^T W_B near a multiple of I: tokens attend to their like
+        cb           W_C <- (W_C + W_B) / 2         W_C^T W_B near a multiple of I: tokens attend to similar ones
         convolution  last tap 1, other taps and bias 0        the short convolution is the identity
 
-    The components work on the weights that are there: A_log as Mamba initialises it (log n, or log of U(1, 16)),
-    independent W_B and W_C. Applying them twice does them twice.
+    The components transform the present weights, assumed to be those of Mamba's own initialisation: A_log log n or the
+    log of U(1, 16), W_B and W_C independent. They are not idempotent.
 
     Args:
         module: changed in place: the named parameters of its state-space layers.
         c: factor on A_log, of the published {2, 4, 8}, > 0.
-        a: switch of the first component.
-        delta: of the second.
-        cb: of the third.
-        convolution: of the fourth; None does it for Mamba-2 only, as published.
+        a: apply the first component.
+        delta: apply the second.
+        cb: apply the third.
+        convolution: apply the fourth; None applies it to Mamba-2 only, as published.
         layers: which layers, counted from 0; None for all.
         generator: not used.
 
     Raises:
         AnatomyError: if the module has no state-space layer.
-        UsageError: if an argument cannot be meant.
+        UsageError: if an argument is invalid.
 
     Source: thesis 3.3.2 and Fig. 3.26.
 

@@ -1,4 +1,4 @@
-"""Copies of trained weights, whole or by their leading directions, and permutations as controls."""
+"""Copies of trained weights, whole or truncated to their top singular directions, and permutations as controls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,40 +11,46 @@ from weightscope._util.names import listing, matching, unwrapped
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator, matrices, put
+from weightscope.init.registry import INITIALISERS
 
 
 def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str, Tensor]:
-    """The module's tensors that match the patterns and belong to the components."""
+    """The module's tensors that match the patterns and belong to the components.
+
+    Raises:
+        UsageError: if there are none.
+    """
     everything = _trained.weights(module)
     kinds = _trained.components(module)
     allowed = _trained.chosen_components(components)
     names = [name for name in matching(select, everything) if kinds[name] in allowed]
     if not names:
-        raise UsageError(f"nothing is both in {sorted(allowed)} and matches {select!r}")
+        raise UsageError(f"select: no tensor matches {select!r} and belongs to {', '.join(sorted(allowed))}")
     return {name: everything[name] for name in names}
 
 
 def _taken(source: Any, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The source's tensors of those names and shapes.
+    """The source's tensors of the same names and shapes.
 
     Raises:
-        SpecError: listing the tensors that are missing or misshapen.
+        SpecError: listing the tensors that are missing or have other shapes.
     """
     there = _trained.tensors(source)
     known = {unwrapped(name): name for name in there}
     missing = [name for name in wanted if unwrapped(name) not in known]
     if missing:
-        raise SpecError(f"the source has no {listing(missing)}; select what it has, or use select_weights_")
+        raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
     out = {name: torch.as_tensor(there[known[unwrapped(name)]]) for name in wanted}
     for name, value in out.items():
         if value.shape != wanted[name].shape:
             raise SpecError(
                 f"`{name}`: expected {tuple(wanted[name].shape)}, found {tuple(value.shape)} in the source; "
-                "select_weights_ copies from wider networks"
+                "use select_weights_ to copy from a wider network"
             )
     return out
 
 
+@INITIALISERS.register("transfer", source="thesis 3.1.1; attention paper 5.1", needs="a network of the same shapes")
 def transfer_(
     module: M,
     source: Any,
@@ -57,13 +63,13 @@ def transfer_(
 
     Args:
         module: changed in place: the selected parameters and floating-point buffers.
-        source: a module, a mapping of tensors, a checkpoint, or the path of one.
-        select: shell patterns of tensor names, separated by commas.
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        select: shell patterns of tensor names, comma-separated.
         components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other".
         generator: not used.
 
     Raises:
-        SpecError: if the source lacks one of the tensors or has another shape; nothing is copied then.
+        SpecError: if a tensor is missing in the source or has another shape there; nothing is copied then.
         UsageError: if nothing is selected.
 
     Source: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
@@ -77,6 +83,7 @@ def transfer_(
     return module
 
 
+@INITIALISERS.register("transfer_singular", source="thesis 4.1", needs="a network of the same shapes")
 def transfer_singular_(
     module: M,
     source: Any,
@@ -88,28 +95,28 @@ def transfer_singular_(
     components: str | Sequence[str] = "all",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Copy only the top singular directions of a source's matrices.
+    """Copy the top singular directions of a source's matrices.
 
         zero   W <- U_r S_r V_r^T
         keep   W <- U_r S_r V_r^T + (I - U_r U_r^T) W (I - V_r V_r^T)
 
-    with U S V^T the singular value decomposition of the source's matrix. Convolutions count as matrices
-    (out, in * taps), fused projections as three. Vectors (biases, norms) stay.
+    with U S V^T the singular value decomposition of the source's matrix. Convolutions are matrices (out, in * taps),
+    fused projections three matrices. Vectors (biases, norms) are not changed.
 
     Args:
         module: changed in place: the selected weights of linear and convolutional layers.
-        source: a module, a mapping of tensors, a checkpoint, or the path of one.
-        rank: r, cut to the matrix's smaller side.
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        rank: r, at most the matrix's smaller side.
         fraction: instead of rank: r = round(fraction * smaller side), at least 1.
-        remainder: what the other directions hold: "zero", or "keep" for what the module holds there.
-        select: shell patterns of weight names, separated by commas.
+        remainder: of the other directions: "zero", or "keep" the module's own weights.
+        select: shell patterns of weight names, comma-separated.
         components: as for `transfer_`.
         generator: not used.
 
     Raises:
-        AnatomyError: if the module has no matrix.
-        SpecError: if the source lacks one of the tensors or has another shape.
-        UsageError: if not exactly one of rank and fraction is given, or nothing is selected.
+        AnatomyError: if the module has no linear or convolutional layer.
+        SpecError: if a tensor is missing in the source or has another shape there.
+        UsageError: if not exactly one of rank and fraction is given, or no matrix is selected.
 
     Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
@@ -120,23 +127,23 @@ def transfer_singular_(
         raise UsageError(f"expected one of rank and fraction, found rank={rank!r} and fraction={fraction!r}")
     if rank is not None:
         count("rank", rank)
-    else:
-        number("fraction", fraction, least=0, most=1)
+    share = number("fraction", fraction, least=0, most=1) if rank is None else 0.0
     choice("remainder", remainder, ("zero", "keep"))
     found = {matrix.name: matrix for matrix in matrices(module)}
     wanted = {name: value for name, value in _wanted(module, select, components).items() if name in found}
     if not wanted:
-        raise UsageError(f"{select!r} selects no matrix of a linear or convolutional layer")
+        raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
     for name, value in _taken(source, wanted).items():
         pairs = zip(found[name].split(wanted[name]), found[name].split(value), strict=True)
         for mine, theirs in pairs:
-            r = rank if rank is not None else max(1, round(fraction * min(theirs.flatten(1).shape)))
+            r = max(1, round(share * min(theirs.flatten(1).shape))) if rank is None else rank
             put(mine, _leading(mine.flatten(1).float(), theirs.flatten(1).float(), r, remainder).reshape(mine.shape))
     return module
 
 
 def _leading(mine: Tensor, theirs: Tensor, rank: int, remainder: str) -> Tensor:
-    mine, theirs = mine.cpu(), theirs.cpu()  # the same bits whatever the device
+    """The top singular directions of `theirs`, plus those of `mine` orthogonal to them if the remainder is kept."""
+    mine, theirs = mine.cpu(), theirs.cpu()  # so that the result does not depend on the device
     u, s, vh = torch.linalg.svd(theirs, full_matrices=False)
     u, s, vh = u[:, :rank], s[:rank], vh[:rank]
     top = (u * s) @ vh
@@ -146,6 +153,7 @@ def _leading(mine: Tensor, theirs: Tensor, rank: int, remainder: str) -> Tensor:
     return top + rest - (rest @ vh.T) @ vh
 
 
+@INITIALISERS.register("permute", source="thesis 4.1", needs="linear or convolutional layers")
 def permute_(
     module: M,
     *,
@@ -154,25 +162,26 @@ def permute_(
     components: str | Sequence[str] = "all",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Shuffle weights at random, as a control that keeps their statistics and loses their structure.
+    """Permute weights at random: a control that keeps statistics of a matrix and destroys its structure.
 
-        entries   all entries of a matrix among each other: keeps the distribution of entries
-        rows      the outputs: also keeps every row, W^T W and the singular values
-        columns   the inputs (for filters: the taps, alike in every filter): also keeps every column and W W^T
+        entries   all entries of the matrix        keeps the distribution of the entries
+        rows      the rows (outputs)               keeps every row, hence W^T W and the singular values
+        columns   the columns (inputs)             keeps every column, hence W W^T and the singular values
 
-    Every matrix gets a permutation of its own. Convolutions count as matrices (out, in * taps), fused projections
-    as three. Biases stay.
+    Every matrix has its own permutation. Convolutions are matrices (out, in * taps), so that "columns" permutes the
+    taps of depthwise filters, in the same way in every filter; fused projections are three matrices. Biases are not
+    changed.
 
     Args:
         module: changed in place: the selected weights of linear and convolutional layers.
         mode: "entries", "rows" or "columns".
-        select: shell patterns of weight names, separated by commas.
+        select: shell patterns of weight names, comma-separated.
         components: as for `transfer_`.
-        generator: of the CPU; None for torch's global one.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no matrix.
-        UsageError: if an argument cannot be meant, or nothing is selected.
+        AnatomyError: if the module has no linear or convolutional layer.
+        UsageError: if an argument is invalid, or no matrix is selected.
 
     Source: thesis 4.1 (random permutations that keep statistics).
 
@@ -185,16 +194,15 @@ def permute_(
     wanted = _wanted(module, select, components)
     found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:
-        raise UsageError(f"{select!r} selects no matrix of a linear or convolutional layer")
+        raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
     for matrix in found:
         for block in matrix.split(matrix.weight):
-            flat = block.flatten(1)
-            size = {"entries": flat.numel(), "rows": flat.shape[0], "columns": flat.shape[1]}[mode]
-            order = torch.randperm(size, generator=generator).to(flat.device)
-            shuffled = {
-                "entries": lambda f=flat, o=order: f.reshape(-1)[o].reshape(f.shape),
-                "rows": lambda f=flat, o=order: f[o],
-                "columns": lambda f=flat, o=order: f[:, o],
-            }[mode]()
-            put(block, shuffled.reshape(block.shape))
+            put(block, _permuted(block.flatten(1), mode, generator).reshape(block.shape))
     return module
+
+
+def _permuted(matrix: Tensor, mode: str, generator: torch.Generator | None) -> Tensor:
+    """The matrix with its rows, columns or entries in random order."""
+    rows = matrix.reshape(-1, 1) if mode == "entries" else matrix.T if mode == "columns" else matrix
+    order = torch.randperm(len(rows), generator=generator).to(matrix.device)
+    return rows[order].T if mode == "columns" else rows[order]

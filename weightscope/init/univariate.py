@@ -1,18 +1,34 @@
-"""Baselines: independent entries with a scale that depends on the layer's widths."""
+"""Baselines: the constructor's weights, and independent entries with a scale that depends on the layer's widths."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number, positive
 from weightscope.init._common import M, each_matrix, fans, normal, uniform
+from weightscope.init.registry import INITIALISERS
 
 _BIASES = ("uniform", "zero", "keep")
 
 
-def _bias(rule: str, generator: torch.Generator | None):
-    """How biases are set: torch's `U(+-1/sqrt(fan in))`, zero, or not at all."""
+@INITIALISERS.register("default", source="the module's constructor", needs="nothing")
+def default_(module: M, *, generator: torch.Generator | None = None) -> M:
+    """Leave the module as its constructor made it; the baseline of every comparison.
+
+    Args:
+        module: returned unchanged.
+        generator: not used.
+
+    Example:
+        >>> default_(vit)
+    """
+    return module
+
+
+def _bias(rule: str, generator: torch.Generator | None) -> Callable[[Tensor, int], Tensor | None]:
+    """The function that sets biases: torch's `U(+-1/sqrt(fan in))`, zero, or none."""
     choice("bias", rule, _BIASES)
 
     def fill(old: Tensor, fan_in: int) -> Tensor | None:
@@ -25,6 +41,7 @@ def _bias(rule: str, generator: torch.Generator | None):
     return fill
 
 
+@INITIALISERS.register("kaiming_uniform", source="He et al. 2015", needs="linear or convolutional layers")
 def kaiming_uniform_(
     module: M,
     *,
@@ -35,19 +52,19 @@ def kaiming_uniform_(
 ) -> M:
     """He initialisation, uniform: `W ~ U(-b, b)` with `b = sqrt(6 / ((1 + slope^2) fan_in))`.
 
-    The default slope gives `b = 1 / sqrt(fan_in)`, which torch starts its own linear and convolutional layers
-    from and which the papers call Kaiming-uniform; `slope=0` is for ReLU.
+    The default slope gives `b = 1 / sqrt(fan_in)`, torch's default for linear and convolutional layers, which the
+    papers call Kaiming-uniform; `slope=0` is for ReLU.
 
     Args:
         module: changed in place: weights and biases of linear and convolutional layers.
         slope: of the leaky ReLU, >= 0.
         bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, separated by commas.
-        generator: of the CPU; None for torch's global one.
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if there is no such layer.
-        UsageError: if an argument cannot be meant.
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
 
     Source: He et al. 2015, section 2.2; MLP paper, section 3.
 
@@ -62,6 +79,7 @@ def kaiming_uniform_(
     return each_matrix(module, select, fill, _bias(bias, generator))
 
 
+@INITIALISERS.register("xavier", source="Glorot and Bengio 2010", needs="linear or convolutional layers")
 def xavier_(
     module: M,
     *,
@@ -80,12 +98,12 @@ def xavier_(
         gain: factor on the standard deviation, > 0.
         distribution: "uniform" or "normal".
         bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, separated by commas.
-        generator: of the CPU; None for torch's global one.
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if there is no such layer.
-        UsageError: if an argument cannot be meant.
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
 
     Source: Glorot and Bengio 2010, Eq. 12 and 16.
 
@@ -104,6 +122,7 @@ def xavier_(
     return each_matrix(module, select, fill, _bias(bias, generator))
 
 
+@INITIALISERS.register("trunc_normal", source="default of timm's vision models", needs="linear or convolutional layers")
 def trunc_normal_(
     module: M,
     *,
@@ -113,21 +132,21 @@ def trunc_normal_(
     select: str = "*",
     generator: torch.Generator | None = None,
 ) -> M:
-    """Truncated normal numbers: `W = std * z`, z a standard normal given `|z| <= cut / std`.
+    """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
-    As in timm the cut is absolute, so that with std 0.02 and cut 2 practically nothing is cut.
+    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing.
 
     Args:
         module: changed in place: weights and biases of linear and convolutional layers.
-        std: standard deviation before the cut, > 0.
+        std: standard deviation before truncation, > 0.
         cut: largest absolute value, at least std.
         bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, separated by commas.
-        generator: of the CPU; None for torch's global one.
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if there is no such layer.
-        UsageError: if an argument cannot be meant.
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
 
     Source: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
 
@@ -144,7 +163,7 @@ def trunc_normal_(
 
 
 def truncated(*shape: int, std: float, cut: float, generator: torch.Generator | None) -> Tensor:
-    """Normal numbers of deviation `std` given that they lie in [-cut, cut], by the inverse of the error function."""
+    """Normal numbers of standard deviation `std` given that they are in [-cut, cut], by the inverse error function."""
     edge = math.erf(cut / std / math.sqrt(2))
     # 1 - 2^-24 is the largest float32 below 1; the inverse is infinite at 1 itself.
     draws = uniform(*shape, bound=min(edge, 1 - 2**-24), generator=generator)

@@ -2,8 +2,10 @@
 
 from torch import Tensor, nn
 
+from weightscope._util.names import unknown
 from weightscope.errors import UsageError
 from weightscope.networks.layers import SpatialMean, depthwise, patchify
+from weightscope.networks.registry import NETWORKS
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
 DILATIONS = {
@@ -19,21 +21,21 @@ DILATIONS = {
 
 
 def dilation_schedule(name: str, depth: int) -> tuple[int, ...]:
-    """The dilation of each depthwise layer: layer i of `depth` lies in quarter `floor(4 i / depth)`.
+    """The dilation of each depthwise layer: layer i of `depth` belongs to quarter `floor(4 i / depth)`.
 
     Args:
-        name: one of A to H (thesis Table 3.2); A is no dilation anywhere.
+        name: one of A to H (thesis Table 3.2); A has no dilation.
         depth: the number of layers.
 
     Raises:
-        UsageError: if there is no schedule of that name.
+        UsageError: if the name is unknown.
 
     Example:
         >>> dilation_schedule("E", 8)
         (1, 1, 1, 1, 2, 2, 3, 3)
     """
     if name not in DILATIONS:
-        raise UsageError(f"no dilation schedule {name!r}; there are {', '.join(DILATIONS)}")
+        raise UsageError(unknown("dilation schedule", name, DILATIONS))
     return tuple(DILATIONS[name][4 * i // depth] for i in range(depth))
 
 
@@ -45,10 +47,11 @@ class Residual(nn.Module):
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input to the function's value."""
+        """Add the input to the function's output."""
         return self.fn(x) + x
 
 
+@NETWORKS.register("convmixer", source="Trockman and Kolter 2022; thesis 2.1.1")
 class ConvMixer(nn.Module):
     """ConvMixer-h/d. Images (B, c, S, S) to logits (B, n).
 
@@ -63,10 +66,10 @@ class ConvMixer(nn.Module):
         patch_size: p.
         num_classes: n.
         in_channels: c.
-        dilations: the schedule of the depthwise filters' dilation, A to H (thesis Table 3.2).
+        dilations: the dilation schedule of the depthwise filters, A to H (thesis Table 3.2).
 
     Raises:
-        UsageError: if `kernel_size` is even or there is no such schedule.
+        UsageError: if `kernel_size` is even or the schedule is unknown.
 
     Example:
         >>> ConvMixer(256, 8, kernel_size=5, patch_size=1, num_classes=10)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, patchify
+from weightscope.networks.registry import NETWORKS
 
 
 class ConvNeXtBlock(nn.Module):
@@ -16,8 +17,10 @@ class ConvNeXtBlock(nn.Module):
         width: d.
         kernel_size: of the depthwise filters, odd.
         hidden: p, the MLP's hidden units.
-        layer_scale: what gamma starts from; None for no gamma.
+        layer_scale: initial value of gamma; None for no gamma.
     """
+
+    gamma: nn.Parameter | None
 
     def __init__(self, width: int, kernel_size: int, hidden: int, layer_scale: float | None) -> None:
         super().__init__()
@@ -30,7 +33,7 @@ class ConvNeXtBlock(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set `gamma` to its initial value."""
-        if self.gamma is not None:
+        if self.gamma is not None and self.layer_scale is not None:
             nn.init.constant_(self.gamma, self.layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ class ConvNeXtStage(nn.Module):
         depth: blocks.
         kernel_size: of the depthwise filters.
         expansion: p / d.
-        layer_scale: what gamma starts from; None for no gamma.
+        layer_scale: initial value of gamma; None for no gamma.
     """
 
     def __init__(
@@ -83,11 +86,12 @@ class ConvNeXtHead(nn.Module):
         return self.fc(self.norm(self.global_pool(x)))
 
 
+@NETWORKS.register("convnext", source="Liu et al. 2022; MLP paper, section 3")
 class ConvNeXt(nn.Module):
     """ConvNeXt. Images (B, c, S, S) to logits (B, n).
 
-    Isotropic when `width` and `depth` are numbers (one stage, as in the MLP paper), hierarchical when they
-    are sequences with one entry for each stage; each stage after the first halves the image's side. Names
+    Isotropic if `width` and `depth` are numbers (one stage, as in the MLP paper), hierarchical if they
+    are sequences with one entry per stage; each stage after the first halves the image's side. Names
     and shapes are those of `timm.models.convnext.ConvNeXt`, except that timm always has four stages and
     also halves the side before the first one if the patch size is 2.
 
@@ -103,10 +107,10 @@ class ConvNeXt(nn.Module):
         num_classes: n.
         expansion: the MLP's hidden units per channel, p / d.
         in_channels: c.
-        layer_scale: what each block's gamma starts from; None for blocks without gamma.
+        layer_scale: initial value of each block's gamma; None for blocks without gamma.
 
     Raises:
-        UsageError: if `width` and `depth` do not go together, or `kernel_size` is even.
+        UsageError: if `width` and `depth` do not match, or `kernel_size` is even.
 
     Example:
         >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)
@@ -128,9 +132,9 @@ class ConvNeXt(nn.Module):
         super().__init__()
         if isinstance(width, int) != isinstance(depth, int):
             raise UsageError(f"width and depth must both be numbers or both be sequences, found {width} and {depth}")
-        widths, depths = ((width,), (depth,)) if isinstance(width, int) else (tuple(width), tuple(depth))
+        widths, depths = ((n,) if isinstance(n, int) else tuple(n) for n in (width, depth))
         if len(widths) != len(depths) or not widths:
-            raise UsageError(f"width and depth need one entry for each stage, found {widths} and {depths}")
+            raise UsageError(f"width and depth need one entry per stage, found {widths} and {depths}")
         self.stem = nn.Sequential(patchify(in_channels, widths[0], patch_size), LayerNorm2d(widths[0]))
         self.stages = nn.Sequential(
             *(

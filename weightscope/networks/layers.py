@@ -1,12 +1,12 @@
-"""The few layers that torch does not bring along, under timm's names.
+"""The few layers that `torch.nn` lacks, under timm's names.
 
 A network here is a *container*: it calls leaf layers, adds residuals, applies elementwise functions,
 averages over space, and multiplies by or adds parameters along the channel axis. Everything that mixes or
 splits channels is a leaf: a layer of `torch.nn`, `LayerNorm2d` or `Attention`. So a container's forward
-also runs on activations whose channel axis holds the channels of T networks side by side, once its leaves
-are replaced by stacked ones; that is how many networks are trained as one.
+also runs on network-stacked channels, a channel axis that holds the channels of T networks side by side, once its
+leaves are replaced by batched layers; that is how many networks are trained as one.
 
-Every layer with parameters of its own has `reset_parameters()`, in the manner of `torch.nn`.
+Every layer with its own parameters has `reset_parameters()`, like those of `torch.nn`.
 """
 
 import torch
@@ -38,7 +38,7 @@ class LayerScale(nn.Module):
 
     Args:
         width: the number of channels.
-        initial: the value that `gamma` starts from.
+        initial: the initial value of `gamma`.
     """
 
     def __init__(self, width: int, initial: float) -> None:
@@ -65,7 +65,7 @@ class SpatialMean(nn.Module):
 
 
 class TokenPool(nn.Module):
-    """TokenGrid (B, N, d) to one vector (B, d): their average, or the first one (the class token).
+    """Pool tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token).
 
     Args:
         first: take the first token instead of the average.
@@ -81,9 +81,9 @@ class TokenPool(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, Linear: `x -> W2 gelu(W1 x + b1) + b2` on the last axis.
+    """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis.
 
-    In the MLP paper's notation W1 is `fc1.weight` (p, d) and W2 is `fc2.weight` (d, p).
+    The MLP paper calls `fc1.weight` (p, d) W1 and `fc2.weight` (d, p) W2.
 
     Args:
         width: d, channels of input and output.
@@ -105,7 +105,7 @@ class Attention(nn.Module):
     """Multi-head self-attention: `softmax(Q K^T / sqrt(k)) V` in each head, then `proj`.
 
     `qkv.weight` (3 d, d) stacks the queries, keys and values of all heads: rows `h k` to `(h + 1) k` of each
-    third belong to head h. A leaf for whoever trains many networks as one: its forward splits channels.
+    third belong to head h. Its forward splits channels, so it is a leaf layer of batched training.
 
     Args:
         width: d.
@@ -130,7 +130,7 @@ def depthwise(width: int, kernel_size: int, dilation: int = 1) -> nn.Conv2d:
     """A depthwise convolution, one kernel_size x kernel_size filter per channel, that keeps the image's size.
 
     Raises:
-        UsageError: if the kernel size is even: such a filter has no central pixel.
+        UsageError: if the kernel size is even, so that a filter has no central pixel.
     """
     if kernel_size % 2 == 0:
         raise UsageError(f"kernel_size must be odd, so that a filter has a central pixel, found {kernel_size}")

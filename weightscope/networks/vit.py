@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al. 2021) with the position codes and pooling of the attention paper."""
+"""Vision transformer (Dosovitskiy et al. 2021) with the positions and pooling of the attention paper."""
 
 from typing import Literal
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, patchify
 from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.registry import NETWORKS
 
 EMBEDDING_STD = 0.02  # of learned positions and the class token, as in BERT, DeiT and timm
 
@@ -42,6 +43,7 @@ class Block(nn.Module):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
+@NETWORKS.register("vit", source="Dosovitskiy et al. 2021; attention paper")
 class ViT(nn.Module):
     """Vision transformer. Images (B, c, S, S) to logits (B, n).
 
@@ -57,20 +59,22 @@ class ViT(nn.Module):
         depth: L, blocks.
         heads: H, divides d.
         num_classes: n.
-        positions: what `pos_embed` (1, N, d) starts from; it is a trained parameter either way. Sinusoidal is
+        positions: initial value of `pos_embed` (1, N, d), which is trained either way. Sinusoidal is
             `position_scale` times `sinusoidal_positions`, and zero for the class token.
         pool: average the tokens, or read the class token.
         in_channels: c.
         expansion: the MLP's hidden units per channel.
         position_scale: gamma of the attention paper (thesis 3.2), the scale of sinusoidal positions.
-        layer_scale: what the LayerScale of each branch starts from; None for none.
+        layer_scale: initial value of each branch's LayerScale; None for no LayerScale.
 
     Raises:
-        UsageError: if sizes do not divide as said, or `positions` or `pool` is another word.
+        UsageError: if sizes do not divide as required, or `positions` or `pool` is invalid.
 
     Example:
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")
     """
+
+    cls_token: nn.Parameter | None
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, self.grid**2 + (pool == "token"), width))
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
         self.blocks = nn.Sequential(*(Block(width, heads, expansion * width, layer_scale) for _ in range(depth)))
-        # timm normalises before picking the class token but after averaging, under two names
+        # timm normalises before picking the class token but after averaging, and names the two differently
         self.pooling = TokenPool(first=pool == "token")
         self.norm = nn.LayerNorm(width, eps=1e-6) if pool == "token" else nn.Identity()
         self.fc_norm = nn.LayerNorm(width, eps=1e-6) if pool == "average" else nn.Identity()
@@ -109,7 +113,7 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `cls_token` and `pos_embed` to their initial values (the layers have resets of their own)."""
+        """Set `cls_token` and `pos_embed` to their initial values (layers have their own resets)."""
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=EMBEDDING_STD)
         if self.positions == "learned":

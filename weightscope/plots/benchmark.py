@@ -1,4 +1,4 @@
-"""Initialisers compared: accuracy against training length, and differences on paired seeds."""
+"""Comparisons of initialisers: accuracy against training length, and differences on paired seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from scipy import stats
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import _style, _text
+from weightscope.plots import theme, typography
 
 _FROZEN = " (frozen)"  # how `bench` marks an arm whose filters are frozen
 _ROW = 0.34  # inches
 
 
 @dataclass(frozen=True)
-class _Look:
-    """How an initialiser is drawn, by its place among the others; a frozen arm like its thawed one, but hollow."""
+class _Style:
+    """Colour, marker and line of an initialiser; a frozen arm has those of its counterpart, with open markers."""
 
     colour: str
     marker: str
@@ -31,49 +31,49 @@ class _Look:
         return "white" if self.frozen else self.colour
 
 
-def _looks(inits: Sequence[str]) -> dict[str, _Look]:
+def _styles(inits: Sequence[str]) -> dict[str, _Style]:
     bases = list(dict.fromkeys(name.removesuffix(_FROZEN) for name in inits))
-    looks = {}
+    styles = {}
     for name in inits:
         i, frozen = bases.index(name.removesuffix(_FROZEN)), name.endswith(_FROZEN)
-        line = (0, (1, 1.5)) if frozen else _style.LINES[i % len(_style.LINES)]
-        looks[name] = _Look(
-            _style.PALETTE[i % len(_style.PALETTE)], _style.MARKERS[i % len(_style.MARKERS)], line, frozen
+        line = (0, (1, 1.5)) if frozen else theme.LINES[i % len(theme.LINES)]
+        styles[name] = _Style(
+            theme.PALETTE[i % len(theme.PALETTE)], theme.MARKERS[i % len(theme.MARKERS)], line, frozen
         )
-    return looks
+    return styles
 
 
-@_style.themed
+@theme.themed
 def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
     """Test accuracy against training length with 95 % intervals, one line for each initialiser.
 
-    Every point is a full schedule of its length, so the lengths that were run are the ticks; the axis is
-    logarithmic (base 2) when they span a factor of 4. With a single length the initialisers are rows, with the
-    interval of the mean and the difference to the first one.
+    Every point is a full schedule of its length, so the ticks are the lengths that were run; the axis is
+    logarithmic (base 2) if they span a factor of 4. With a single length the initialisers are rows, with the
+    interval of the mean and the difference from the first.
 
     Args:
         summary: rows of a benchmark's `results.json`: `init`, `epochs`, `n`, `mean` and `ci95` (fractions),
             `difference` and `p` (None for the reference).
-        ax: where to draw; a new figure if None.
-        title: the finding.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
 
     Raises:
-        UsageError: if there are no rows, or a pair of initialiser and length comes twice.
-        DataError: if a mean is no fraction.
+        UsageError: if there are no rows, or a pair of initialiser and length is duplicated.
+        DataError: if a mean is not a fraction.
 
     Example:
-        >>> save(convergence(json.load(open("results.json"))["summary"]).figure, "convergence.png")
+        >>> save(convergence(json.load(open("results.json"))["summary"]), "convergence.png")
     """
     rows = _checked(summary)
     inits = list(dict.fromkeys(row["init"] for row in rows))
     lengths = sorted({row["epochs"] for row in rows})
-    looks = _looks(inits)
+    styles = _styles(inits)
     if len(lengths) == 1:
-        return _single_length(rows, looks, ax, title)
-    canvas = _style.Canvas.on(ax, 6.8, 4.4)
+        return _single_length(rows, styles, ax, title)
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
     ax = canvas.ax
     for order, init in enumerate(inits):
-        _line(ax, init, looks[init], sorted((r for r in rows if r["init"] == init), key=lambda r: r["epochs"]), order)
+        _line(ax, init, styles[init], sorted((r for r in rows if r["init"] == init), key=lambda r: r["epochs"]), order)
     if lengths[-1] >= 4 * lengths[0]:
         ax.set_xscale("log", base=2)
         margin = (lengths[-1] / lengths[0]) ** 0.05
@@ -83,19 +83,19 @@ def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *,
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value in shown else ""))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.grid(axis="both")
-    _style.percent(ax.yaxis, *ax.get_ylim())
+    theme.percent(ax.yaxis, *ax.get_ylim())
     ax.set_xlabel("training length (epochs" + (", log scale)" if ax.get_xscale() == "log" else ")"))
     ax.set_ylabel("test accuracy (%)")
     room = 72 * 0.8 * canvas.size[0] - 44
-    handles = [_handle(look, _text.wrap(init, room)) for init, look in looks.items()]
+    handles = [_handle(style, typography.wrap(init, room)) for init, style in styles.items()]
     canvas.legend(handles, _seeds(rows))
     canvas.finish(title)
     return ax
 
 
-def _handle(look: _Look, label: str) -> Line2D:
+def _handle(style: _Style, label: str) -> Line2D:
     return Line2D(
-        [], [], color=look.colour, ls=look.line, marker=look.marker, mfc=look.face, mew=1.2, lw=1.5, label=label
+        [], [], color=style.colour, ls=style.line, marker=style.marker, mfc=style.face, mew=1.2, lw=1.5, label=label
     )
 
 
@@ -117,18 +117,18 @@ def _seeds(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds with 95 % CI"
 
 
-def _line(ax: Axes, init: str, look: _Look, rows: Sequence[Mapping[str, Any]], order: int) -> None:
+def _line(ax: Axes, init: str, style: _Style, rows: Sequence[Mapping[str, Any]], order: int) -> None:
     epochs = np.array([row["epochs"] for row in rows], dtype=float)
     mean = np.array([row["mean"] for row in rows])
     low, high = (_end(rows, i) for i in (0, 1))
-    ax.fill_between(epochs, low, high, color=look.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
-    style: dict[str, Any] = {"color": look.colour, "ls": look.line, "marker": look.marker, "mfc": look.face}
-    style |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
-    ax.errorbar(epochs, mean, yerr=[mean - low, high - mean], label=init, **style)
+    ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
+    options: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
+    options |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
+    ax.errorbar(epochs, mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], label=init, **options)
 
 
 def _end(rows: Sequence[Mapping[str, Any]], end: int) -> np.ndarray:
-    """The intervals' lower or upper ends; one seed has none, and its point stands without a bar."""
+    """The lower or upper ends of the intervals; the mean itself where there is no interval."""
     values = [row["ci95"][end] if row["ci95"] is not None else None for row in rows]
     return np.array(
         [row["mean"] if v is None or not np.isfinite(v) else v for row, v in zip(rows, values, strict=True)]
@@ -136,13 +136,13 @@ def _end(rows: Sequence[Mapping[str, Any]], end: int) -> np.ndarray:
 
 
 def _without_collisions(lengths: Sequence[float], ax: Axes, points: float) -> set[float]:
-    """The lengths whose labels have room; the first and the last always have."""
+    """The lengths whose labels do not overlap, the first and the last included."""
     place = np.log2 if ax.get_xscale() == "log" else np.asarray
     low, high = place(np.array(ax.get_xlim()))
     at = {length: (float(place(np.float64(length))) - low) / (high - low) * points for length in lengths}
     shown = [lengths[0]]
     for length in lengths[1:]:
-        width = _text.text_width(f"{length:g}") + 5
+        width = typography.text_width(f"{length:g}") + 5
         fits_last = length == lengths[-1] or at[lengths[-1]] - at[length] >= width
         if at[length] - at[shown[-1]] >= width and fits_last:
             shown.append(length)
@@ -150,26 +150,26 @@ def _without_collisions(lengths: Sequence[float], ax: Axes, points: float) -> se
 
 
 def _single_length(
-    rows: Sequence[Mapping[str, Any]], looks: Mapping[str, _Look], ax: Axes | None, title: str | None
+    rows: Sequence[Mapping[str, Any]], styles: Mapping[str, _Style], ax: Axes | None, title: str | None
 ) -> Axes:
-    """Initialisers as rows: mean with its interval, and in words the difference to the first."""
-    names = [_text.wrap(row["init"], 165) for row in rows]
-    canvas = _style.Canvas.on(ax, 7.4, 1.0 + _row_height(names) * (len(rows) + 0.75))
+    """Initialisers as rows: the mean with its interval, and the difference from the first as text."""
+    names = [typography.wrap(row["init"], 165) for row in rows]
+    canvas = theme.Canvas.on(ax, 7.4, 1.0 + _row_height(names) * (len(rows) + 0.75))
     ax = canvas.ax
     low, high = _end(rows, 0), _end(rows, 1)
     for y, row in enumerate(rows):
-        look = looks[row["init"]]
-        bar: dict[str, Any] = {"color": look.colour, "marker": look.marker, "mfc": look.face, "label": row["init"]}
+        style = styles[row["init"]]
+        bar: dict[str, Any] = {"color": style.colour, "marker": style.marker, "mfc": style.face, "label": row["init"]}
         ends = [[row["mean"] - low[y]], [high[y] - row["mean"]]]
         ax.errorbar([row["mean"]], [y], xerr=ends, ms=6.5, mew=1.2, capsize=3, lw=1.5, **bar)
         if row.get("difference") is None and len(rows) > 1:
-            ax.axvline(row["mean"], color=look.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
-    _style.list_axis(ax, range(len(rows)), names, len(rows))
+            ax.axvline(row["mean"], color=style.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    theme.list_axis(ax, range(len(rows)), names, len(rows))
     means = [f"{100 * row['mean']:.1f}" for row in rows]
     words = [_difference(row) for row in rows]
     heads = [("mean", means)] + ([("difference", words)] if len(rows) > 1 else [])
-    _style.columns(ax, range(len(rows)), -0.8, heads)
-    _style.percent(ax.xaxis, *ax.get_xlim())
+    theme.columns(ax, range(len(rows)), -0.8, heads)
+    theme.percent(ax.xaxis, *ax.get_xlim())
     epochs = rows[0]["epochs"]
     ax.set_xlabel(f"test accuracy (%) after {epochs:g} epoch{'s' * (epochs != 1)}; {_seeds(rows)}")
     canvas.finish(title)
@@ -177,7 +177,7 @@ def _single_length(
 
 
 def _row_height(names: Sequence[str]) -> float:
-    """Inches that a row needs for its name."""
+    """Height of a row in inches."""
     return max(_ROW, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
 
 
@@ -186,62 +186,62 @@ def _difference(row: Mapping[str, Any]) -> str:
         return "reference"
     interval = row.get("difference_ci95")
     width = 100 * (interval[1] - interval[0]) if interval else 0.0
-    text = _text.signed(100 * row["difference"], _text.places(width))
+    text = typography.signed(100 * row["difference"], typography.places(width))
     p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
     return text if p is None else f"{text}, {p_value(p)}"
 
 
 def p_value(p: float) -> str:
-    """A p-value in words: `p = 0.012`, `p = 2×10⁻⁹`, `p < 10⁻³⁰⁰`."""
+    """A p-value as text: `p = 0.012`, `p = 2×10⁻⁹`, `p < 10⁻³⁰⁰`."""
     if p < 1e-300:
         return "p < 10⁻³⁰⁰"
-    return f"p = {p:.2g}" if p >= 1e-3 else f"p = {_text.number(p, 1)}"
+    return f"p = {p:.2g}" if p >= 1e-3 else f"p = {typography.number(p, 1)}"
 
 
-@_style.themed
+@theme.themed
 def paired_differences(runs: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
     """Each seed's accuracy minus the first initialiser's on the same seed, with the mean and its 95 % interval.
 
     Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
-    accuracies do. Points are seeds; the bar is mean +- t(0.975, n - 1) s / sqrt(n). Frozen arms are compared with
+    accuracies do. Points are seeds; bars are mean +- t(0.975, n - 1) s / sqrt(n). Frozen arms are compared with
     the first frozen one.
 
     Args:
-        runs: rows of a benchmark's `results.json`: `init`, `epochs`, `seed`, `accuracy` (a fraction), and perhaps
-            `diverged`, which is drawn as a cross.
-        ax: where to draw; a new figure if None.
-        title: the finding.
+        runs: rows of a benchmark's `results.json`: `init`, `epochs`, `seed`, `accuracy` (a fraction), and optionally
+            `diverged`, drawn as a cross.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
 
     Raises:
-        UsageError: if nothing can be compared.
+        UsageError: if there is nothing to compare.
 
     Example:
         >>> paired_differences(json.load(open("results.json"))["runs"])
     """
     arms = _arms(runs)
-    looks = _looks(list(dict.fromkeys(run["init"] for run in runs)))
-    names = [_text.wrap(arm.init, 165) for arm in arms]
+    styles = _styles(list(dict.fromkeys(run["init"] for run in runs)))
+    names = [typography.wrap(arm.init, 165) for arm in arms]
     places, headings = _arranged(arms)
     height = max(_row_height(names), 0.5 if max(len(arm.differences) for arm in arms) > 16 else _ROW)
-    canvas = _style.Canvas.on(ax, 7.4, 1.0 + height * (places[-1] + 1.75))
+    canvas = theme.Canvas.on(ax, 7.4, 1.0 + height * (places[-1] + 1.75))
     ax = canvas.ax
     for y, arm in zip(places, arms, strict=True):
-        _seed_points(ax, y, arm, looks[arm.init], 72 * height)
-        _mean_bar(ax, y, arm, looks[arm.init])
-    ax.axvline(0, color=_style.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
-    _style.list_axis(ax, places, names, places[-1] + 1)
+        _seed_points(ax, y, arm, styles[arm.init], 72 * height)
+        _mean_bar(ax, y, arm, styles[arm.init])
+    ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    theme.list_axis(ax, places, names, places[-1] + 1)
     ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     for y, epochs in headings:
         side: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
         text = f"{epochs:g} epoch{'s' * (epochs != 1)}"
-        ax.annotate(text, (0, y), (-6, 0), ha="right", va="center", fontsize=_text.SMALL, weight="bold", **side)
+        ax.annotate(text, (0, y), (-6, 0), ha="right", va="center", fontsize=typography.SMALL, weight="bold", **side)
     better = [f"{int((arm.differences > 0).sum())} of {len(arm.differences)}" for arm in arms]
-    _style.columns(ax, places, -0.8, [("mean (95 % CI)", [_mean(arm) for arm in arms]), ("better on", better)])
+    theme.columns(ax, places, -0.8, [("mean (95 % CI)", [_mean(arm) for arm in arms]), ("better on", better)])
     references = " or ".join(dict.fromkeys(arm.reference for arm in arms))
     label = f"accuracy minus that of {references} on the same seed (percentage points)"
     label += "; × diverged" if any(arm.diverged.any() for arm in arms) else ""
-    ax.set_xlabel(_text.wrap(label, 72 * 0.6 * canvas.size[0], _text.LABEL))
+    ax.set_xlabel(typography.wrap(label, 72 * 0.6 * canvas.size[0], typography.LABEL))
     canvas.finish(title)
     return ax
 
@@ -258,7 +258,7 @@ class _Arm:
 
 
 def _arranged(arms: Sequence[_Arm]) -> tuple[list[float], list[tuple[float, float]]]:
-    """Rows for the arms, and (row, epochs) for a heading over each length if there are several."""
+    """Vertical positions of the arms, and (position, epochs) of a heading for each length if there are several."""
     if len({arm.epochs for arm in arms}) == 1:
         return [float(y) for y in range(len(arms))], []
     places: list[float] = []
@@ -275,15 +275,15 @@ def _arranged(arms: Sequence[_Arm]) -> tuple[list[float], list[tuple[float, floa
 
 def _mean(arm: _Arm) -> str:
     low, high = _interval(arm.differences)
-    decimals = _text.places(high - low)
+    decimals = typography.places(high - low)
     if len(arm.differences) == 1:
-        return f"{_text.signed(arm.differences[0], decimals)} (one seed)"
-    ends = f"{_text.signed(low, decimals)} to {_text.signed(high, decimals)}"
-    return f"{_text.signed(arm.differences.mean(), decimals)} ({ends})"
+        return f"{typography.signed(arm.differences[0], decimals)} (one seed)"
+    ends = f"{typography.signed(low, decimals)} to {typography.signed(high, decimals)}"
+    return f"{typography.signed(arm.differences.mean(), decimals)} ({ends})"
 
 
 def _arms(runs: Sequence[Mapping[str, Any]]) -> list[_Arm]:
-    """All initialisers but the references, by length."""
+    """All initialisers except the references, by length."""
     found: dict[tuple[float, str], dict[int, Mapping[str, Any]]] = {}
     for run in runs:
         found.setdefault((run["epochs"], run["init"]), {})[run["seed"]] = run
@@ -311,15 +311,15 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean() - half), float(values.mean() + half)
 
 
-def _mean_bar(ax: Axes, y: float, arm: _Arm, look: _Look) -> None:
+def _mean_bar(ax: Axes, y: float, arm: _Arm, style: _Style) -> None:
     low, high = _interval(arm.differences)
     mean = arm.differences.mean()
-    style: dict[str, Any] = {"fmt": "D", "color": _style.INK, "mfc": look.face, "zorder": 4, "gid": "mean"}
-    ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], ms=5, mew=1.2, capsize=4, lw=1.8, **style)
+    options: dict[str, Any] = {"fmt": "D", "color": theme.INK, "mfc": style.face, "zorder": 4, "gid": "mean"}
+    ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], ms=5, mew=1.2, capsize=4, lw=1.8, **options)
 
 
-def _seed_points(ax: Axes, y: float, arm: _Arm, look: _Look, points: float) -> None:
-    """Every seed as a point; points that would cover each other are stacked, in the same way every time."""
+def _seed_points(ax: Axes, y: float, arm: _Arm, style: _Style, points: float) -> None:
+    """One point per seed; points that would overlap are stacked, deterministically."""
     values = arm.differences
     step = max(float(np.ptp(values)) / 60, 1e-9)
     column = np.round(values / step).astype(int)
@@ -329,8 +329,8 @@ def _seed_points(ax: Axes, y: float, arm: _Arm, look: _Look, points: float) -> N
         offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
     reach = max(np.abs(offsets).max(), 1.0)
     height = y + offsets * min(5.0 / points, 0.4 / reach)
-    style: dict[str, Any] = {"color": look.colour, "mec": look.colour, "alpha": 0.55, "ls": "none", "zorder": 3}
+    options: dict[str, Any] = {"color": style.colour, "mec": style.colour, "alpha": 0.55, "ls": "none", "zorder": 3}
     ok = ~arm.diverged
-    ax.plot(values[ok], height[ok], "o", ms=3.2, mfc=look.face, gid="seeds", **style)
+    ax.plot(values[ok], height[ok], "o", ms=3.2, mfc=style.face, gid="seeds", **options)
     if arm.diverged.any():
-        ax.plot(values[~ok], height[~ok], "x", ms=4.5, gid="diverged", **style)
+        ax.plot(values[~ok], height[~ok], "x", ms=4.5, gid="diverged", **options)

@@ -1,25 +1,23 @@
-"""Covariance matrices: joint over tensors with blocks ruled off, and of filters in block form."""
+"""Covariance matrices: joint over tensors, with their blocks marked, and of filters in block form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap
 from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import _style, _text
-from weightscope.plots._names import merged, short_names
-from weightscope.plots._pool import Pooled, cell_edges, check_entries, checked_square, pool
+from weightscope.plots import theme, typography
+from weightscope.plots.pooling import Pooled, cell_edges, check_entries, checked_square, pool
+from weightscope.plots.tensor_names import merged, short_names
 
-_CELLS = 600  # cells along a side: what an axes of five inches can show at 150 dots per inch
-_SIDE = 5.0  # inches of an axes of ours
+_CELLS = 600  # cells along a side: five inches at 150 dots per inch
+_SIDE = 5.0  # inches of axes in a new figure
 _LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 
 
-@_style.themed
+@theme.themed
 def covariance_map(
     matrix: Any,
     blocks: Mapping[str, slice],
@@ -32,38 +30,37 @@ def covariance_map(
     quantile: float = 0.99,
     cells: int = _CELLS,
 ) -> Axes:
-    """A joint covariance or correlation matrix, its blocks ruled off and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
+    """A joint covariance or correlation matrix with its blocks marked and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
 
-    The variances on the diagonal dwarf the rest, so the colour scale ends at the `quantile` of the absolute values
-    beside the diagonal, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more
-    than `cells` coordinates is averaged over cells that do not cross borders of blocks (see `pool` for why the
-    mean); cells on the diagonal then show the mean variance. Constant coordinates, whose correlations are NaN, are
-    grey.
+    Variances are much larger than covariances, so the colour scale ends at the `quantile` of the off-diagonal absolute
+    values, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more than `cells`
+    coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then show the
+    mean variance. Constant coordinates, whose correlations are NaN, are grey.
 
-    With `groups`, cells are pairs of groups of coordinates, such as the columns of a matrix: a cell is the mean
-    covariance between members of two groups, and on the diagonal that between different members of one. Stripes far
-    below the noise of single covariances (1/sqrt(N) as correlations) become visible, because hundreds are averaged.
+    With `groups`, a cell is the mean covariance between members of two groups of coordinates, such as two columns of a
+    matrix, and on the diagonal that between different members of one group. Averaging hundreds of entries reveals
+    stripes far below the noise of single covariances (1/sqrt(N) as correlations).
 
     Args:
         matrix: (D, D), symmetric.
-        blocks: name of a tensor -> its coordinates; together they cover 0 to D without overlap.
-        ax: where to draw; a new figure if None.
+        blocks: tensor name -> its coordinates; together they cover 0 to D without overlap.
+        ax: axes to draw on; a new figure if None.
         kind: `"covariance"` or `"correlation"`.
-        title: the finding.
-        diagonal: `"mask"` leaves the diagonal white (or, when averaging, shows what lies beside it).
-        groups: name of a tensor -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
-            W (p, n) and `np.repeat(np.arange(p), n)` for its rows. A tensor that is not named is one group.
-        quantile: share of the values beside the diagonal (with `groups`, of all) within the colour scale.
-        cells: most cells along a side.
+        title: figure title.
+        diagonal: `"mask"` leaves the diagonal white (or, when averaging, shows the mean of its off-diagonal entries).
+        groups: tensor name -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
+            W (p, n) and `np.repeat(np.arange(p), n)` for its rows. A tensor that is not listed is one group.
+        quantile: fraction of the off-diagonal values (with `groups`, of all values) within the colour scale.
+        cells: maximum number of cells along a side.
 
     Raises:
-        DataError: if the matrix is not square, symmetric and finite, or no correlation matrix although `kind`
-            says so: a picture of a wrong matrix is worse than none.
-        UsageError: if the blocks do not cover the coordinates, groups do not fit, or an option is unknown.
+        DataError: if the matrix is not square, symmetric and finite, or not a correlation matrix if `kind` is
+            `"correlation"`.
+        UsageError: if the blocks do not cover the coordinates, groups have the wrong length, or an option is invalid.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
-        >>> save(covariance_map(found.matrix, found.blocks).figure, "covariance.png")
+        >>> save(covariance_map(found.matrix, found.blocks), "covariance.png")
     """
     if kind not in ("covariance", "correlation") or diagonal not in ("show", "mask"):
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
@@ -82,19 +79,19 @@ def covariance_map(
         pooled = pool(array, edges, 1, missing, diagonal=False)
     limit, beyond = _limit(pooled, quantile, everything=groups is not None)
 
-    canvas = _style.Canvas.on(ax, _SIDE, _SIDE)
+    canvas = theme.Canvas.on(ax, _SIDE, _SIDE)
     ax = canvas.ax
     counted = np.add.reduceat(~missing, pooled.edges[:-1])
-    empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has nothing beside its variance
+    empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     shown = np.where(empty & np.isnan(pooled.cells), 0.0, pooled.cells)
     image = _draw(ax, shown, pooled.edges, limit)
-    where = "values beside the diagonal" if groups is None else "cells"
+    where = "off-diagonal values" if groups is None else "cells"
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
-    label = f"{unit}; ±{_text.number(limit)} holds {100 * quantile:g} % of the {where}"
-    _style.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
+    label = f"{unit}; ±{typography.number(limit)} holds {100 * quantile:g} % of the {where}"
+    theme.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
     remark = _label_blocks(canvas, names, bounds)
     text = _caption(pooled, missing, remark, grouped=groups is not None)
-    ax.set_xlabel(_text.wrap(text, _points(canvas)), fontsize=_text.SMALL, color=_style.MUTED)
+    ax.set_xlabel(typography.wrap(text, _points(canvas)), fontsize=typography.SMALL, color=theme.MUTED)
     canvas.finish_sized(_SIDE, _SIDE, title)
     return ax
 
@@ -102,9 +99,9 @@ def covariance_map(
 def _grouped(
     names: Sequence[str], bounds: Sequence[tuple[int, int]], groups: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The order of coordinates that puts members of a group together, and the groups' borders."""
+    """The permutation that sorts coordinates by group, and the groups' borders."""
     if unknown := sorted(set(groups) - set(names)):
-        raise UsageError(f"groups: `{unknown[0]}` is no block; blocks are {', '.join(names)}")
+        raise UsageError(f"groups: `{unknown[0]}` is not a block; blocks are {', '.join(names)}")
     order, edges = [], [0]
     for name, (start, stop) in zip(names, bounds, strict=True):
         labels = np.asarray(groups.get(name, np.zeros(stop - start, dtype=int)))
@@ -130,7 +127,7 @@ def _bounds(blocks: Mapping[str, slice], size: int) -> tuple[list[str], list[tup
 
 
 def _constant(array: np.ndarray, kind: str) -> np.ndarray:
-    """(D,) bool: coordinates that do not vary, whose correlations do not exist."""
+    """(D,) bool: constant coordinates, whose correlations are undefined."""
     variances = np.diagonal(array)
     if kind == "covariance":
         if (variances < -1e-6 * np.abs(variances).max()).any():
@@ -138,7 +135,7 @@ def _constant(array: np.ndarray, kind: str) -> np.ndarray:
         return np.zeros(len(array), dtype=bool)
     missing = np.isnan(variances)
     if missing.all():
-        raise DataError("correlation matrix: every coordinate is constant, there is nothing to draw")
+        raise DataError("correlation matrix: every coordinate is constant")
     if (wrong := np.abs(variances[~missing] - 1) > 1e-3).any():
         found = variances[~missing][wrong][0]
         raise DataError(f"correlation matrix: expected ones on the diagonal, found {found:g}; is it a covariance?")
@@ -146,24 +143,20 @@ def _constant(array: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _limit(pooled: Pooled, quantile: float, *, everything: bool) -> tuple[float, bool]:
-    """The colour limit, and whether something lies beyond it."""
+    """The colour limit, and whether any value exceeds it."""
     finite = np.abs(pooled.cells[np.isfinite(pooled.cells)])
     values = finite if everything else np.abs(pooled.off_diagonal)
     limit = float(np.quantile(values, quantile)) if values.size else 0.0
     if limit == 0:  # a diagonal matrix, or one cell
         limit = float(values.max(initial=0.0)) or float(finite.max(initial=0.0)) or 1.0
-    limit = _text.rounded_up(limit)
+    limit = typography.rounded_up(limit)
     return limit, bool((finite > limit).any())
 
 
-def _map() -> Colormap:
-    return matplotlib.colormaps[_style.DIVERGING].with_extremes(bad=_style.GREY)
-
-
 def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
-    """The cells at their coordinates, first row on top."""
-    image = ax.pcolorfast(edges.astype(float), edges.astype(float), np.ma.masked_invalid(cells), cmap=_map())
-    image.set_norm(_style.centred(limit))
+    """Draw the cells at their coordinates, the first row on top."""
+    places = edges.astype(float)
+    image = ax.pcolorfast(places, places, np.ma.masked_invalid(cells), **theme.colours(limit))
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(edges[-1], edges[0])
     ax.set_aspect("equal")
@@ -171,32 +164,32 @@ def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
     return image
 
 
-def _points(canvas: _style.Canvas) -> float:
-    """The side of the square: known if the figure is ours, else an estimate from below."""
+def _points(canvas: theme.Canvas) -> float:
+    """The side of the square in points: known for a new figure, else a lower estimate."""
     return 72 * (_SIDE if canvas.owned else 0.66 * min(canvas.size))
 
 
-def _label_blocks(canvas: _style.Canvas, names: list[str], bounds: list[tuple[int, int]]) -> str:
-    """Rule the blocks off and name them on both sides; returns a remark on the names."""
+def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int, int]]) -> str:
+    """Draw borders between blocks and name them on both axes; returns a remark on the names."""
     ax, size = canvas.ax, bounds[-1][1]
     side = _points(canvas)
-    gap = size * 1.35 * _text.SMALL / side
+    gap = size * 1.35 * typography.SMALL / side
     groups = merged(names, max(1, int(size / gap)))
     short, remark = short_names([label for label, _, _ in groups])
     starts = {bounds[a][0] for _, a, _ in groups}
     for (start, stop), (_, previous) in zip(bounds[1:], bounds, strict=False):
-        # Lines as heavy as these would cover blocks of a few pixels.
+        # Heavier lines would cover blocks of a few pixels.
         wide = min(stop - start, start - bounds[bounds.index((start, stop)) - 1][0]) > 0.012 * size
         heavy = wide and previous in starts
-        style: dict[str, Any] = {"color": _style.INK, "lw": 0.8 if heavy else 0.3, "alpha": 1.0 if heavy else 0.55}
+        style: dict[str, Any] = {"color": theme.INK, "lw": 0.8 if heavy else 0.3, "alpha": 1.0 if heavy else 0.55}
         ax.axhline(start, gid="border", **style)
         ax.axvline(start, gid="border", **style)
     centres = [(bounds[a][0] + bounds[b - 1][1]) / 2 for _, a, b in groups]
-    at = _style.spread(centres, gap, gap / 2, size - gap / 2) or centres
+    at = theme.spread(centres, gap, gap / 2, size - gap / 2) or centres
     pad = _LEADER * side + 4
     ax.set_yticks(at, short)
     ax.tick_params(axis="y", length=0, pad=pad)
-    widest = max(_text.text_width(name) for name in short) + 6
+    widest = max(typography.text_width(name) for name in short) + 6
     apart = np.diff(centres).min(initial=np.inf) * side / size
     level = len(at) == 1 or widest <= apart
     ax.set_xticks(centres if level else at, short, rotation=0 if level else 90)
@@ -209,11 +202,11 @@ def _label_blocks(canvas: _style.Canvas, names: list[str], bounds: list[tuple[in
 
 
 def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
-    """A thin line from a block's middle at the axes' edge to its label."""
+    """A thin line from the middle of a block to its label."""
     outwards, along = [0, -0.4 * _LEADER, -_LEADER], [centre, centre, place]
     transform = ax.get_xaxis_transform() if upright else ax.get_yaxis_transform()
     x, y = (along, outwards) if upright else (outwards, along)
-    ax.add_line(Line2D(x, y, transform=transform, color=_style.MUTED, lw=0.6, clip_on=False, gid="leader"))
+    ax.add_line(Line2D(x, y, transform=transform, color=theme.MUTED, lw=0.6, clip_on=False, gid="leader"))
 
 
 def _caption(pooled: Pooled, missing: np.ndarray, remark: str, *, grouped: bool) -> str:
@@ -231,10 +224,10 @@ def block_form(matrix: Any, k: int) -> np.ndarray:
     """A filter covariance (..., k*k, k*k) as k x k blocks of k x k pixels (thesis, Fig. 3.1).
 
     B[i k + l, j k + m] = C[i k + j, l k + m]: block (i, j) shows the covariance of pixel (i, j) with every pixel
-    (l, m). Its own inverse. To be handed to `matrix_grid` for several layers.
+    (l, m). The map is its own inverse. For several layers, pass the result to `matrix_grid`.
 
     Raises:
-        DataError: if the shape does not fit.
+        DataError: if the shape does not match k.
     """
     array = np.asarray(matrix)
     if k < 1 or array.ndim < 2 or array.shape[-2:] != (k * k, k * k):
@@ -243,7 +236,7 @@ def block_form(matrix: Any, k: int) -> np.ndarray:
     return array.reshape(*lead, k, k, k, k).swapaxes(-3, -2).reshape(array.shape)
 
 
-@_style.themed
+@theme.themed
 def filter_covariance(
     matrix: Any, k: int, ax: Axes | None = None, *, title: str | None = None, quantile: float = 0.98
 ) -> Axes:
@@ -252,13 +245,13 @@ def filter_covariance(
     Args:
         matrix: (k*k, k*k) in the order k i + j.
         k: side of the filters.
-        ax: where to draw; a new figure if None.
-        title: the finding.
-        quantile: share of all values within the colour scale, which is centred at zero and rounded up. The variances
-            are 1/k^2 of them.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+        quantile: fraction of all values within the colour scale, which is centred at zero and rounded up. Variances
+            are 1/k^2 of the values.
 
     Raises:
-        DataError: if the shape does not fit k, or the matrix is not symmetric and finite.
+        DataError: if the shape does not match k, or the matrix is not symmetric and finite.
 
     Example:
         >>> filter_covariance(conv_covariance(7, 1.5), 7)
@@ -266,23 +259,23 @@ def filter_covariance(
     array = checked_square(matrix, "filter covariance")
     blocks = block_form(array, k)
     check_entries(array, np.zeros(len(array), dtype=bool), "filter covariance")
-    limit = _text.rounded_up(float(np.quantile(np.abs(array), quantile)) or float(np.abs(array).max()) or 1.0)
+    limit = theme.colour_limit(array, quantile)
     side = min(_SIDE, max(3.2, 0.09 * k * k))
-    canvas = _style.Canvas.on(ax, side, side)
+    canvas = theme.Canvas.on(ax, side, side)
     ax = canvas.ax
     image = _draw(ax, blocks, np.arange(k * k + 1), limit)
     for border in range(k, k * k, k):
-        ax.axhline(border, color=_style.INK, lw=0.5, gid="border")
-        ax.axvline(border, color=_style.INK, lw=0.5, gid="border")
+        ax.axhline(border, color=theme.INK, lw=0.5, gid="border")
+        ax.axvline(border, color=theme.INK, lw=0.5, gid="border")
     middles = [k * i + k / 2 for i in range(k)]
     ax.set_xticks(middles, [str(i) for i in range(k)])
     ax.set_yticks(middles, [str(i) for i in range(k)])
     ax.tick_params(length=0)
     text = "column j of the pixel; inside a block: its covariance with each pixel"
-    ax.set_xlabel(_text.wrap(text, 72 * side), fontsize=_text.SMALL)
-    ax.set_ylabel("row i of the pixel", fontsize=_text.SMALL)
+    ax.set_xlabel(typography.wrap(text, 72 * side), fontsize=typography.SMALL)
+    ax.set_ylabel("row i of the pixel", fontsize=typography.SMALL)
     beyond = bool((np.abs(array) > limit).any())
-    label = f"covariance (weight units squared); ±{_text.number(limit)} holds {100 * quantile:g} %"
-    _style.colour_bar(ax, image, limit, label, room=72 * side, beyond=beyond)
+    label = f"covariance (weight units squared); ±{typography.number(limit)} holds {100 * quantile:g} %"
+    theme.colour_bar(ax, image, limit, label, room=72 * side, beyond=beyond)
     canvas.finish_sized(side, side, title)
     return ax

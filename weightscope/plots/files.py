@@ -1,15 +1,16 @@
-"""Figures as files: complete or not there, and the same bytes every time."""
+"""Figures as files, written atomically and byte for byte reproducible."""
 
 import io
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from weightscope._util import atomic
 from weightscope.errors import UsageError
-from weightscope.plots._style import DPI, themed
+from weightscope.plots.theme import DPI, themed
 
-# No dates and no versions: a picture changes only if what it shows does.
+# Without dates and versions a file changes only if the figure does.
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
     "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
@@ -17,34 +18,38 @@ _METADATA: dict[str, dict[str, None]] = {
 }
 
 
+def root_figure(drawn: Axes | Figure | SubFigure) -> Figure:
+    """The whole figure that axes or a subfigure belong to."""
+    return drawn.figure.figure
+
+
 @themed
-def render(figure: Figure | SubFigure, kind: str = "png") -> bytes:
-    """A figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file.
+def render(drawn: Axes | Figure | SubFigure, kind: str = "png") -> bytes:
+    """The whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file.
 
     Raises:
         UsageError: for another kind.
     """
     if kind not in _METADATA:
-        raise UsageError(f"figures are written as {', '.join(_METADATA)}, found {kind!r}")
+        raise UsageError(f"kind: expected one of {', '.join(_METADATA)}, found {kind!r}")
     buffer = io.BytesIO()
-    whole = figure.get_figure(root=True)
-    whole.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind])  # type: ignore[union-attr]
+    root_figure(drawn).savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind])
     return buffer.getvalue()
 
 
-def save(figure: Figure | SubFigure, path: str | Path) -> None:
-    """Write a figure; the suffix .png, .pdf or .svg says how.
+def save(drawn: Axes | Figure | SubFigure, path: str | Path) -> None:
+    """Write the whole figure as .png, .pdf or .svg, by the file's suffix.
 
-    The file appears only when it is complete, and the same figure gives the same bytes.
+    The file appears only when it is complete. The same figure gives the same bytes.
 
     Raises:
-        UsageError: if the suffix is another one.
+        UsageError: for another suffix.
         WeightscopeError: if the file cannot be written.
 
     Example:
-        >>> save(convergence(result.summary).figure, "bench.png")
+        >>> save(convergence(result.arms), "bench.png")
     """
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in _METADATA:
-        raise UsageError(f"{path}: a figure's name must end in {', '.join('.' + s for s in _METADATA)}")
-    atomic.write(path, render(figure, suffix))
+        raise UsageError(f"{path}: expected a file name ending in {', '.join('.' + s for s in _METADATA)}")
+    atomic.write(path, render(drawn, suffix))

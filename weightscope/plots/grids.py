@@ -1,27 +1,25 @@
-"""Many small matrices on one page: products of attention weights, galleries of filters."""
+"""Grids of small matrices, such as products of attention weights, and of filters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import _style, _text
-from weightscope.plots.covariance import _map
+from weightscope.plots import theme, typography
 
-_PAGE = 1500  # pixels across for the panels, at 150 dots per inch
-_LEAST, _MOST = 24, 260  # pixels across for one panel
-_GAP = 10  # pixels
-_ACROSS = 5.6  # inches for a gallery of filters
+_PAGE = 1500  # pixels: width of all panels, at 150 dots per inch
+_LEAST, _MOST = 24, 260  # pixels: smallest and largest panel
+GAP = 10  # pixels
+_ACROSS = 5.6  # inches: width of a grid of filters
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """Pixels: panel size, label margins; so that every entry of a matrix is a whole number of pixels."""
+class Grid:
+    """Layout in pixels, so that every entry of a matrix is a whole number of pixels."""
 
     panel: tuple[int, int]  # height, width
     rows: int
@@ -33,18 +31,20 @@ class _Grid:
 
     @property
     def size(self) -> tuple[int, int]:
-        width = self.left + self.columns * self.panel[1] + (self.columns - 1) * _GAP + self.right
-        height = self.top + self.rows * self.panel[0] + (self.rows - 1) * _GAP + self.bottom
+        """Width and height of the figure."""
+        width = self.left + self.columns * self.panel[1] + (self.columns - 1) * GAP + self.right
+        height = self.top + self.rows * self.panel[0] + (self.rows - 1) * GAP + self.bottom
         return width, height
 
     def axes(self, figure: Figure, row: int, column: int) -> Axes:
+        """Axes of one panel."""
         width, height = self.size
-        x = self.left + column * (self.panel[1] + _GAP)
-        y = height - self.top - (row + 1) * self.panel[0] - row * _GAP
+        x = self.left + column * (self.panel[1] + GAP)
+        y = height - self.top - (row + 1) * self.panel[0] - row * GAP
         return figure.add_axes((x / width, y / height, self.panel[1] / width, self.panel[0] / height))
 
 
-@_style.themed
+@theme.themed
 def matrix_grid(
     matrices: Any,
     *,
@@ -58,30 +58,30 @@ def matrix_grid(
 ) -> Figure:
     """Matrices in rows and columns, such as Q K^T of every head (down) and layer (across) (thesis, Fig. 3.17 and 3.23).
 
-    A row shares one colour scale, centred at zero and printed beside it: where a typical matrix of the row (the
-    median) has the `quantile` of its absolute values, rounded up; so one outlying layer does not wash out the others.
-    Entries are drawn as whole pixels, so a diagonal stays a line. Matrices that are still too large after clipping
-    are averaged over cells of f x f entries, which lets a diagonal stand out from noise as much as before, and the
-    picture says so. A matrix that is not finite is a grey panel that says so, and does not count for the colours.
+    A row shares one colour scale, centred at zero and printed beside it. It ends at the median over the row's matrices
+    of the `quantile` of their absolute values, rounded up, so that one outlying layer does not wash out the others.
+    Entries are drawn as whole pixels. Matrices that are too large after clipping are averaged over cells of f x f
+    entries, which keeps the contrast of a diagonal; a note says so. A matrix that is not finite is drawn as a grey
+    panel and ignored by the colour scale.
 
     Args:
-        matrices: (R, C, m, n), or R sequences of C matrices, of which some may be None (left empty).
-        row_labels: R texts, or none.
-        column_labels: C texts, or none.
+        matrices: (R, C, m, n), or R sequences of C matrices, some of which may be None (left empty).
+        row_labels: R labels, or none.
+        column_labels: C labels, or none.
         clip: show the upper left `clip` rows and columns only; None for all.
         share: one colour scale for each `"row"` or for `"all"`.
-        quantile: share of a typical matrix's absolute values within the colour scale.
-        quantity: what the numbers are, for the colour bar: `"entries of W_Q W_K^T"`.
-        title: the finding.
+        quantile: fraction of a typical matrix's absolute values within the colour scale.
+        quantity: label of the colour bar: `"entries of W_Q W_K^T"`.
+        title: figure title.
 
     Raises:
-        UsageError: if labels do not fit, or an option makes no sense.
-        DataError: if there is no matrix, or their shapes differ.
+        UsageError: if the number of labels is wrong, or an option is invalid.
+        DataError: if there are no matrices, or their shapes differ.
 
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
-    panels, full = _panels(matrices, clip)
+    panels, full = clipped_panels(matrices, clip)
     rows, columns = len(panels), len(panels[0])
     for name, labels, count in (("row", row_labels, rows), ("column", column_labels, columns)):
         if labels and len(labels) != count:
@@ -92,7 +92,8 @@ def matrix_grid(
     limits = _limits(panels, share, quantile)
     shape = next(p.shape for line in panels for p in line if p is not None)
     grid = _layout(panels, (shape[0] * scale, shape[1] * scale), row_labels, limits, title)
-    figure = Figure(figsize=tuple(pixels / _style.DPI for pixels in grid.size), dpi=_style.DPI, facecolor="white")
+    width, height = grid.size
+    figure = Figure(figsize=(width / theme.DPI, height / theme.DPI), dpi=theme.DPI, facecolor="white")
     for i, line in enumerate(panels):
         for j, panel in enumerate(line):
             if panel is not None:
@@ -105,15 +106,15 @@ def matrix_grid(
     note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
     _footer(figure, grid, note)
     if title is not None:
-        text = _text.wrap(title, grid.size[0] * 72 / _style.DPI - 16, _text.TITLE, bold=True)
-        figure.suptitle(text, x=12 / grid.size[0], y=1 - 12 / grid.size[1], ha="left", va="top", linespacing=1.25)
+        text = typography.wrap(title, width * 72 / theme.DPI - 16, typography.TITLE, bold=True)
+        figure.suptitle(text, x=12 / width, y=1 - 12 / height, ha="left", va="top", linespacing=1.25)
     return figure
 
 
 _Panels = list[list[np.ndarray | None]]
 
 
-def _panels(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
+def clipped_panels(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
     """Clipped matrices as float64, and the shape before clipping."""
     if clip is not None and clip < 1:
         raise UsageError(f"clip: expected at least 1 or None, found {clip}")
@@ -133,16 +134,17 @@ def _panels(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
 
 
 def _sized(panels: _Panels, columns: int) -> tuple[_Panels, int, int]:
-    """Average large matrices over f x f entries; returns them, f, and pixels for each cell."""
+    """Average large matrices over f x f entries; returns them, f, and pixels per cell."""
     largest = max(max(p.shape) for line in panels for p in line if p is not None)
-    target = min(_MOST, max(_LEAST, _PAGE // columns - _GAP))
+    target = min(_MOST, max(_LEAST, _PAGE // columns - GAP))
     factor = -(-largest // target)
     if factor > 1:
-        panels = [[None if p is None else _averaged(p, factor) for p in line] for line in panels]
+        panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
     return panels, factor, max(1, round(target / -(-largest // factor)))
 
 
-def _averaged(panel: np.ndarray, factor: int) -> np.ndarray:
+def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
+    """Means over cells of factor x factor entries; smaller cells at the lower and right edges."""
     rows, columns = (np.arange(0, n, factor) for n in panel.shape)
     sums = np.add.reduceat(np.add.reduceat(panel, rows, axis=0), columns, axis=1)
     heights, widths = (np.diff(np.append(s, n)) for s, n in zip((rows, columns), panel.shape, strict=True))
@@ -157,81 +159,85 @@ def _limits(panels: _Panels, share: str, quantile: float) -> list[float]:
     out = []
     for line in finite:
         limit = float(np.median([np.quantile(p, quantile) for p in line])) if line else 0.0
-        out.append(_text.rounded_up(limit or max((float(p.max()) for p in line), default=0.0) or float(bool(line))))
+        out.append(
+            typography.rounded_up(limit or max((float(p.max()) for p in line), default=0.0) or float(bool(line)))
+        )
     return out
 
 
 def _layout(
     panels: _Panels, panel: tuple[int, int], labels: Sequence[str], limits: Sequence[float], title: str | None
-) -> _Grid:
-    pixels = _style.DPI / 72
-    left = 14 + max((int(_text.text_width(_text.wrap(t, 110).split("\n")[0]) * pixels) + 14 for t in labels), default=0)
-    right = 30 + int(max(_text.text_width(f"±{_text.number(v)}") for v in limits) * pixels)
-    right = max(right, 30 + int(_text.text_width("colours") * pixels))
-    grid = _Grid(panel, len(panels), len(panels[0]), left, right, 40, 62)
-    width = grid.size[0] * 72 / _style.DPI - 16
+) -> Grid:
+    pixels = theme.DPI / 72
+    left = 14 + max(
+        (int(typography.text_width(typography.wrap(t, 110).split("\n")[0]) * pixels) + 14 for t in labels), default=0
+    )
+    right = 30 + int(max(typography.text_width(f"±{typography.number(v)}") for v in limits) * pixels)
+    right = max(right, 30 + int(typography.text_width("colours") * pixels))
+    grid = Grid(panel, len(panels), len(panels[0]), left, right, 40, 62)
+    width = grid.size[0] * 72 / theme.DPI - 16
     if width < 230:  # room for the footer
-        grid = _Grid(panel, len(panels), len(panels[0]), left, right + int((230 - width) * pixels), 40, 62)
+        grid = Grid(panel, len(panels), len(panels[0]), left, right + int((230 - width) * pixels), 40, 62)
         width = 230
-    lines = 0 if title is None else _text.wrap(title, width, _text.TITLE, bold=True).count("\n") + 1
-    return _Grid(panel, grid.rows, grid.columns, grid.left, grid.right, 40 + 34 * lines, 62)
+    lines = 0 if title is None else typography.wrap(title, width, typography.TITLE, bold=True).count("\n") + 1
+    return Grid(panel, grid.rows, grid.columns, grid.left, grid.right, 40 + 34 * lines, 62)
 
 
 def _panel(ax: Axes, panel: np.ndarray, limit: float) -> None:
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(True)
-    ax.spines[:].set(linewidth=0.5, color=_style.MUTED)
+    ax.spines[:].set(linewidth=0.5, color=theme.MUTED)
     if np.isfinite(panel).all():
-        ax.imshow(panel, cmap=_map(), norm=_style.centred(limit), interpolation="nearest", aspect="auto")
+        ax.imshow(panel, **theme.colours(limit), interpolation="nearest", aspect="auto")
         return
-    ax.set_facecolor(_style.GREY)
-    ax.text(0.5, 0.5, "not\nfinite", transform=ax.transAxes, ha="center", va="center", fontsize=_text.SMALL)
+    ax.set_facecolor(theme.GREY)
+    ax.text(0.5, 0.5, "not\nfinite", transform=ax.transAxes, ha="center", va="center", fontsize=typography.SMALL)
 
 
-def _margins(figure: Figure, grid: _Grid, rows: Sequence[str], columns: Sequence[str], limits: Sequence[float]) -> None:
-    """Labels of rows at the left, limits at the right, labels of columns on top."""
+def _margins(figure: Figure, grid: Grid, rows: Sequence[str], columns: Sequence[str], limits: Sequence[float]) -> None:
+    """Row labels at the left, limits at the right, column labels at the top."""
     width, height = grid.size
-    small = {"fontsize": _text.SMALL, "color": _style.INK}
-    right = (grid.left + grid.columns * (grid.panel[1] + _GAP)) / width
+    small: dict[str, Any] = {"fontsize": typography.SMALL, "color": theme.INK}
+    right = (grid.left + grid.columns * (grid.panel[1] + GAP)) / width
     for i, limit in enumerate(limits):
-        y = 1 - (grid.top + i * (grid.panel[0] + _GAP) + grid.panel[0] / 2) / height
+        y = 1 - (grid.top + i * (grid.panel[0] + GAP) + grid.panel[0] / 2) / height
         if rows:
-            figure.text((grid.left - 10) / width, y, _text.wrap(rows[i], 110), ha="right", va="center", **small)
-        figure.text(right, y, f"±{_text.number(limit)}" if limit else "", va="center", gid="limit", **small)
+            figure.text((grid.left - 10) / width, y, typography.wrap(rows[i], 110), ha="right", va="center", **small)
+        figure.text(right, y, f"±{typography.number(limit)}" if limit else "", va="center", gid="limit", **small)
     top = 1 - (grid.top - 7) / height
-    figure.text(right, top, "colours", va="bottom", fontsize=_text.SMALL, color=_style.MUTED)
-    room = (grid.panel[1] + _GAP) * 72 / _style.DPI - 4
+    figure.text(right, top, "colours", va="bottom", fontsize=typography.SMALL, color=theme.MUTED)
+    room = (grid.panel[1] + GAP) * 72 / theme.DPI - 4
     every = 1
-    while columns and every < len(columns) and max(_text.text_width(t) for t in columns[::every]) > room * every:
+    while columns and every < len(columns) and max(typography.text_width(t) for t in columns[::every]) > room * every:
         every += 1
     for j in range(0, len(columns), every):
-        x = (grid.left + j * (grid.panel[1] + _GAP) + grid.panel[1] / 2) / width
+        x = (grid.left + j * (grid.panel[1] + GAP) + grid.panel[1] / 2) / width
         figure.text(x, top, columns[j], ha="center", va="bottom", **small)
 
 
-def _footer(figure: Figure, grid: _Grid, note: str) -> None:
-    """A bar of the colours, and what they mean."""
+def _footer(figure: Figure, grid: Grid, note: str) -> None:
+    """The colour bar and its label."""
     width, height = grid.size
-    pixels = _style.DPI / 72
+    pixels = theme.DPI / 72
     bar = figure.add_axes((grid.left / width, 22 / height, 130 / width, 12 / height))
-    bar.imshow(np.linspace(-1, 1, 255)[None], cmap=_map(), aspect="auto")
+    bar.imshow(np.linspace(-1, 1, 255)[None], cmap=theme.colour_map(), aspect="auto")
     bar.set_xticks([-0.5, 127, 254.5], ["−", "0", "+"])
     bar.set_yticks([])
-    bar.tick_params(length=0, pad=1, labelsize=_text.SMALL, labelfontfamily=_text.FONT)
+    bar.tick_params(length=0, pad=1, labelsize=typography.SMALL, labelfontfamily=typography.FONT)
     bar.xaxis.tick_top()
     room = (width - grid.left - 150 - 10) / pixels
     figure.text(
         (grid.left + 150) / width,
         28 / height,
-        _text.wrap(note, room),
+        typography.wrap(note, room),
         va="center",
-        fontsize=_text.SMALL,
-        color=_style.MUTED,
+        fontsize=typography.SMALL,
+        color=theme.MUTED,
     )
 
 
-@_style.themed
+@theme.themed
 def filter_grid(
     filters: Any,
     ax: Axes | None = None,
@@ -240,18 +246,18 @@ def filter_grid(
     scale: Literal["shared", "each"] = "shared",
     title: str | None = None,
 ) -> Axes:
-    """Convolution filters side by side (thesis, Fig. 2.4-2.6), zero in the middle of the colours.
+    """Convolution filters side by side (thesis, Fig. 2.4-2.6), on a colour scale centred at zero.
 
     Args:
         filters: (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey.
-        ax: where to draw; a new figure if None.
-        columns: filters in a row; about a square unless given.
-        scale: `"shared"` compares sizes, its limit is printed; `"each"` filter fills its own scale: shapes only.
-        title: the finding.
+        ax: axes to draw on; a new figure if None.
+        columns: filters per row; roughly a square if None.
+        scale: `"shared"` for one scale, whose limit is printed; `"each"` to normalise every filter by its maximum.
+        title: figure title.
 
     Raises:
         DataError: if the shape is wrong or a weight is not finite.
-        UsageError: if an option makes no sense.
+        UsageError: if an option is invalid.
 
     Example:
         >>> filter_grid(convnext.state_dict()["stages.0.blocks.0.conv_dw.weight"][:, 0].numpy(), columns=16)
@@ -262,26 +268,28 @@ def filter_grid(
         raise UsageError(f"expected scale shared or each and columns >= 1, found {scale} and {columns}")
     columns = min(columns or int(np.ceil(np.sqrt(1.6 * len(array)))), len(array))
     peak = np.abs(array).reshape(len(array), -1).max(axis=1)
-    limit = _text.rounded_up(float(peak.max()) or 1.0)
+    limit = typography.rounded_up(float(peak.max()) or 1.0)
     if scale == "each":
         array = array / np.where(peak > 0, peak, 1).reshape(-1, *[1] * (array.ndim - 1))
         limit = 1.0
     mosaic = _mosaic(array, columns)
     height, width = mosaic.shape[:2]
     inches = min(1.0, 8.0 / (_ACROSS * height / width)) * _ACROSS
-    canvas = _style.Canvas.on(ax, inches, inches * height / width)
+    canvas = theme.Canvas.on(ax, inches, inches * height / width)
     ax = canvas.ax
     extent = (0, width, height, 0)
-    image = matplotlib.colormaps[_style.DIVERGING].with_extremes(bad="white")
     if colour:
         shown = np.where(np.isnan(mosaic), 1.0, 0.5 + 0.5 * mosaic / limit)
         ax.imshow(shown, interpolation="nearest", extent=extent)
     else:
         drawn = ax.imshow(
-            np.ma.masked_invalid(mosaic), cmap=image, norm=_style.centred(limit), interpolation="nearest", extent=extent
+            np.ma.masked_invalid(mosaic),
+            **theme.colours(limit, missing="white"),
+            interpolation="nearest",
+            extent=extent,
         )
         unit = "weight" if scale == "shared" else "weight ÷ the filter's largest"
-        _style.colour_bar(ax, drawn, limit, unit, room=max(72.0, 72 * inches * height / width), beyond=False)
+        theme.colour_bar(ax, drawn, limit, unit, room=max(72.0, 72 * inches * height / width), beyond=False)
     ax.set_xticks([])
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
@@ -289,8 +297,8 @@ def filter_grid(
     text = f"{len(array):,} filters of {k} × {l}"
     if colour:
         text += ", grey is 0, "
-        text += "each on its own scale" if scale == "each" else f"full colour ±{_text.number(limit)}"
-    ax.set_xlabel(text, fontsize=_text.SMALL, color=_style.MUTED)
+        text += "each on its own scale" if scale == "each" else f"full colour ±{typography.number(limit)}"
+    ax.set_xlabel(text, fontsize=typography.SMALL, color=theme.MUTED)
     canvas.finish_sized(inches, inches * height / width, title)
     return ax
 

@@ -1,4 +1,4 @@
-"""Products of attention weights: corners of the matrices, and how they change with depth."""
+"""Products of attention weights: corners of the matrices, and their statistics against depth."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,30 +11,30 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from weightscope.errors import DataError
-from weightscope.plots import _style, _text
+from weightscope.plots import theme, typography
 from weightscope.plots.grids import matrix_grid
 
 _PANELS = (("qk", "beta"), ("qk", "alpha"), ("vo", "beta"), ("vo", "alpha"))
-_APART = 8.0  # times that sources' sizes differ before an axis becomes logarithmic
+_APART = 8.0  # ratio of the sources' magnitudes beyond which an axis is logarithmic
 _NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers"}
 
 
-@_style.themed
+@theme.themed
 def product_grid(
     corners: Mapping[Any, Any], *, widths: Sequence[int] = (), heads: int = 8, title: str | None = None
 ) -> Figure:
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
-    One colour scale for each row, centred at zero and printed beside it.
+    Each row has its own colour scale, centred at zero and printed beside it.
 
     Args:
-        corners: named tuples (source, layer, part, head, kind) -> (n, n); a head of None is a whole layer's.
+        corners: named tuples (source, layer, part, head, kind) -> (n, n); head is None for a whole layer.
         widths: d of the whole matrices, for the caption.
-        heads: draw at most so many heads of each source.
-        title: the finding.
+        heads: maximum number of heads drawn for each source.
+        title: figure title.
 
     Raises:
-        DataError: if there is nothing to draw.
+        DataError: if there are no products.
 
     Example:
         >>> save(product_grid(found.corners, heads=3), "products.png")
@@ -65,21 +65,21 @@ def product_grid(
     return matrix_grid(lines, row_labels=labels, column_labels=names, clip=None, quantity=quantity, title=title)
 
 
-@_style.themed
+@theme.themed
 def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Figure:
     """Alpha and beta of M ~ alpha Z + beta I against depth, for queries and keys and for values and outputs.
 
-    Lines join the layers' means over heads; small points are single heads. Several sources are compared, each over its
-    own depth from first layer to last, so that models of different depths go together. A layer without finite numbers
-    leaves a gap. Where sources differ in size by more than a factor of 8, the axis is logarithmic (for beta: linear
-    between the first two ticks beside zero).
+    Lines connect the layers' means over heads; small points are single heads. Sources with different numbers of layers
+    are drawn against relative depth. A layer without finite values leaves a gap. Where the magnitudes of sources differ
+    by more than a factor of 8, the axis is logarithmic (for beta: linear between the first ticks on either side of
+    zero).
 
     Args:
         rows: with `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
-        title: the finding.
+        title: figure title.
 
     Raises:
-        DataError: if there is no row.
+        DataError: if there are no rows.
 
     Example:
         >>> save(products_by_depth(found.rows), "depth.png")
@@ -87,7 +87,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
     if not rows:
         raise DataError("products by depth: expected rows, found none")
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    figure, grid = _style.subplots(2, 2, width=10.5, height=6.6, title=title)
+    figure, grid = theme.subplots(2, 2, width=10.5, height=6.6, title=title)
     same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
     for ax, (part, quantity) in zip([ax for line in grid for ax in line], _PANELS, strict=True):
         for i, source in enumerate(sources):
@@ -95,7 +95,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
             found = [r for r in found if (r["head"] is None) == (part == "vo")]
             _curve(ax, found, quantity, i, relative=not same)
         if quantity == "beta":
-            ax.axhline(0, color=_style.MUTED, lw=0.8, zorder=1)
+            ax.axhline(0, color=theme.MUTED, lw=0.8, zorder=1)
         _scale(ax, quantity)
         ax.grid(axis="y")
         ax.set_title(f"{quantity} of {_NAMES[part]}")
@@ -103,7 +103,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
         if same:
             ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
     handles = [
-        Line2D([], [], color=_colour(i), ls=_line(i), marker=_style.MARKERS[i % len(_style.MARKERS)], label=source)
+        Line2D([], [], color=_colour(i), ls=_line(i), marker=theme.MARKERS[i % len(theme.MARKERS)], label=source)
         for i, source in enumerate(sources)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
@@ -111,7 +111,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
 
 
 def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: int, *, relative: bool) -> None:
-    """One source: a point for each row, a line through the layers' means."""
+    """Draw one source: a point for each row, a line through the layers' means."""
     if not rows:
         return
     layers = sorted({row["layer"] for row in rows})
@@ -119,7 +119,7 @@ def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: in
     places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
     values = {layer: [r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers}
     means = [np.mean(v) if v else np.nan for v in values.values()]
-    style = {"color": _colour(index), "marker": _style.MARKERS[index % len(_style.MARKERS)]}
+    style: dict[str, Any] = {"color": _colour(index), "marker": theme.MARKERS[index % len(theme.MARKERS)]}
     if any(len(v) > 1 for v in values.values()):
         points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
         ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
@@ -127,7 +127,7 @@ def _curve(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: in
 
 
 def _scale(ax: Axes, quantity: str) -> None:
-    """A logarithmic axis where sources differ too much for one linear axis to show each of them."""
+    """Use a logarithmic axis where the sources differ too much for a linear one."""
     sizes = [np.abs(np.asarray(line.get_ydata(), dtype=float)) for line in ax.lines if line.get_gid() == "mean"]
     sizes = [float(np.nanmedian(size)) for size in sizes if np.isfinite(size).any()]
     if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
@@ -139,15 +139,15 @@ def _scale(ax: Axes, quantity: str) -> None:
             largest = np.nanmax([np.nanmax(np.abs(line.get_ydata())) for line in ax.lines if line.get_gid() == "mean"])
             powers = [10.0**e for e in range(exponent, math.ceil(math.log10(largest)) + 1)]
             ax.set_yticks([*(-p for p in reversed(powers)), 0, *powers])
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text.number(value)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: typography.number(value)))
         ax.yaxis.set_minor_formatter(NullFormatter())
     elif quantity == "alpha":
         ax.set_ylim(bottom=0)
 
 
 def _colour(index: int) -> str:
-    return _style.PALETTE[index % len(_style.PALETTE)]
+    return theme.PALETTE[index % len(theme.PALETTE)]
 
 
 def _line(index: int) -> Any:
-    return _style.LINES[index % len(_style.LINES)]
+    return theme.LINES[index % len(theme.LINES)]

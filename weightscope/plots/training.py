@@ -1,4 +1,4 @@
-"""How a population trained: curves over epochs, and the distribution of its accuracies."""
+"""Training of a population: curves over epochs, and the distribution of accuracies."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import _style
+from weightscope.plots import theme
 
 _CURVE = "curve"
 
 
-@_style.themed
+@theme.themed
 def training_curves(
     per_epoch: Any,
     ax: Axes | None = None,
@@ -22,20 +22,20 @@ def training_curves(
     band: tuple[float, float] = (0.05, 0.95),
     title: str | None = None,
 ) -> Axes:
-    """The median over networks at each epoch, with a band of quantiles. Call again with the same axes to add a curve.
+    """The median over networks at each epoch, with a band of quantiles. Call again on the same axes to add a curve.
 
     Args:
-        per_epoch: (N, E), column e after epoch e + 1. Networks that hold a number that is not finite are left out,
-            and the legend says how many.
-        ax: where to draw; a new figure if None.
+        per_epoch: (N, E), column e after epoch e + 1. Networks with values that are not finite are
+            excluded; the legend counts them.
+        ax: axes to draw on; a new figure if None.
         label: of the curve, such as `"test"`.
-        quantity: of the vertical axis; anything with "accuracy" in it is a fraction and drawn in per cent.
+        quantity: label of the vertical axis; if it contains "accuracy", values are fractions shown in per cent.
         band: lower and upper quantile.
-        title: the finding.
+        title: figure title.
 
     Raises:
-        DataError: if there is no finite network, or the shape is wrong.
-        UsageError: if the band is none.
+        DataError: if no network is finite, or the shape is wrong.
+        UsageError: if the band is not two increasing quantiles.
 
     Example:
         >>> ax = training_curves(population.metrics["train_accuracy"], label="train")
@@ -52,10 +52,10 @@ def training_curves(
     fraction = "accuracy" in quantity
     if fraction:
         _fractions(kept, "training curves")
-    canvas = _style.Canvas.on(ax, 6.4, 3.9)
+    canvas = theme.Canvas.on(ax, 6.4, 3.9)
     ax = canvas.ax
     drawn = sum(line.get_gid() == _CURVE for line in ax.lines)
-    colour = _style.PALETTE[drawn % len(_style.PALETTE)]
+    colour = theme.PALETTE[drawn % len(theme.PALETTE)]
     epochs = np.arange(1, values.shape[1] + 1)
     low, median, high = np.quantile(kept, [band[0], 0.5, band[1]], axis=0)
     text = f"{label}: " if label else ""
@@ -64,7 +64,7 @@ def training_curves(
         text += f", {100 * band[0]:g} to {100 * band[1]:g} % shaded"
     if len(kept) < len(values):
         text += f", {len(values) - len(kept):,} diverged"
-    line_style = _style.LINES[drawn % len(_style.LINES)]
+    line_style = theme.LINES[drawn % len(theme.LINES)]
     marker = "o" if len(epochs) == 1 else None
     if len(kept) > 1:
         ax.fill_between(epochs, low, high, color=colour, alpha=0.18, lw=0, zorder=2 + 0.01 * drawn)
@@ -74,8 +74,8 @@ def training_curves(
     ax.set_xlabel("epoch")
     ax.set_ylabel(f"{quantity} (%)" if fraction else quantity)
     if fraction:
-        _style.percent(ax.yaxis, *ax.get_ylim())
-    longest = max(len(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
+        theme.percent(ax.yaxis, *ax.get_ylim())
+    longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
     ax.legend(loc="best")
@@ -83,20 +83,20 @@ def training_curves(
     return ax
 
 
-@_style.themed
+@theme.themed
 def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str | None = None) -> Axes:
-    """How the accuracies of N networks are distributed: a histogram, the middle 90 % shaded, the median as a line.
+    """Histogram of the accuracies of N networks, with the central 90 % shaded and the median marked.
 
-    Accuracies are multiples of one over the number of test examples, so the width of the bins is a multiple of
-    that step: otherwise bins that hold more steps than others show teeth that the data do not have.
+    Accuracies are multiples of 1 / (number of test examples). The bin width is a multiple of that step, since bins with
+    unequal numbers of steps would show spurious peaks.
 
     Args:
-        accuracies: (N,) fractions; those that are not finite (diverged networks) are left out and counted.
-        ax: where to draw; a new figure if None.
-        title: the finding.
+        accuracies: (N,) fractions; those that are not finite (diverged networks) are excluded and counted.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
 
     Raises:
-        DataError: if nothing is finite, or a value is no fraction.
+        DataError: if none is finite, or a value is not a fraction.
 
     Example:
         >>> accuracy_distribution(population.metrics["test_accuracy"][:, -1])
@@ -108,22 +108,22 @@ def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str
     if not len(kept):
         raise DataError(f"accuracies: none of {len(values)} is finite")
     _fractions(kept, "accuracies")
-    canvas = _style.Canvas.on(ax, 6.4, 3.4)
+    canvas = theme.Canvas.on(ax, 6.4, 3.4)
     ax = canvas.ax
-    colour = _style.PALETTE[0]
+    colour = theme.PALETTE[0]
     edges = _edges(kept)
-    ax.hist(kept, bins=edges, color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
+    ax.hist(kept, bins=list(edges), color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
     low, median, high = np.quantile(kept, [0.05, 0.5, 0.95])
     left_out = len(values) - len(kept)
     middle = f"90 % of networks: {100 * low:.1f} to {100 * high:.1f} %"
-    span = ax.axvspan(low, high, color=_style.FAINT, alpha=0.45, lw=0, zorder=0, label=middle)
-    line = ax.axvline(median, color=_style.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
+    span = ax.axvspan(low, high, color=theme.FAINT, alpha=0.45, lw=0, zorder=0, label=middle)
+    line = ax.axvline(median, color=theme.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
     ax.set_xlabel("accuracy (%)")
     ax.set_ylabel("networks")
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    _style.percent(ax.xaxis, *ax.get_xlim())
+    theme.percent(ax.xaxis, *ax.get_xlim())
     ax.grid(axis="y")
-    heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and left out" if left_out else "")
+    heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and excluded" if left_out else "")
     canvas.legend([line, span], heading)
     canvas.finish(title)
     return ax
@@ -135,13 +135,13 @@ def _fractions(values: np.ndarray, what: str) -> None:
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
-    """Borders of bins half a step away from the values, Freedman-Diaconis in width (1981)."""
+    """Bin edges half a step away from the values, of Freedman-Diaconis width (1981)."""
     distinct = np.unique(values.round(9))
     step = float(np.diff(distinct).min(initial=1.0)) if len(distinct) > 1 else 0.01
     spread = np.subtract(*np.quantile(values, [0.75, 0.25]))
     wanted = 2 * spread / len(values) ** (1 / 3)
     wanted = max(wanted, np.ptp(values) / 60)
     width = max(1, round(wanted / step)) * step
-    # From the top down, because no accuracy is above 1 and no bin should be.
+    # From the top down, so that no bin exceeds the largest possible accuracy.
     top = values.max() + step / 2
     return top - width * np.arange(int(np.ceil((top - values.min()) / width - 1e-9)), -1, -1)

@@ -1,4 +1,4 @@
-"""`population.json`: what a population is, beside the shards that hold it. No HDF5 here."""
+"""`population.json`: recipe, spec and history of a population. Does not import h5py."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ NAME = "population.json"
 SHARDS = "shards"
 _FORMAT = "weightscope-population"
 _SCHEMA = 1
-# A spec takes about 60 bytes for each tensor; more than this is no manifest.
+# A spec takes about 60 bytes per tensor.
 _LARGEST = 64 * 2**20
 
 
@@ -25,16 +25,15 @@ class Manifest:
     """Recipe, spec and history of a population.
 
     Attributes:
-        recipe: what every network of it was trained with; `recipe.population.networks` is how many there
-            are to be.
+        recipe: of all networks; `recipe.population.networks` is N of the complete population.
         spec: of one network.
-        environment: of the machine that began it; see `weightscope._util.environment`.
-        sizes: every number of networks that was ever asked for, rising; the last is the present one. Only a
-            tile in which an earlier size ended can hold fewer networks than it should.
-        inputs: hash of everything that the recipe names and does not contain: the data set's images, the
-            files of initialisers.
-        written: the recipe as the file has it. One of an earlier version lacks fields that were added since;
-            its fingerprint, which is in every shard, is that of what it was written with.
+        environment: of the machine that created it; see `weightscope._util.environment`.
+        sizes: all requested numbers of networks, ascending; the last is the current one. Only a tile in which an
+            earlier size ended can lack networks.
+        inputs: hash of everything that the recipe refers to: the data set's images, files of initialisers, source
+            of users' functions.
+        written: the recipe as in the file. A file of an earlier version lacks fields that were added since; the
+            fingerprint, which is in every shard, is computed from this.
     """
 
     recipe: Recipe
@@ -46,14 +45,14 @@ class Manifest:
 
     @property
     def networks(self) -> int:
-        """N, how many networks there are to be."""
+        """N, the number of networks of the complete population."""
         return self.recipe.population.networks
 
     @property
     def tile(self) -> int:
         """T, the number of networks in a tile."""
         if self.recipe.population.tile is None:
-            raise ValueError("a population's recipe says how many networks are in a tile")
+            raise ValueError("expected population.tile in a population's recipe, found none")
         return self.recipe.population.tile
 
     @property
@@ -63,7 +62,7 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of everything that a network's bits depend on: recipe without N, spec, inputs."""
+        """16 hex digits of what a network's bits depend on: recipe without N, spec, inputs."""
         values = self._recipe_values()
         del values["population"]["networks"]
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
@@ -74,11 +73,11 @@ class Manifest:
         return values | {"population": values.get("population", {}) | {"networks": self.networks}}
 
     def rows(self, tile: int) -> int:
-        """How many networks of the population tile `tile` holds: T, or fewer in the last one."""
+        """The number of networks in tile `tile`: T, or fewer in the last one."""
         return min(self.tile, self.networks - tile * self.tile)
 
     def shorter_rows(self, tile: int) -> set[int]:
-        """The numbers of networks that tile `tile` held in smaller, earlier sizes of the population."""
+        """The numbers of networks in tile `tile` at earlier sizes of the population."""
         ends = {size - tile * self.tile for size in self.sizes}
         return {rows for rows in ends if 0 < rows < self.rows(tile)}
 
@@ -116,7 +115,7 @@ def read(path: Path) -> Manifest:
     """The manifest of the population in folder `path`.
 
     Raises:
-        DataError: if there is none, or it is damaged.
+        DataError: if it is missing or damaged.
     """
     file = path / NAME
     try:
@@ -124,8 +123,8 @@ def read(path: Path) -> Manifest:
             raise DataError(f"{file}: expected at most {_LARGEST} bytes, found {file.stat().st_size}")
         values = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        what = "no such folder" if not path.exists() else f"there is no {NAME} in it"
-        raise DataError(f"{path}: expected a population, but {what}; make one with `weightscope collect`") from None
+        what = "no such folder" if not path.exists() else f"a folder without {NAME}"
+        raise DataError(f"{path}: expected a population, found {what}; make one with `weightscope collect`") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -157,7 +156,7 @@ def _parse(values: Any, file: Path) -> Manifest:
     if manifest.fingerprint != values.get("fingerprint"):
         raise DataError(
             f"{file}: expected the fingerprint {values.get('fingerprint')} of recipe and spec, found "
-            f"{manifest.fingerprint}; was it edited? Put the original back, or collect into another folder"
+            f"{manifest.fingerprint}; was it edited? Restore the original, or collect into another folder"
         )
     if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
         raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {manifest.networks} networks")
@@ -165,22 +164,22 @@ def _parse(values: Any, file: Path) -> Manifest:
 
 
 def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manifest, bool]:
-    """Make `population.json` in folder `path`, or compare with what is there; grow it when it is to grow.
+    """Create `population.json` in folder `path`, or compare it with the existing one and grow that if requested.
 
     Args:
         path: the population's folder.
-        wanted: what the caller is about to train.
-        grow: the number of networks was asked for expressly, so that fewer than there are is a mistake.
+        wanted: the population to train.
+        grow: whether the number of networks was given explicitly, so that a smaller one is an error.
 
     Returns:
         The manifest on disk, and whether this call created it.
 
     Raises:
-        RecipeError: if the population there has another recipe; shows the differences.
-        UsageError: if the folder is something else, or fewer networks are asked for than it has.
-        DataError: if the manifest there is damaged, or this version builds another network from the recipe.
+        RecipeError: if the existing population has another recipe; shows the differences.
+        UsageError: if the folder is not a population, or has more networks than requested.
+        DataError: if the existing manifest is damaged, or this version builds another network from the recipe.
     """
-    # Listed before the manifest is looked for: another process may make the population at any moment.
+    # Listed before the manifest is searched for: another process may create the population at any moment.
     others = _others(path)
     if not (path / NAME).exists():
         _refuse_other_folder(path, others)
@@ -201,7 +200,12 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
-    """Refuse to train networks of `wanted` into the population `there`, except that N may differ."""
+    """Refuse to add networks of `wanted` to the population `there`; only N may differ.
+
+    Raises:
+        RecipeError: if the recipes differ.
+        DataError: if specs or inputs differ.
+    """
     lines = [line for line in there.recipe.differences(wanted.recipe) if not line.startswith("population.networks:")]
     if lines:
         raise RecipeError(
@@ -218,7 +222,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
         if expected != found:
             raise DataError(
                 f"{path} was collected with another {name}: expected hash {expected}, found {found}; "
-                "put the original back, or collect into another folder"
+                "restore the original, or collect into another folder"
             )
 
 
@@ -239,7 +243,7 @@ def artifact_hashes(recipe: Recipe) -> dict[str, str]:
 
 
 def _others(path: Path) -> list[Path]:
-    """What lies in a population's folder apart from its manifest, with the shards themselves."""
+    """The contents of a population's folder, shards included, without its manifest."""
     folder = path / SHARDS
     found = [p for p in path.glob("*") if p not in (folder, path / NAME)] + list(folder.glob("*"))
     return [p for p in found if not p.name.startswith(".")]
@@ -249,6 +253,6 @@ def _refuse_other_folder(path: Path, others: list[Path]) -> None:
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; give the folder of a population")
     if any(p.parent != path for p in others):
-        raise DataError(f"{path} holds shards but no {NAME}; put it back, or collect into another folder")
+        raise DataError(f"{path} holds shards but no {NAME}; restore it, or collect into another folder")
     if others:
         raise UsageError(f"{path} holds {others[0].name} but no {NAME}; give a new folder or that of a population")

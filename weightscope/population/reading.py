@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import h5py
 import numpy as np
 
+from weightscope._util.results import Result
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 32 * 2**20
 
 
-class Population:
+class Population(Result):
     """N trained networks: weights (N, D) float32, seeds (N,), metrics, recipe, spec and environment.
 
-    Every shard's sha256 is compared when it is first read, so damage is an error and never a number.
+    `population[k]` is network k as a module, counted from the end if k is negative; `population[2:5]` are the weights
+    (3, D) of a slice of networks. Iterating gives the networks as modules, and `numpy.asarray(population)` all weights
+    (N, D). The SHA-256 of a shard is verified when it is first read.
 
     Args:
         path: the population's folder.
-        partial: take what is there of a population that is not complete. Rows then are the networks of
-            `indices`, in rising order. Without it an incomplete population is an error, because a
-            covariance of half a run looks like any other.
+        partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
+            `indices`, in ascending order.
 
     Raises:
-        DataError: if this is no population, or it is damaged or not complete.
+        DataError: if the folder is not a population, or it is damaged or incomplete.
 
     Example:
         >>> population = Population("digits.pop")
@@ -52,14 +54,62 @@ class Population:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
                 f"{_listing(self.missing, self._manifest)}; run `weightscope collect` again to train them, "
-                "or open it with partial=True (--partial) to use what is there"
+                "or open it with partial=True (--partial) to use the others"
             )
 
     def __len__(self) -> int:
         return sum(self._rows.values())
 
-    def __repr__(self) -> str:
-        return f"Population({str(self.path)!r}, networks={len(self)} of {self._manifest.networks}, D={self.spec.size})"
+    @overload
+    def __getitem__(self, k: SupportsIndex) -> "torch.nn.Module": ...
+    @overload
+    def __getitem__(self, k: slice) -> np.ndarray: ...
+    def __getitem__(self, k: SupportsIndex | slice) -> "torch.nn.Module | np.ndarray":
+        """Network k as a module in evaluation mode, or the weights (n, D) of a slice of networks."""
+        if isinstance(k, slice):
+            return self._rows_at(np.arange(len(self))[k])
+        if not hasattr(k, "__index__"):
+            raise TypeError(f"{self.path}: expected an integer or a slice, found {k!r}")
+        row = k.__index__()
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"{self.path}: expected {-len(self)} to {len(self) - 1}, found {row}")
+        return self.network(int(self.indices[row]))
+
+    def __iter__(self) -> "Iterator[torch.nn.Module]":
+        return (self.network(int(k)) for k in self.indices)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All weights, shape (n, D); see `weights`."""
+        if copy is False:
+            raise ValueError("weights are read from disk; expected copy=None or True, found False")
+        return self.weights().astype(dtype or np.float32, copy=False)
+
+    def to_torch(self, select: str | Sequence[str] = "*") -> "torch.Tensor":
+        """`weights(select)` as a tensor on the CPU, shape (n, D') float32."""
+        import torch
+
+        return torch.from_numpy(self.weights(select))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record for each network: its index, its seed and its metrics, the last epoch's where there are many."""
+        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in self.metrics.items()}
+        columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def summary(self) -> str:
+        """One line: the folder and its size."""
+        networks = f"{len(self)} of {self._manifest.networks} networks" if self.missing else f"{len(self)} networks"
+        recipe = self.recipe
+        return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
+
+    def text(self) -> str:
+        """The summary and the mean of each metric over the networks that did not diverge."""
+        lines = [self.summary(), f"diverged: {int(self.diverged.sum())}"]
+        for name, values in self.metrics.items():
+            kept = (values if values.ndim == 1 else values[:, -1])[~self.diverged]
+            if name != "diverged" and len(kept):
+                lines.append(f"{name}: {kept.mean():.4g} on average")
+        return "\n".join(lines)
 
     @property
     def spec(self) -> WeightSpec:
@@ -68,23 +118,23 @@ class Population:
 
     @property
     def recipe(self) -> Recipe:
-        """What the networks were trained with; `recipe.population.networks` is how many there are to be."""
+        """What the networks were trained with; `recipe.population.networks` is N of the complete population."""
         return self._manifest.recipe
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions and machine that began the population."""
+        """Versions and machine with which the population was created."""
         return self._manifest.environment
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The tiles that are not there, or not yet with all their networks."""
+        """The tiles that are absent or lack networks."""
         expected = self._manifest
         return tuple(t for t in range(expected.tiles) if self._rows.get(t, 0) < expected.rows(t))
 
     @cached_property
     def indices(self) -> np.ndarray:
-        """The number k of the network in each row, shape (n,); 0 to N - 1 in a complete population."""
+        """The index k of the network in each row, shape (n,); 0 to N - 1 in a complete population."""
         first = self._manifest.tile
         parts = [np.arange(tile * first, tile * first + rows) for tile, rows in self._rows.items()]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
@@ -96,19 +146,19 @@ class Population:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """Name -> values of each network, shape (n,), or (n, E) for those of every epoch."""
+        """Name -> value of each network, shape (n,), or of each epoch, shape (n, E)."""
         return self._table[1]
 
     @property
     def diverged(self) -> np.ndarray:
-        """Which networks diverged in training, shape (n,) bool; their weights mean nothing."""
+        """Which networks diverged in training, shape (n,) bool; their weights are not meaningful."""
         return self.metrics["diverged"]
 
     def weights(self, select: str | Sequence[str] = "*") -> np.ndarray:
-        """The tensors whose names match, of every network, shape (n, D') float32.
+        """The selected tensors of every network, shape (n, D') float32.
 
         Args:
-            select: patterns as in `WeightSpec.select`; D' is the size of what they choose.
+            select: patterns as in `WeightSpec.select`; D' is the size of the selected tensors.
 
         Raises:
             UsageError: if a pattern matches nothing.
@@ -123,10 +173,9 @@ class Population:
         return out
 
     def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
-        """Blocks of rows (size, D') float32 in network order, the last one shorter.
+        """Blocks of rows (size, D') float32 in network order; the last one may be shorter.
 
-        Memory is that of one block, whatever N is. `size` changes speed and memory only; by default a block
-        takes about 32 MiB.
+        Only one block is in memory. `size` changes speed and memory only; by default a block takes about 32 MiB.
 
         Raises:
             UsageError: if a pattern matches nothing or the size is not positive.
@@ -137,7 +186,7 @@ class Population:
     def marked_chunks(
         self, select: str | Sequence[str] = "*", size: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """As `chunks`, each block with booleans (size,): which of its networks diverged, read with them.
+        """Like `chunks`, each block with booleans (size,): which of its networks diverged.
 
         Raises:
             UsageError: if a pattern matches nothing or the size is not positive.
@@ -165,20 +214,22 @@ class Population:
                     block, marks = np.empty((rows_left, sub.size), dtype=np.float32), np.empty(rows_left, dtype=bool)
 
     def vector(self, k: int) -> np.ndarray:
-        """The weight vector of network number k, shape (D,) float32.
+        """The weight vector of the network with index k, shape (D,) float32.
 
         Raises:
             UsageError: if there is no network k.
         """
         tile, slot = divmod(k, self._manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
-            raise UsageError(f"{self.path}: no network {k}; it holds {len(self)} of {self._manifest.networks}")
+            raise UsageError(
+                f"{self.path}: no network {k}; found {len(self)} of {self._manifest.networks}, counted from 0"
+            )
         out = np.empty((1, self.spec.size), dtype=np.float32)
         self._read(tile, slice(slot, slot + 1), self.spec, out)
         return out[0]
 
     def network(self, k: int) -> "torch.nn.Module":
-        """Network number k as a module in evaluation mode, with its trained weights.
+        """The network with index k as a module in evaluation mode, with its trained weights.
 
         Raises:
             UsageError: if there is no network k.
@@ -186,20 +237,18 @@ class Population:
         """
         import torch
 
-        from weightscope.data.catalog import dataset_info
-        from weightscope.networks import build
+        from weightscope.networks import build_for
 
-        info = dataset_info(self.recipe.data.name)
-        module = build(self.recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
+        module = build_for(self.recipe)
         if lines := self.spec.differences(WeightSpec.of(module)):
             raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
         tensors = {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}
-        # Integer buffers are no weights and stand in no spec; everything else was compared above.
+        # Integer buffers are not in the spec; everything else was compared above.
         module.load_state_dict(tensors, strict=False)
         return module.eval()
 
     def provenance(self) -> dict[str, int]:
-        """`"torch VERSION on DEVICE"` -> the number of shards made so; more than one means mixed builds."""
+        """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
         counts: dict[str, int] = {}
         for tile in self._rows:
             with self._open(tile) as h5:
@@ -208,10 +257,10 @@ class Population:
         return counts
 
     def verify(self) -> None:
-        """Hash every shard again and compare its structure with the recipe's.
+        """Verify the SHA-256 and the structure of every shard again.
 
         Raises:
-            DataError: names every shard that is damaged or foreign.
+            DataError: names every damaged or foreign shard.
         """
         self._verified.clear()
         bad = []
@@ -222,7 +271,7 @@ class Population:
             except DataError as error:
                 bad.append(str(error))
         if bad:
-            raise DataError(f"{len(bad)} of {len(self._rows)} shards are bad: {'; '.join(bad)}")
+            raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -249,6 +298,20 @@ class Population:
                 rows = min(rows, h5["weights"].shape[0])
         return rows
 
+    def _rows_at(self, rows: np.ndarray) -> np.ndarray:
+        """The weights of these rows, shape (len(rows), D) float32."""
+        out, first = np.empty((len(rows), self.spec.size), dtype=np.float32), 0
+        for tile, count in self._rows.items():
+            inside = (rows >= first) & (rows < first + count)
+            if inside.any():
+                local = rows[inside] - first
+                start, stop = int(local.min()), int(local.max()) + 1
+                block = np.empty((stop - start, self.spec.size), dtype=np.float32)
+                self._read(tile, slice(start, stop), self.spec, block)
+                out[inside] = block[local - start]
+            first += count
+        return out
+
     @contextlib.contextmanager
     def _open(self, tile: int) -> Iterator[h5py.File]:
         file = shards.shard_file(self.path, tile)
@@ -257,7 +320,7 @@ class Population:
                 self._verified[tile] = shards.signature(file)
                 yield h5
         except FileNotFoundError:
-            raise DataError(f"{file}: expected a shard, found no file any more; {shards.AGAIN}") from None
+            raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None
 
     def _read(
         self, tile: int, rows: slice, sub: WeightSpec, out: np.ndarray, diverged: np.ndarray | None = None
@@ -273,7 +336,7 @@ class Population:
 
 
 def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:
-    """The columns of `sub` as few, rising slices: neighbouring tensors are read together."""
+    """The columns of `sub` as few ascending slices; adjacent tensors are read together."""
     runs: list[slice] = []
     for name in sub.names:
         part = spec.slices[name]

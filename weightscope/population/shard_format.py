@@ -1,14 +1,16 @@
-"""What is in a shard: how a trained tile becomes the bytes of an HDF5 file, and what such a file must be.
+"""The format of shards: encoding a trained tile as an HDF5 file, and validating such a file.
 
     /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E)
 
-Files are checked with HDF5's low-level calls, which take half the time of h5py's own classes.
+Validation uses HDF5's low-level interface, which takes half the time of h5py's classes.
 """
 
+import io
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -17,33 +19,33 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.errors import DataError
 from weightscope.population.manifest import Manifest
 
-AGAIN = "run `weightscope collect` again, which trains it anew"
+AGAIN = "run `weightscope collect` again to retrain it"
 
 _FORMAT = "weightscope-shard"
 _SCHEMA = 1
-_LIBVER = ("v110", "v110")
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _LONGEST_TEXT = 256
 
 
-class TrainedTile(Protocol):
-    """What the trainer hands over: T networks, of which the last tile of a population keeps fewer.
+@dataclass(frozen=True)
+class TrainedTile:
+    """The result of training one tile: T networks, of which the last tile of a population stores fewer.
 
-    `weights` (T, D) float32, `seeds` (T,) uint64, `metrics` name -> (T,) or (T, E), `diverged` among them.
+    Attributes:
+        index: of the tile; network k is row k mod T of tile k div T.
+        weights: (T, D) float32 in `WeightSpec` order.
+        seeds: (T,) uint64, the seeds of the initial weights.
+        metrics: name -> (T,) or (T, E) array; one of them is `diverged`, booleans.
     """
 
-    @property
-    def index(self) -> int: ...  # noqa: D102
-    @property
-    def weights(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def seeds(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def metrics(self) -> Mapping[str, np.ndarray]: ...  # noqa: D102
+    index: int
+    weights: np.ndarray
+    seeds: np.ndarray
+    metrics: Mapping[str, np.ndarray]
 
 
 def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> bytes:
-    """The bytes of a shard: the first `rows` networks of a trained tile. The same input gives the same bytes."""
+    """The bytes of a shard with the first `rows` networks of a trained tile; deterministic."""
     import torch
 
     _check_tile(manifest, trained)
@@ -58,7 +60,9 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
     }
     columns = manifest.spec.size
     blocks = max(1, -(-columns // _CHUNK[1]))
-    with h5py.File("shard", "w", driver="core", backing_store=False, libver=_LIBVER) as h5:
+    # Not HDF5's own file in memory: in version 1.14 its image has a wrong checksum in the superblock.
+    file = io.BytesIO()
+    with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
         h5.create_dataset(
@@ -69,13 +73,30 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
             track_times=False,
         )
         h5.create_dataset("seed", data=np.asarray(trained.seeds[:rows], dtype="<u8"), track_times=False)
-        group = h5.create_group("metrics")
+        group = h5["metrics"]
         for name in sorted(trained.metrics):
             values = np.asarray(trained.metrics[name])[:rows]
             fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
             group.create_dataset(name, data=values, fillvalue=fill, track_times=False)
-        h5.flush()
-        return h5.id.get_file_image()
+    return file.getvalue()
+
+
+def new_file(file: BinaryIO) -> h5py.File:
+    """An HDF5 file with a group `/metrics` that is written to a Python file.
+
+    Nothing in it has a time stamp, so that the same content gives the same bytes; h5py before 3.16 has no option for
+    this.
+    """
+    access, creation = (h5py.h5p.create(kind) for kind in (h5py.h5p.FILE_ACCESS, h5py.h5p.FILE_CREATE))
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
+    creation.set_obj_track_times(False)
+    h5 = h5py.File(h5py.h5f.create(b"python", h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
+    properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    properties.set_obj_track_times(False)
+    h5py.h5g.create(h5.id, b"metrics", gcpl=properties)
+    return h5
 
 
 def header_text(h5: h5py.File, name: str) -> str:
@@ -95,12 +116,12 @@ def _check_tile(manifest: Manifest, trained: TrainedTile) -> None:
             f"{trained.weights.shape} {trained.weights.dtype}"
         )
     if not np.array_equal(trained.seeds, seeds_of(manifest, first, size)):
-        raise ValueError(f"tile {trained.index}: the trainer's seeds are not those of networks {first} and following")
+        raise ValueError(f"tile {trained.index}: expected the seeds of networks {first} and following from the trainer")
     for name, values in trained.metrics.items():
         if np.ndim(values) not in (1, 2) or len(values) != size or np.asarray(values).dtype.kind not in "fiub":
-            raise ValueError(f"tile {trained.index}: metric {name} is no (T,) or (T, E) array of numbers")
+            raise ValueError(f"tile {trained.index}: metric {name}: expected a (T,) or (T, E) array of numbers")
     if "diverged" not in trained.metrics or np.asarray(trained.metrics["diverged"]).dtype != bool:
-        raise ValueError(f"tile {trained.index}: the trainer must say which networks diverged, as booleans")
+        raise ValueError(f"tile {trained.index}: expected a boolean metric `diverged` from the trainer")
 
 
 def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
@@ -110,7 +131,7 @@ def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
 
 
 def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
-    """Compare everything with recipe and spec before any array is read."""
+    """Compare the file with recipe and spec before any array is read."""
     _check_header(h5, file, manifest, tile)
     expected, found = {"weights", "seed", "metrics"}, _members(h5py.h5g.open(h5.id, b"/"), file)
     if found != expected:
@@ -119,7 +140,7 @@ def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) ->
     weights = _dataset(h5.id, "weights", file)
     allowed = manifest.shorter_rows(tile) | {full}
     rows = weights.shape[0] if weights.rank else -1
-    # A shard longer than this reader's manifest asks for: the population grew since the manifest was read.
+    # A shard may be longer than expected: the population may have grown since the manifest was read.
     if weights.shape != (rows, columns) or not (rows in allowed or full < rows <= manifest.tile):
         raise foreign(file, f"weights {(full, columns)}", f"{weights.shape}")
     _check_dataset(weights, "weights", file, (rows, columns), "f4")
@@ -131,7 +152,7 @@ def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) ->
     names = _members(metrics, file)
     for name in names:
         values = _dataset(metrics, name, file)
-        epochs = values.shape[1:] if values.rank == 2 else ()
+        epochs: tuple[int, ...] = tuple(values.shape[1:]) if values.rank == 2 else ()
         if any(e > manifest.recipe.training.epochs for e in epochs):
             raise foreign(file, f"at most {manifest.recipe.training.epochs} epochs in /metrics/{name}", str(epochs[0]))
         _check_dataset(values, f"metrics/{name}", file, (rows, *epochs), "?" if name == "diverged" else None)
@@ -142,7 +163,7 @@ def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) ->
 
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
     def value(name: str, kind: str) -> np.ndarray | None:
-        """A scalar attribute, unless it is missing, of another kind, or longer than any that was written."""
+        """A scalar attribute, or None if it is missing, of another kind or too long."""
         if not h5py.h5a.exists(h5.id, name.encode()):
             return None
         attribute = h5py.h5a.open(h5.id, name.encode())
@@ -173,7 +194,7 @@ def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> N
 
 
 def _check_seeds(seeds: h5py.h5d.DatasetID, file: Path, manifest: Manifest, tile: int) -> None:
-    """Compare the first and the last: the hash speaks for those between."""
+    """Compare the first and the last seed; the hash covers the others."""
     found = np.empty(seeds.shape, np.uint64)
     seeds.read(h5py.h5s.ALL, h5py.h5s.ALL, found)
     first, last = tile * manifest.tile, tile * manifest.tile + len(found) - 1
@@ -182,13 +203,13 @@ def _check_seeds(seeds: h5py.h5d.DatasetID, file: Path, manifest: Manifest, tile
 
 
 def _members(group: h5py.h5g.GroupID, file: Path) -> set[str]:
-    """The names in a group, every one of them inside the file."""
+    """The names in a group; refuses links to other files."""
     found = []
-    # Looks at links without following them.
+    # Does not follow links.
     group.links.iterate(lambda name, link: found.append((name.decode(errors="replace"), link.type)), info=True)
     for name, kind in found:
         if kind != h5py.h5l.TYPE_HARD:
-            raise foreign(file, f"`{name}` inside the file", "a link that leads elsewhere")
+            raise foreign(file, f"`{name}` inside the file", "a link to another place")
     return {name for name, _ in found}
 
 
@@ -211,15 +232,15 @@ def _check_dataset(
     virtual = properties.get_layout() == h5py.h5d.VIRTUAL
     if virtual or properties.get_external_count() or properties.get_nfilters():
         raise foreign(file, f"/{name} stored plainly in the file", "external, virtual or filtered storage")
-    # What was never written would read as the fill value.
+    # Missing data would be read as the fill value.
     stored, needed = values.get_storage_size(), math.prod(shape) * found.itemsize
     if stored < needed:
         raise foreign(file, f"/{name} stored in full", f"{stored} bytes")
 
 
 def foreign(file: Path, expected: str, found: str) -> DataError:
-    """What to raise for a shard that is whole, but not this population's."""
+    """The error about an undamaged shard that belongs to another population."""
     return DataError(
-        f"{file}: a foreign shard, expected {expected}, found {found}; delete it (or put it back where it belongs) "
+        f"{file}: a foreign shard, expected {expected}, found {found}; delete it (or move it back to its population) "
         f"and {AGAIN}"
     )

@@ -1,12 +1,11 @@
-"""Shards on the disk: where they lie, how they are hashed, put in place and opened.
+"""Shards on disk: their paths, hashes, writing and opening.
 
-    shards/00003.h5          what `shard_format.py` says
-    shards/00003.h5.sha256   one line in `sha256sum`'s format
+    shards/00003.h5          see `shard_format.py`
+    shards/00003.h5.sha256   one line in the format of `sha256sum`
 
-The hash is written first, so the rename of the shard itself is what makes a tile done. When a shard is
-replaced by a longer one, both hashes are listed until the new one is in place: at every moment the pair on
-disk is valid, or the shard is absent. A shard's bytes depend on recipe, tile,
-torch version and device only, and on the compiler where the recipe asks for compiled kernels.
+The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
+hashes are listed, so that at every moment the pair on disk is valid or the shard is absent. The bytes of a shard depend
+on recipe, tile, torch version, HDF5 version and device only, and on the compiler for compiled kernels.
 """
 
 import contextlib
@@ -27,11 +26,11 @@ _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 
 
 class DamagedShard(DataError):
-    """A shard that is not what was once written; training its tile again puts it right."""
+    """A shard that differs from what was written; training its tile again repairs it."""
 
 
 class State(NamedTuple):
-    """Where a tile stands: its networks on disk, and why they are not all there."""
+    """Whether the networks of a tile are on disk, and if not, why."""
 
     kind: Literal["done", "missing", "short", "damaged"]
     why: str = ""
@@ -43,10 +42,10 @@ def shard_file(path: Path, tile: int) -> Path:
 
 
 def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
-    """The tiles that have a shard, rising.
+    """The tiles that have a shard, in ascending order.
 
     Raises:
-        DataError: if one lies beyond the population's end.
+        DataError: if one is beyond the end of the population.
     """
     try:
         names = [p.name for p in (path / SHARDS).iterdir()]
@@ -56,20 +55,20 @@ def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
     if tiles and tiles[-1] >= manifest.tiles:
         raise DataError(
             f"{shard_file(path, tiles[-1])}: expected {manifest.tiles} tiles for {manifest.networks} networks, found "
-            "one more; delete it, or run `weightscope collect` for as many networks as there are"
+            "another one; delete it, or run `weightscope collect` with more networks"
         )
     return tiles
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> tuple[Path, str]:
-    """Put a trained tile in place, unless a valid shard with as many networks is there already.
+    """Write the shard of a trained tile, unless a valid one with as many networks exists.
 
     Returns:
         The shard's file and its sha256.
 
     Raises:
-        WeightscopeError: if it cannot be written; nothing half-written is left.
-        DataError: if there is a valid shard of another recipe in its place.
+        WeightscopeError: if it cannot be written; no partial file is left.
+        DataError: if the existing file is a valid shard of another recipe.
     """
     file = shard_file(path, trained.index)
     rows = manifest.rows(trained.index)
@@ -92,10 +91,10 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> t
 
 
 def state(path: Path, manifest: Manifest, tile: int) -> State:
-    """Whether the shard of a tile is there, whole, undamaged and with as many networks as it should have.
+    """Whether the shard of a tile exists, is undamaged and has all its networks.
 
     Raises:
-        DataError: if a valid shard of another recipe, spec or tile lies in its place.
+        DataError: if the file is a valid shard of another recipe, spec or tile.
     """
     file = shard_file(path, tile)
     try:
@@ -110,7 +109,7 @@ def state(path: Path, manifest: Manifest, tile: int) -> State:
 
 
 def tidy_hash(file: Path) -> str:
-    """Leave only the present hash of a valid shard beside it (a replacement may have been interrupted)."""
+    """List only the current hash of a valid shard (a replacement may have been interrupted)."""
     listed, digest = _listed(file), _digest(file)
     if listed != [digest] and digest in listed:
         _write_hashes(file, [digest])
@@ -119,19 +118,19 @@ def tidy_hash(file: Path) -> str:
 
 @contextlib.contextmanager
 def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | None = None) -> Iterator[h5py.File]:
-    """A shard, open for reading, after its hash and its structure were compared.
+    """A shard, open for reading, after its hash and its structure were verified.
 
-    The hash comes first, so that HDF5 never parses a damaged file.
+    The hash is verified first, so that HDF5 never parses a damaged file.
 
     Args:
         file: the shard.
         manifest: of its population.
-        tile: the tile that it must hold.
-        known: the `signature` of the file when it was last found right; nothing is compared again while the
-            file has it.
+        tile: the expected tile.
+        known: the `signature` of the file when it was last verified; it is not verified again while the signature
+            is the same.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
         DataError: if it is damaged (`DamagedShard`) or foreign.
     """
     fresh = known is None or signature(file) != known
@@ -139,7 +138,7 @@ def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | N
         if fresh:
             _check_hash(file)
     except PermissionError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}; give permission") from error
+        raise DataError(f"{file}: cannot be read: {error.strerror}; change its permissions") from error
     try:
         # No lock: the file never changes, and a read-only or network file system may not have any.
         h5 = h5py.File(file, "r", locking=False)
@@ -159,7 +158,7 @@ def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | N
 
 
 def signature(file: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or rewritten: inode, size, time."""
+    """Inode, size and modification time, which change when a file is replaced or rewritten."""
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -168,14 +167,14 @@ def _check_hash(file: Path) -> None:
     digest = _digest(file)
     listed = _listed(file)
     if digest not in listed:
-        # It may have been replaced between the two readings.
+        # It may have been replaced between the two reads.
         digest, listed = _digest(file), _listed(file)
     if not listed:
         raise DamagedShard(f"{file}: expected its sha256 in {_hash_file(file).name} beside it, found none; {AGAIN}")
     if digest not in listed:
         raise DamagedShard(
-            f"{file}: damaged, expected sha256 {listed[0][:16]}, found {digest[:16]} in {file.stat().st_size} bytes; "
-            f"{AGAIN}"
+            f"{file}: checksum mismatch, expected sha256 {listed[0][:16]}, found {digest[:16]} in "
+            f"{file.stat().st_size} bytes; {AGAIN}"
         )
 
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML file in which every number names the file beside it that it comes from.
+"""Self-contained HTML reports in which every number links to the file it was read from.
 
     report = Report("Weights of tiny ConvNeXts")
     report.heading("Does the initialiser help?")
@@ -6,8 +6,8 @@
     report.figure(axes.figure, "Accuracy against training length.", alt="A line chart ...", source="bench/results.json")
     report.save("report.html")
 
-Numbers are read from their files when the report is saved, so a report cannot say what its files do not; strings are
-escaped; pictures are embedded; nothing is fetched, and a content security policy in the page holds browsers to that.
+Numbers are read from their files when the report is saved, so the report always agrees with them. Strings are escaped
+and pictures embedded; a content security policy keeps browsers from fetching anything.
 """
 
 from weightscope.report.building import Report

@@ -1,6 +1,5 @@
-"""`Report`: parts in their order, and the page that they make."""
+"""`Report`: collects the parts of a page and writes it."""
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from weightscope._util import atomic
 from weightscope.errors import UsageError
-from weightscope.report.page import TEMPLATE, Page
+from weightscope.report.page import Page, embedded, render
 from weightscope.report.parts import (
     Column,
     Drawing,
@@ -21,45 +20,45 @@ from weightscope.report.parts import (
     picture_bytes,
     source_list,
 )
-from weightscope.report.style import CSS
 
 
 @dataclass
 class Report:
-    """Parts of a page in their order; `save` makes the page.
+    """A page, built part by part; `save` writes it.
 
     Attributes:
-        title: of the page.
-        lead: one or two sentences under the title, which say what was found.
+        title: page title.
+        lead: one or two sentences below the title that state the finding.
     """
 
     title: str
     lead: str | Sequence[Piece] = ""
-    _parts: list[Callable[[Page], str]] = field(default_factory=list, repr=False)
+    _parts: list[Callable[[Page], dict[str, Any]]] = field(default_factory=list, repr=False)
 
     def heading(self, text: str, level: int = 2) -> "Report":
-        """A heading of level 2 or 3."""
+        """Add a heading of level 2 or 3."""
         if level not in (2, 3):
             raise UsageError(f"heading: expected level 2 or 3, found {level}")
-        self._parts.append(lambda page: f"<h{level}>{html.escape(text)}</h{level}>")
+        self._parts.append(lambda page: {"kind": "heading", "level": level, "text": text})
         return self
 
     def text(self, *pieces: Piece) -> "Report":
-        """One paragraph of strings (escaped), `Number`s and `Sourced` words."""
+        """Add a paragraph of strings, `Number`s and `Sourced` texts."""
         kept = checked(pieces)
-        self._parts.append(lambda page: f"<p>{page.inline(kept)}</p>")
+        self._parts.append(lambda page: {"kind": "text", "pieces": page.inline(kept)})
         return self
 
     def numbers(self, facts: Mapping[str, Number | Sourced | Sequence[Piece]]) -> "Report":
-        """Key figures in a row: what it is -> the number, alone or with words around it."""
+        """Add a row of key figures: name -> number, alone or with text around it."""
         kept = {name: checked([v] if isinstance(v, str | Number | Sourced) else v) for name, v in facts.items()}
-
-        self._parts.append(lambda page: page.facts(kept))
+        self._parts.append(
+            lambda page: {"kind": "numbers", "facts": {name: page.inline(pieces) for name, pieces in kept.items()}}
+        )
         return self
 
     def command(self, text: str) -> "Report":
-        """A command to copy, in its own scrolling box."""
-        self._parts.append(lambda page: f'<pre tabindex="0"><code>{html.escape(text)}</code></pre>')
+        """Add a command to copy."""
+        self._parts.append(lambda page: {"kind": "command", "text": text})
         return self
 
     def figure(
@@ -70,23 +69,24 @@ class Report:
         alt: str,
         source: str | Sequence[str],
     ) -> "Report":
-        """A picture with a caption that names its sources.
+        """Add a picture with a caption that links to its sources.
 
         Args:
-            picture: something with `savefig`, the bytes of a PNG, or the path of a .png or .svg file. It is read now.
-            caption: what one sees.
-            alt: the same for who cannot see it; must not be empty.
-            source: the files beside the report that the picture was drawn from.
+            picture: an object with `savefig`, the bytes of a PNG, or the path of a .png or .svg file, read immediately.
+            caption: what the picture shows.
+            alt: alternative text; must not be empty.
+            source: the files beside the report from which the picture was drawn.
 
         Raises:
-            UsageError: if there is no alternative text or source, or the picture is of another kind.
-            DataError: if the picture's file is missing or no picture.
+            UsageError: if the alternative text or the source is missing, or the picture is of another kind.
+            DataError: if the picture file is missing or not a picture.
         """
         if not alt.strip():
-            raise UsageError("figure: expected a text for those who cannot see it, found an empty alt")
+            raise UsageError("figure: expected an alternative text, found an empty alt")
         kind, data = picture_bytes(picture)
         sources, pieces = source_list(source), checked([caption] if isinstance(caption, str) else caption)
-        self._parts.append(lambda page: page.figure(kind, data, pieces, alt, sources))
+        drawn = embedded(kind, data)
+        self._parts.append(lambda page: {"kind": "figure", "alt": alt, **drawn, **page.captioned(pieces, sources)})
         return self
 
     def table(
@@ -97,16 +97,16 @@ class Report:
         *,
         source: str | Sequence[str] = (),
     ) -> "Report":
-        """A table that scrolls when it is wider than the page. None is a dash.
+        """Add a table; None is shown as a dash.
 
         Args:
-            rows: `Rows` of a file, or plain values; then `source` says where they come from.
-            columns: `Column`s, or key -> head.
-            caption: what it shows.
-            source: the files beside the report that plain rows come from.
+            rows: `Rows` of a file, or dictionaries, which need a `source`.
+            columns: `Column`s, or key -> header.
+            caption: what the table shows.
+            source: the files beside the report from which dictionaries were taken.
 
         Raises:
-            UsageError: if there are no columns or no source, or a plain row lacks a key.
+            UsageError: if there are no columns or no source, or a row lacks a key.
         """
         kept = [Column(*item) for item in columns.items()] if isinstance(columns, Mapping) else list(columns)
         if not kept:
@@ -114,22 +114,19 @@ class Report:
         sources = source_list(rows.source if isinstance(rows, Rows) else source)
         body = rows if isinstance(rows, Rows) else complete([dict(row) for row in rows], kept, "table")
         pieces = checked([caption] if isinstance(caption, str) else caption)
-        self._parts.append(lambda page: page.table(body, kept, pieces, sources))
+        self._parts.append(lambda page: {"kind": "table", **page.table(body, kept), **page.captioned(pieces, sources)})
         return self
 
     def save(self, path: str | Path) -> Path:
-        """Write the page; it appears only when it is complete.
+        """Write the page atomically.
 
         Raises:
-            DataError: if a source is not beside the report, or a number is not where it should be in its file.
+            DataError: if a source is missing beside the report, or a number is missing in its file.
             WeightscopeError: if the file cannot be written.
         """
         path = Path(path)
         page = Page(path.parent)
         lead = checked([self.lead] if isinstance(self.lead, str) else self.lead)
-        header = f"<header><h1>{html.escape(self.title)}</h1>"
-        header += f'<p class="lead">{page.inline(lead)}</p>' if any(lead) else ""
-        body = "\n".join(part(page) for part in self._parts)
-        text = TEMPLATE.format(title=html.escape(self.title), style=CSS, header=header, body=body)
+        text = render(self.title, page.inline(lead) if any(lead) else [], [part(page) for part in self._parts])
         atomic.write(path, text.encode())
         return path

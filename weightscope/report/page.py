@@ -1,71 +1,68 @@
-"""The page itself: parts as HTML, with numbers looked up in the files beside it."""
+"""Contents of a page: numbers looked up in the files beside it and formatted, for the template."""
 
 import base64
-import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from weightscope.errors import DataError, UsageError
 from weightscope.report.parts import DPI, KINDS, Column, Number, Piece, Rows, Sourced, complete, png_size
 
-_CSS_PIXELS = 96  # to the inch
+_CSS_PIXELS = 96  # per inch
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+)
 
-TEMPLATE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{header}</header>
-{body}
-</main>
-<footer>Dotted underlines lead to the files beside this page that numbers come from. Made with weightscope.</footer>
-</body>
-</html>
-"""
+
+@dataclass(frozen=True)
+class Link:
+    """A text that links to the file it was made from."""
+
+    source: str
+    text: str
+    hint: str
+
+
+def render(title: str, lead: Sequence[str | Link], parts: Iterable[dict[str, Any]]) -> str:
+    """The page as HTML; a part is a dictionary with its `kind`, the name of a macro of the template."""
+    return _TEMPLATES.get_template("page.html").render(title=title, lead=lead, parts=parts)
 
 
 class Page:
-    """Turns parts into HTML, looking numbers up in the files of one folder."""
+    """Looks up what the parts of a report refer to in the files of one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[str, Any] = {}
 
-    def inline(self, pieces: Sequence[Piece]) -> str:
-        """A text, escaped, in which numbers link to their files."""
-        return "".join(html.escape(piece) if isinstance(piece, str) else self._linked(piece) for piece in pieces)
+    def inline(self, pieces: Sequence[Piece]) -> list[str | Link]:
+        """Text, with numbers replaced by links to their files."""
+        return [piece if isinstance(piece, str) else self._linked(piece) for piece in pieces]
 
-    def facts(self, facts: Mapping[str, Sequence[Piece]]) -> str:
-        """Key figures in a row."""
-        items = (f"<div><dt>{html.escape(k)}</dt><dd>{self.inline(v)}</dd></div>" for k, v in facts.items())
-        return f'<dl class="facts">{"".join(items)}</dl>'
+    def captioned(self, caption: Sequence[Piece], sources: Sequence[str]) -> dict[str, Any]:
+        """The caption of a figure or table, and links to its sources."""
+        return {"caption": self.inline(caption), "sources": [self._link(s, s, s) for s in sources]}
 
-    def _linked(self, piece: Number | Sourced) -> str:
+    def _linked(self, piece: Number | Sourced) -> Link:
         if isinstance(piece, Sourced):
             return self._link(piece.source, piece.text, piece.source)
         value = self._value(piece)
-        text = html.escape(_written(value, piece.format, piece.scale))
-        return self._link(piece.source, text, f"{piece.source} {piece.where} = {value!r}", escaped=True)
+        text = _formatted(value, piece.format, piece.scale)
+        return self._link(piece.source, text, f"{piece.source} {piece.where} = {value!r}")
 
-    def _link(self, source: str, text: str, hint: str, *, escaped: bool = False) -> str:
+    def _link(self, source: str, text: str, hint: str) -> Link:
         if not (self._folder / source).exists():
-            raise DataError(
-                f"{self._folder / source}: the report names it as a source, but it is not there; write it first"
-            )
-        words = text if escaped else html.escape(text)
-        return f'<a class="from" href="{html.escape(quote(source))}" title="{html.escape(hint)}">{words}</a>'
+            raise DataError(f"{self._folder / source}: a source of the report, not found; write it first")
+        return Link(source, text, hint)
 
     def _value(self, number: Number) -> Any:
         value = self._lookup(number.source, number.where)
@@ -79,7 +76,7 @@ class Page:
             if source not in self._read:
                 self._read[source] = json.loads(file.read_bytes())
         except OSError as error:
-            raise DataError(f"{file}: the report takes numbers from it, but: {error.strerror}") from error
+            raise DataError(f"{file}: cannot read this source of the report: {error.strerror}") from error
         except ValueError as error:
             raise DataError(f"{file}: expected JSON, found: {error}") from error
         value = self._read[source]
@@ -91,56 +88,40 @@ class Page:
                 value = value[name]
             else:
                 there = f"{len(value)} rows" if isinstance(value, list) else f"{value!r:.60}"
-                raise DataError(f"{file}: there is nothing at {where}: no {name!r} in {there}")
+                raise DataError(f"{file}: nothing at {where}: no {name!r} in {there}")
         return value
 
-    def _caption(self, pieces: Sequence[Piece], sources: Sequence[str]) -> str:
-        links = ", ".join(self._link(source, source, source) for source in sources)
-        return f'{self.inline(pieces)} <span class="source">Source: {links}</span>'
-
-    def figure(self, kind: str, data: bytes, caption: Sequence[Piece], alt: str, sources: Sequence[str]) -> str:
-        """A picture, embedded, in the size that its letters were made for; what is wider than the page scrolls."""
-        size = png_size(data) if kind == KINDS[".png"] else None
-        width, height = (round(n * _CSS_PIXELS / DPI) for n in size) if size else (0, 0)
-        shape = f' width="{width}" height="{height}" style="min-width:{round(0.7 * width)}px"' if size else ""
-        image = f'<img src="data:{kind};base64,{base64.b64encode(data).decode()}" alt="{html.escape(alt)}"{shape}>'
-        words = self._caption(caption, sources)
-        return f'<figure><div class="scroll paper" tabindex="0">{image}</div><figcaption>{words}</figcaption></figure>'
-
-    def table(
-        self,
-        rows: Rows | Sequence[Mapping[str, Any]],
-        columns: Sequence[Column],
-        caption: Sequence[Piece],
-        sources: Sequence[str],
-    ) -> str:
-        """A table; columns of numbers are aligned at the right."""
+    def table(self, rows: Rows | Sequence[dict[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
+        """Formatted cells, and columns of which numeric ones are aligned to the right."""
         if isinstance(rows, Rows):
             found = self._lookup(rows.source, rows.where)
             if not isinstance(found, list):
                 raise DataError(f"{self._folder / rows.source}: expected rows at {rows.where}, found {found!r:.60}")
             rows = complete(found, columns, f"{rows.source} {rows.where}")
-        numeric = {c.key: all(_is_number(row[c.key]) or row[c.key] is None for row in rows) for c in columns}
+        numeric = [all(_is_number(row[c.key]) or row[c.key] is None for row in rows) for c in columns]
+        return {
+            "columns": [{"head": c.head, "numeric": n} for c, n in zip(columns, numeric, strict=True)],
+            "rows": [[_formatted(row[c.key], c.format, c.scale) for c in columns] for row in rows],
+        }
 
-        def cell(tag: str, column: Column, text: str) -> str:
-            kind = ' class="number"' if numeric[column.key] else ""
-            scope = ' scope="col"' if tag == "th" else ""
-            return f"<{tag}{kind}{scope}>{html.escape(text)}</{tag}>"
 
-        head = "".join(cell("th", c, c.head) for c in columns)
-        lines = ("".join(cell("td", c, _written(row[c.key], c.format, c.scale)) for c in columns) for row in rows)
-        body = "".join(f"<tr>{line}</tr>" for line in lines)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        words = self._caption(caption, sources)
-        scroll = f'<div class="scroll" tabindex="0">{table}</div>'
-        return f'<figure class="table"><figcaption>{words}</figcaption>{scroll}</figure>'
+def embedded(media_type: str, data: bytes) -> dict[str, Any]:
+    """An embedded picture, at the size for which its text was set; the page scrolls if it is wider."""
+    size = png_size(data) if media_type == KINDS[".png"] else None
+    width, height = (round(n * _CSS_PIXELS / DPI) for n in size) if size else (0, 0)
+    return {
+        "media_type": media_type,
+        "base64": base64.b64encode(data).decode(),
+        "size": (width, height) if size else None,
+        "min_width": round(0.7 * width),
+    }
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _written(value: Any, form: str, scale: float) -> str:
+def _formatted(value: Any, form: str, scale: float) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):

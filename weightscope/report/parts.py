@@ -1,4 +1,4 @@
-"""What a report is made of: numbers with their sources, columns of tables, pictures as bytes."""
+"""Parts of a report: numbers with their sources, columns of tables, pictures as bytes."""
 
 import io
 import struct
@@ -15,7 +15,7 @@ KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
 
 @runtime_checkable
 class Drawing(Protocol):
-    """What can write itself as a picture, such as a matplotlib figure."""
+    """An object that can be written as a picture, such as a matplotlib figure."""
 
     def savefig(self, file: Any, **options: Any) -> Any: ...  # noqa: D102
 
@@ -26,9 +26,9 @@ class Number:
 
     Attributes:
         source: the file, relative to the report's folder.
-        where: where in it, an RFC 6901 pointer: `/summary/1/difference`.
-        format: as in `format(value, spec)`.
-        scale: what the value is multiplied by first, 100 for a fraction in per cent.
+        where: position in it, an RFC 6901 pointer such as `/summary/1/difference`.
+        format: format specification, as in `format(value, spec)`.
+        scale: factor applied first, 100 for a fraction in per cent.
     """
 
     source: str
@@ -39,7 +39,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Sourced:
-    """Words with numbers in them, such as a `verdict`, and the file that they were made from."""
+    """A text with numbers in it, such as a `verdict`, and the file that the numbers are from."""
 
     text: str
     source: str
@@ -51,7 +51,7 @@ class Rows:
 
     Attributes:
         source: the file, relative to the report's folder.
-        where: where in it, an RFC 6901 pointer to a list of objects: `/summary`.
+        where: position in it, an RFC 6901 pointer to a list of objects, such as `/summary`.
     """
 
     source: str
@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: which key of a row, under which head, in which format (for numbers)."""
+    """A column of a table: key of the rows, header, and format and scale of numbers."""
 
     key: str
     head: str
@@ -72,7 +72,7 @@ Piece = str | Number | Sourced
 
 
 def checked(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces of a text, once they are known to be texts, and numbers with a source.
+    """The pieces of a text, checked to be strings, or numbers with a source.
 
     Raises:
         UsageError: for anything else.
@@ -88,10 +88,10 @@ def checked(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def complete(rows: Sequence[Any], columns: Sequence[Column], what: str) -> list[dict[str, Any]]:
-    """The rows of a table, once they are known to have every column.
+    """The rows of a table, checked to have every column.
 
     Raises:
-        UsageError: names the first row that has not.
+        UsageError: names the first row that lacks one.
     """
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -102,7 +102,7 @@ def complete(rows: Sequence[Any], columns: Sequence[Column], what: str) -> list[
 
 
 def source_list(source: str | Sequence[str]) -> list[str]:
-    """Relative paths below the report's folder, which stay true when the folder is moved or published."""
+    """Relative paths below the report's folder, which remain valid when the folder is moved or published."""
     sources = [source] if isinstance(source, str) else list(source)
     for path in sources:
         parts = PurePosixPath(path).parts
@@ -111,7 +111,7 @@ def source_list(source: str | Sequence[str]) -> list[str]:
                 f"source: expected a path below the report's folder, such as bench/results.json, found {path!r}"
             )
     if not sources:
-        raise UsageError("source: expected the file that this comes from, found none")
+        raise UsageError("source: expected the file that the values come from, found none")
     return sources
 
 
@@ -130,7 +130,7 @@ def picture_bytes(picture: Drawing | bytes | str | Path) -> tuple[str, bytes]:
         try:
             data = Path(picture).read_bytes()
         except OSError as error:
-            raise DataError(f"{picture}: the report needs this picture, but: {error.strerror}") from error
+            raise DataError(f"{picture}: cannot read this picture of the report: {error.strerror}") from error
     else:
         raise UsageError(f"figure: expected a figure, PNG bytes or a path, found {type(picture).__name__}")
     if (kind == ".png" and png_size(data) is None) or (kind == ".svg" and b"<svg" not in data):
@@ -139,7 +139,7 @@ def picture_bytes(picture: Drawing | bytes | str | Path) -> tuple[str, bytes]:
 
 
 def png_size(png: bytes) -> tuple[int, int] | None:
-    """Width and height from a PNG's header."""
+    """Width and height from a PNG header, or None."""
     if len(png) < 24 or png[:8] != b"\x89PNG\r\n\x1a\n" or png[12:16] != b"IHDR":
         return None
     return struct.unpack(">II", png[16:24])

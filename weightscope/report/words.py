@@ -1,4 +1,4 @@
-"""What a difference means, in words that claim no more than the numbers do."""
+"""Statistical differences as text."""
 
 import math
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ def verdict(
     n: int | None = None,
     alpha: float = 0.05,
 ) -> str:
-    """A paired difference, of which more is better, in honest words.
+    """Describe a paired difference, where larger is better.
 
-    Significant means p < alpha *and* an interval without zero; where the two disagree (a p-value corrected for several
-    comparisons) the words say so. No significance is not equality: then the interval is what can be said.
+    Significant means p < alpha and an interval that excludes zero. If the two disagree (a p-value corrected for several
+    comparisons), the text says so. A difference that is not significant is reported with its interval, not as equality.
 
     Args:
-        difference: of the mean; for the unit "percentage points" as a fraction, as in `results.json`, else in `unit`s.
+        difference: of the means; a fraction for the unit "percentage points", as in `results.json`, else in `unit`s.
         ci95: its 95 % confidence interval, likewise.
         p: its p-value.
-        unit: of the difference as it is printed.
+        unit: printed unit of the difference.
         n: number of paired seeds.
-        alpha: the level of significance.
+        alpha: significance level.
 
     Raises:
-        UsageError: if a difference in percentage points is no fraction, or lies outside of its interval.
+        UsageError: if a difference in percentage points is not a fraction, or is outside its interval.
 
     Example:
         >>> verdict(0.021, (0.015, 0.027), 2e-9, n=64)
@@ -39,13 +39,11 @@ def verdict(
         return "the reference of the comparison"
     scale = 100.0 if unit == "percentage points" else 1.0
     if scale != 1 and abs(difference) > 1:
-        raise UsageError(
-            f"a difference in percentage points is given as a fraction between -1 and 1, found {difference}"
-        )
+        raise UsageError(f"difference: expected a fraction between -1 and 1 for percentage points, found {difference}")
     if ci95 is None or p is None or not all(map(math.isfinite, (difference, *ci95, p))):
-        return f"cannot be judged: {'one seed has' if n == 1 else 'there is'} no confidence interval"
+        return f"cannot be judged: no confidence interval{' with one seed' if n == 1 else ''}"
     if not ci95[0] - 1e-9 <= difference <= ci95[1] + 1e-9:
-        raise UsageError(f"expected a difference within its interval, found {difference} and {tuple(ci95)}")
+        raise UsageError(f"difference: expected a value within its interval {tuple(ci95)}, found {difference}")
     chance = _chance(p) + (f", {n} paired seeds" if n is not None else "")
     return _judged(scale * difference, (scale * ci95[0], scale * ci95[1]), chance, unit, unlikely=p < alpha)
 
@@ -60,13 +58,9 @@ def _judged(value: float, interval: tuple[float, float], chance: str, unit: str,
         return f"{word} by {_fixed(abs(value), places)} {unit} (95 % CI {ends}, {chance})"
     size, ends = _signed(value, places), f"{_signed(low, places)} to {_signed(high, places)}"
     if clear:
-        return (
-            f"no significant difference after correction for several comparisons: {size} {unit}, 95 % CI {ends} on its "
-            f"own, {chance}"
-        )
-    return (
-        f"no significant difference: {size} {unit} ({chance}); the data are compatible with anything from {ends} {unit}"
-    )
+        corrected = "no significant difference after correction for multiple comparisons"
+        return f"{corrected}: {size} {unit} (uncorrected 95 % CI {ends}, {chance})"
+    return f"no significant difference: {size} {unit} (95 % CI {ends}, {chance})"
 
 
 def _chance(p: float) -> str:

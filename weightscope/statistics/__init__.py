@@ -1,1 +1,1 @@
-"""Statistics of arrays: arrays in, arrays out, NumPy float64."""
+"""Statistics of arrays: NumPy arrays in, NumPy float64 arrays out."""

@@ -1,8 +1,8 @@
-"""Computed coordinates: properties of a network beside its weights, such as the diagonal of W2 W1.
+"""Computed coordinates: functions of a network's weights, such as the diagonal of fc2 @ fc1.
 
 An expression is a function's name and tensors joined by `@`, for instance
 `diag(stages.0.blocks.{i}.mlp.fc2.weight @ stages.0.blocks.{i}.mlp.fc1.weight)` (thesis Fig. 3.40). `{i}` is a
-placeholder for one piece of a name without dots; the expression stands for one group of coordinates for
+placeholder for one piece of a name without dots; the expression is expanded to one group of coordinates for
 each value for which all its tensors exist.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightscope._util.names import listing
 from weightscope.errors import UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
@@ -22,7 +23,7 @@ def _product(matrix: np.ndarray) -> np.ndarray:
 
 def _diagonal(matrix: np.ndarray) -> np.ndarray:
     if matrix.shape[-1] != matrix.shape[-2]:
-        raise UsageError(f"diag needs a square matrix, found {matrix.shape[1:]}")
+        raise UsageError(f"diag: expected a square matrix, found {matrix.shape[1:]}")
     return np.diagonal(matrix, axis1=-2, axis2=-1)
 
 
@@ -42,7 +43,7 @@ def _column_means(matrix: np.ndarray) -> np.ndarray:
     return matrix.mean(axis=-2)
 
 
-# Of a matrix, or of a product of matrices: (N, a, b) -> (N, ...). A tensor with more axes counts as the matrix
+# Functions of a matrix or a product of matrices, (N, a, b) -> (N, ...). A tensor with more axes is reshaped to
 # (first axis, all others).
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "product": _product,
@@ -75,7 +76,7 @@ class Computed:
         """Name and shape of the result.
 
         Raises:
-            UsageError: if the shapes do not go together.
+            UsageError: if the shapes do not match.
         """
         zeros = {name: np.zeros((1, *spec[name].shape), dtype=np.float32) for name in self.tensors}
         return TensorSpec(self.name, self(zeros).shape[1:])
@@ -90,7 +91,7 @@ class Computed:
             (N, ...).
 
         Raises:
-            UsageError: if the shapes do not go together.
+            UsageError: if the shapes do not match.
         """
         factors = [tensors[name] for name in self.tensors]
         if self.function == "center":
@@ -111,21 +112,21 @@ class Computed:
         """The middle of the last two axes, (N, ..., k, k) -> (N, ...) without axes of length 1."""
         if len(self.tensors) != 1 or filters.ndim < 4 or filters.shape[-1] % 2 == 0 or filters.shape[-2] % 2 == 0:
             raise UsageError(
-                f"{self.name}: center needs one convolution with filters of odd side, found {filters.shape[1:]}"
+                f"{self.name}: expected one convolution with filters of odd side, found {filters.shape[1:]}"
             )
         middle = filters[..., filters.shape[-2] // 2, filters.shape[-1] // 2]
         return middle.reshape(len(middle), *[n for n in middle.shape[1:] if n != 1])
 
 
 def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
-    """The computed coordinates that an expression stands for in a network, in the spec's order.
+    """Expand an expression to the computed coordinates of a network, in the spec's order.
 
     Args:
         expression: for instance `"center(stages.0.blocks.{i}.conv_dw.weight)"`.
         spec: of the network.
 
     Raises:
-        UsageError: if it is no such expression, or no tensors fit.
+        UsageError: if the expression is invalid, or matches no tensors.
 
     Example:
         >>> parse("center(blocks.{i}.conv_dw.weight)", spec)[0].name
@@ -135,8 +136,7 @@ def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
     match = re.fullmatch(r"\s*(\w+)\s*\((.+)\)\s*", expression)
     if match is None or match[1] not in known:
         raise UsageError(
-            f"computed coordinates: expected FUNCTION(TENSOR @ ...), FUNCTION one of {', '.join(known)}; "
-            f"found {expression!r}"
+            f"computed: expected FUNCTION(TENSOR @ ...) with FUNCTION one of {', '.join(known)}; found {expression!r}"
         )
     patterns = [part.strip() for part in match[2].split("@")]
     found = []
@@ -145,12 +145,12 @@ def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
         if all(name in spec.slices for name in names):
             found.append(Computed(match[1], names))
     if not found:
-        raise UsageError(f"{expression!r} fits no tensors; the names are {', '.join(spec.names[:12])} ...")
+        raise UsageError(f"computed: {expression!r} matches no tensors; there are {listing(spec.names)}")
     return tuple(found)
 
 
 def _fits(pattern: str, spec: WeightSpec) -> list[dict[str, str]]:
-    """The placeholders' values for which the pattern names a tensor."""
+    """The values of the placeholders for which the pattern is the name of a tensor."""
     pieces, seen = re.split(r"(\{\w+\})", pattern), set()
     regex = ""
     for piece in pieces:
@@ -169,7 +169,7 @@ def _fits(pattern: str, spec: WeightSpec) -> list[dict[str, str]]:
 def _fill(pattern: str, values: Mapping[str, str], expression: str) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
-            raise UsageError(f"{expression!r}: the placeholder {match[0]} does not stand in the first tensor's name")
+            raise UsageError(f"{expression!r}: the placeholder {match[0]} does not occur in the first tensor's name")
         return values[match[1]]
 
     return re.sub(r"\{(\w+)\}", value, pattern)

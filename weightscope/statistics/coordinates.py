@@ -1,4 +1,4 @@
-"""`Coordinates`: which numbers of a network a study looks at, as one plan from raw vectors to columns."""
+"""`Coordinates`: the selected and computed coordinates of a network, from raw weight vectors to columns."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from weightscope.statistics.folding import fold, needed_for_folding, norm_pairs
 
 
 class Coordinates:
-    """The selected tensors, with norms folded on request, and computed coordinates after them.
+    """The selected tensors, with norms folded on request, followed by computed coordinates.
 
     Args:
         spec: of the whole network.
@@ -20,12 +20,12 @@ class Coordinates:
 
     Attributes:
         spec: of the result; computed coordinates are tensors named by their expression.
-        reads: the sub-spec of what has to be read.
+        reads: the sub-spec of the tensors that must be read.
         folded: whether norms are folded.
 
     Raises:
-        UsageError: if a pattern or an expression fits nothing.
-        SpecError: if folding is asked for and impossible.
+        UsageError: if a pattern or an expression matches nothing.
+        SpecError: if norms cannot be folded.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Coordinates:
             rows: (N, reads.size), the tensors of `reads` in their order.
 
         Returns:
-            (N, spec.size); `rows` itself where nothing is to be done.
+            (N, spec.size); `rows` itself if nothing is computed or folded.
         """
         if self.spec == self.reads and not self._pairs:
             return rows
-        # Networks that are not finite give rows that are not finite; they are counted later.
+        # Non-finite networks give non-finite rows, which are counted later.
         with np.errstate(all="ignore"):
             tensors = fold(self.reads.unpack(rows), self._pairs)
             parts = [tensors[name] for name in self._plain.names] + [c(tensors) for c in self._computed]

@@ -12,7 +12,7 @@ from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.panels import Margins, margins
 from weightscope.statistics.syrk import add_gram
 
-_COLUMNS = 2048  # of the data that are centred at once
+_COLUMNS = 2048  # columns of the data that are centred at once
 _OVERSAMPLING = 16
 
 
@@ -21,12 +21,12 @@ class Eigenpairs:
     """The leading eigenpairs of the covariance of n rows.
 
     Attributes:
-        values: (r,), falling; variances along the vectors.
+        values: (r,), descending; variances along the vectors.
         vectors: (r, D), orthonormal rows; the largest entry of each is positive.
         mean: (D,).
         total: the trace of the covariance.
-        n: rows that count.
-        excluded: rows left out because a number in them is not finite.
+        n: number of finite rows.
+        excluded: number of rows left out because they contain a non-finite number.
         method: "gram" (exact) or "randomised".
     """
 
@@ -55,10 +55,10 @@ def top_eigenpairs(
 ) -> Eigenpairs:
     """The `rank` leading eigenpairs of C = X^T X / (n - 1), X the centred rows (n, D).
 
-    Where the rows fit into `memory` and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives `V = S^-1 U^T X`
+    If the rows fit into `memory` and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives `V = S^-1 U^T X`
     (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace iteration (Halko,
     Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are then lower
-    bounds, and close where the spectrum falls.
+    bounds, and close if the spectrum decays.
 
     Args:
         passes: called for every pass; yields the same rows (n, D) each time.
@@ -69,13 +69,14 @@ def top_eigenpairs(
         seed: of its start.
 
     Raises:
-        UsageError: if the rank is not within 1 and min(n - 1, D).
+        UsageError: if the rank is not between 1 and min(n - 1, D).
         DataError: if fewer than 2 rows are finite.
     """
     held = _held(passes(), memory)
     known = margins(passes() if held is None else held, size)
     if not 1 <= rank <= min(known.n - 1, size):
         raise UsageError(f"rank: expected 1 to {min(known.n - 1, size)} for {known.n} rows of {size}, found {rank}")
+    method: Literal["gram", "randomised"]
     if held is not None and known.n <= size:
         method, (values, vectors) = "gram", _by_gram(held, known, rank)
     else:
@@ -86,7 +87,7 @@ def top_eigenpairs(
 
 
 def _held(chunks: Iterable[np.ndarray], memory: int) -> list[np.ndarray] | None:
-    """The finite and the other rows in memory, or None if they take more than that."""
+    """All rows in memory, or None if they take more than that."""
     out, size = [], 0
     for chunk in chunks:
         size += chunk.nbytes
@@ -112,7 +113,7 @@ def _by_gram(held: list[np.ndarray], known: Margins, rank: int) -> tuple[np.ndar
     squares, u = squares[::-1], u[:, ::-1]
     varying = int((squares > known.n * np.finfo(float).eps * squares[0]).sum())
     if varying < rank:
-        raise UsageError(f"rank: the rows vary in {varying} directions only, found {rank}")
+        raise UsageError(f"rank: expected at most {varying}, the rank of the rows, found {rank}")
     vectors = np.concatenate([u.T @ centred(part) for part in parts], axis=1)
     return squares / (known.n - 1), vectors / np.sqrt(squares)[:, None]
 

@@ -1,8 +1,8 @@
-"""Folding a normalisation layer's gain and bias into the linear map that reads it.
+"""Folding a normalisation layer's gain and bias into the linear map that follows it.
 
 LayerNorm's output is g * z + b with z normalised. A linear map after it, W (g * z + b) + c, equals
 W diag(g) z + (c + W b): the same function with g = 1 and b = 0. Networks that differ only in how a gain is
-shared between the two layers then have the same weights, which is what a covariance should compare.
+divided between the two layers then have equal weights, so that a covariance compares functions.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 from weightscope.errors import SpecError
 from weightscope.spec import WeightSpec
 
-# (normalisation layer, linear map that reads it), as named in timm's and this package's ConvNeXt and ViT.
+# (normalisation layer, linear map that follows it), as named in timm's and this package's ConvNeXt and ViT.
 _READERS: tuple[tuple[str, str], ...] = (
     (r"(.*\.)norm", r"\1mlp.fc1"),
     (r"(.*\.)norm1", r"\1attn.qkv"),
@@ -27,7 +27,7 @@ _READERS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class NormPair:
-    """A normalisation layer and the linear map that reads it, by the names of their modules."""
+    """A normalisation layer and the linear map that follows it, by the names of their modules."""
 
     norm: str
     linear: str
@@ -37,7 +37,7 @@ def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
     """The pairs that can be folded in a network, found by name.
 
     Raises:
-        SpecError: if a linear map has no bias that could take up the norm's bias.
+        SpecError: if a linear map has no bias to absorb the norm's bias.
     """
     pairs, names = [], set(spec.names)
     for tensor in spec.tensors:
@@ -51,15 +51,13 @@ def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
             if len(shape) < 2 or shape[1] != tensor.size:
                 continue
             if f"{norm}.bias" in names and f"{linear}.bias" not in names:
-                raise SpecError(
-                    f"`{linear}` has no bias to take up that of `{norm}`; compute without folding the norms"
-                )
+                raise SpecError(f"`{linear}` has no bias to absorb that of `{norm}`; compute without fold_norms")
             pairs.append(NormPair(norm, linear))
     return tuple(pairs)
 
 
 def needed_for_folding(names: set[str], spec: WeightSpec, pairs: tuple[NormPair, ...]) -> set[str]:
-    """The names that have to be read so that `fold` can fold what `names` holds."""
+    """The names of the tensors that `fold` needs in order to fold those in `names`."""
     needed = set(names)
     for pair in pairs:
         wanted = []
@@ -75,11 +73,11 @@ def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict
     """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0.
 
     Args:
-        tensors: name -> (N, *shape), all that `needed_for_folding` names.
-        pairs: what to fold into what.
+        tensors: name -> (N, *shape), with all names of `needed_for_folding`.
+        pairs: layers to fold.
 
     Returns:
-        new arrays for the tensors that change, the given ones for the others.
+        new arrays for the tensors that change, the given arrays for the others.
     """
     out = dict(tensors)
     for pair in pairs:
@@ -100,17 +98,17 @@ def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict
 
 
 def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
-    """Fold every norm that `norm_pairs` finds, in whole weight vectors.
+    """Fold every norm that `norm_pairs` finds in whole weight vectors.
 
     Args:
         vectors: (N, D), or (D,) for one network.
-        spec: what the D columns are.
+        spec: names and shapes of the D columns.
 
     Returns:
         new vectors of the same shape and dtype: the same functions with unit gains and zero biases.
 
     Raises:
-        SpecError: if a linear map has no bias that could take up the norm's bias.
+        SpecError: if a linear map has no bias to absorb the norm's bias.
 
     Example:
         >>> folded = fold_norms(population.weights(), population.spec)

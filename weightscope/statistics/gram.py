@@ -10,8 +10,8 @@ from scipy.linalg import blas
 
 from weightscope.statistics.syrk import add_gram
 
-# NumPy and SciPy bring their own BLAS with their own threads, and the threads of one spin for a while after
-# a call: a NumPy product just before `syrk` slows it by half. So the streaming loop uses SciPy's only.
+# NumPy and SciPy have separate BLAS libraries with separate threads, which keep spinning for a while after a
+# call: a NumPy product just before `syrk` slows it by half. So the streaming loop uses SciPy's only.
 
 Precision = Literal["float64", "float32"]
 
@@ -20,13 +20,13 @@ _TILE = 256
 
 
 class Gram(Protocol):
-    """What `Moments` needs of an accumulator of `G = sum of z z^T`, shape (D, D)."""
+    """Interface of an accumulator of `G = sum of z z^T`, shape (D, D)."""
 
     def add(self, rows: np.ndarray) -> None:
         """`G += rows.T @ rows` for rows (n, D)."""
 
-    def add_gram(self, other: "Gram") -> None:
-        """`G += other`, of the same kind."""
+    def add_gram(self, other: Any) -> None:
+        """`G += other`, of the same class."""
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
         """`G @ vector` in float64, shape (D,)."""
@@ -41,7 +41,7 @@ class Gram(Protocol):
         """An independent copy."""
 
     def take(self, factor: float) -> np.ndarray:
-        """`factor * G` as a full symmetric NumPy array made in place; the accumulator is empty afterwards."""
+        """`factor * G` as a full symmetric NumPy array, in place; the accumulator is empty afterwards."""
 
 
 class BlasGram:
@@ -53,7 +53,7 @@ class BlasGram:
     """
 
     def __init__(self, size: int, dtype: Any) -> None:
-        # The upper triangle counts.
+        # Only the upper triangle is used.
         self._matrix = _zeros(size, np.dtype(dtype))
 
     def add(self, rows: np.ndarray) -> None:
@@ -105,10 +105,10 @@ class BlasGram:
 
 
 def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
-    """(D, D) zeros in Fortran's order, in huge pages that come when they are first written to.
+    """(D, D) zeros in Fortran order, in huge pages that are allocated on their first write.
 
-    So `syrk`'s threads share the work of having them; filled beforehand by one thread, the matrix costs as much as
-    several updates where memory is slow to come (virtual machines), and in 4 KB pages, as from `numpy.zeros`, more.
+    So the threads of `syrk` share the work of allocation. Filled beforehand by one thread, the matrix costs as much as
+    several updates where allocation is slow (virtual machines), and more in 4 KB pages, as from `numpy.zeros`.
     """
     count = size * size
     if not count or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -117,7 +117,7 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
         pages = mmap.mmap(-1, count * dtype.itemsize)
     except OSError as error:
         raise MemoryError(f"no memory for {size} x {size} {dtype}: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without huge pages; they only buy speed
+    with contextlib.suppress(OSError):  # a kernel without huge pages, which affect speed only
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype, count).reshape((size, size), order="F")
 
@@ -132,7 +132,7 @@ class TorchGram:
     """
 
     def __init__(self, size: int, dtype: Any, device: Any) -> None:
-        # By name, so that nothing in this package needs torch unless a device is asked for.
+        # By name, so that this package needs torch only when a device is given.
         self._torch = importlib.import_module("torch")
         self._device = self._torch.device(device)
         self._matrix = self._torch.zeros(

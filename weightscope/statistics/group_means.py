@@ -1,4 +1,4 @@
-"""The stripes of the MLP paper: do the means of a matrix's columns and rows vary more than independence allows?"""
+"""The stripes of the MLP paper: variances of the means of a matrix's columns and rows, relative to independence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from weightscope.statistics.moments import finite_rows
 
 @dataclass(frozen=True)
 class StripeRatio:
-    """How much a group mean varies over networks, in units of what independent entries would give.
+    """The variance of group means over networks, relative to that of independent entries.
 
     Attributes:
         value: 1 in expectation under independence.
@@ -30,11 +30,11 @@ class StripeResult:
     """Stripes of a matrix W (p, n) over N networks.
 
     Attributes:
-        column: of the n column means (over the p hidden units, one for each input channel of a W1).
+        column: of the n column means (for fc1, over the p hidden units, one for each input channel).
         row: of the p row means (over the n columns).
         grand: of the mean of all entries.
         networks: N, without the excluded ones.
-        excluded: networks left out because a number is not finite.
+        excluded: networks left out because they contain a non-finite number.
         shape: (p, n).
     """
 
@@ -49,7 +49,7 @@ class StripeResult:
 def stripes(matrices: Any) -> StripeResult:
     r"""Variance over networks of column, row and grand means, relative to independent entries.
 
-    Each entry's mean over networks is subtracted first, E = W - mean, so fixed patterns do not count. The
+    Each entry's mean over networks is subtracted first, E = W - mean, which removes fixed patterns. The
     column ratio is
 
         R = [sum over k, j of (mean over i of E_kij)^2 / n] / [sum over k, i, j of E_kij^2 / (p n) / p]
@@ -62,30 +62,30 @@ def stripes(matrices: Any) -> StripeResult:
     network k out multiplies its squares by N / (N - 1) before they are subtracted, which is exact.
 
     Args:
-        matrices: (N, p, n), or (N, p, ...) whose trailing axes count as columns. Networks that are not finite
+        matrices: (N, p, n), or (N, p, ...) whose trailing axes are flattened to columns. Non-finite networks
             are left out and counted.
 
     Raises:
         DataError: if there are fewer than 3 usable networks, the shape is wrong or nothing varies.
 
     Example:
-        >>> w1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
-        >>> stripes(w1).column.value
+        >>> fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
+        >>> stripes(fc1).column.value
         1.52
     """
     array = np.asarray(matrices)
     if array.ndim < 3 or array.size == 0:
-        raise DataError(f"stripes need matrices (N, p, n), found {array.shape}")
+        raise DataError(f"stripes: expected matrices (N, p, n), found {array.shape}")
     array = array.reshape(len(array), array.shape[1], -1)
     usable = finite_rows(array.reshape(len(array), -1))
     centred = array[usable].astype(np.float64)
     networks, p, n = centred.shape
     if networks < 3:
-        raise DataError(f"stripes need at least 3 finite networks, found {networks}")
+        raise DataError(f"stripes: expected at least 3 finite networks, found {networks}")
     centred -= centred.mean(axis=0)
     total = np.einsum("kij,kij->k", centred, centred) / (p * n)  # (N,)
     if not total.sum() > 0:
-        raise DataError("stripes need matrices that vary over networks, found constant ones")
+        raise DataError("stripes: expected matrices that vary over networks, found constant ones")
     columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
     return StripeResult(
         column=_ratio(np.einsum("kj,kj->k", columns, columns) / n * p, total),

@@ -1,15 +1,16 @@
-"""`Moments`: mean and covariance of N vectors in one pass, in memory that does not depend on N."""
+"""`Moments`: mean and covariance of N vectors in one pass, in memory independent of N."""
 
 from typing import Any, get_args
 
 import numpy as np
 from scipy.linalg import blas
 
+from weightscope._util.checks import choice
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.gram import Gram, Precision, new_gram
 
-# Rows per block. syrk reaches its speed at 256 rows (measured: 512 and 1024 gain nothing), and two float64
-# blocks at D = 15,106 take 62 MB.
+# Rows per block. syrk reaches its full speed at 256 rows (512 and 1024 are no faster), and two float64 blocks
+# at D = 15,106 take 62 MB.
 BLOCK = 256
 
 
@@ -19,15 +20,15 @@ class Moments:
     Rows are taken in blocks of 256. A block of n_b rows with mean m_b is centred in float64 and added by a
     symmetric rank-k update; its distance d = m_b - mean to the n_a rows before it enters as one more row,
     sqrt(n_a n_b / (n_a + n_b)) d, which is the update of Chan, Golub and LeVeque (1983, Eq. 2.1b) inside
-    the same BLAS call. So badly centred or drifting data cost no accuracy. With `precision="float64"` the
+    the same BLAS call. So data far from zero or drifting lose no accuracy. With `precision="float64"` the
     result equals `numpy.cov` in float64 to 1e-10 relative at mean 1e4 and spread 1. With `"float32"` the
     centred block is rounded to float32 and products are accumulated in float32: twice as fast, half the
     memory, and entry (i, j) is within 1e-5 of the product of the standard deviations i and j (the
     measured error grows as the square root of N, and is 1e-6 at N = 10^6).
 
-    Rows with an entry that is not finite are left out and counted in `excluded`; print that number. Results
-    are the same bits however the rows are cut into chunks, as long as nothing is read in between; reading
-    closes a block, and then they agree to rounding. Memory is one D x D matrix and three blocks.
+    Rows with a non-finite entry are left out and counted in `excluded`; print that number. Results have the same
+    bits for all chunk sizes if nothing is read in between; reading closes a block, and results then agree to
+    rounding. Memory is one D x D matrix and three blocks.
 
     Args:
         size: D.
@@ -45,9 +46,8 @@ class Moments:
 
     def __init__(self, size: int, *, device: Any = None, precision: Precision = "float64") -> None:
         if size < 1:
-            raise UsageError(f"Moments needs a vector length >= 1, found {size}")
-        if precision not in get_args(Precision):
-            raise UsageError(f"precision must be one of {get_args(Precision)}, found {precision!r}")
+            raise UsageError(f"Moments: expected a vector length >= 1, found {size}")
+        choice("precision", precision, get_args(Precision))
         self.size = size
         self.precision: Precision = precision
         self.excluded = 0
@@ -66,7 +66,7 @@ class Moments:
         self._work: np.ndarray | None = None
 
     def update(self, chunk: Any) -> "Moments":
-        """Take more rows.
+        """Add rows.
 
         Args:
             chunk: (n, D), or (D,) for one row; float32 or float64.
@@ -75,7 +75,7 @@ class Moments:
             this object.
 
         Raises:
-            DataError: if the rows are not D long.
+            DataError: if the rows do not have length D.
         """
         self._alive()
         rows = np.atleast_2d(np.asarray(chunk))
@@ -96,14 +96,14 @@ class Moments:
         return self
 
     def merge(self, other: "Moments") -> "Moments":
-        """The moments of both samples together, in a new object; neither operand changes its meaning.
+        """The moments of the union of both samples, in a new object; the operands stay valid.
 
         Raises:
             UsageError: if sizes, precisions or devices differ.
         """
         kinds = [(m.size, m.precision, str(m._device)) for m in (self, other)]
         if kinds[0] != kinds[1]:
-            raise UsageError(f"only moments of one (size, precision, device) merge, found {kinds[0]} and {kinds[1]}")
+            raise UsageError(f"merge: expected equal (size, precision, device), found {kinds[0]} and {kinds[1]}")
         first, second = (self, other) if self.n else (other, self)
         first._flush()
         second._flush()
@@ -119,7 +119,7 @@ class Moments:
 
     @property
     def n(self) -> int:
-        """The number of rows taken, without the excluded ones."""
+        """The number of rows added, without the excluded ones."""
         return self._count + self._waiting
 
     @property
@@ -127,10 +127,10 @@ class Moments:
         """The mean, (D,) float64.
 
         Raises:
-            DataError: if there is no row yet.
+            DataError: before the first row.
         """
         self._need(1)
-        return self._pilot + self._mean
+        return self._about() + self._mean
 
     def variance(self) -> np.ndarray:
         """The variances with divisor n - 1, (D,) float64."""
@@ -141,8 +141,8 @@ class Moments:
         """The covariance with divisor n - 1, (D, D), in the precision of accumulation.
 
         Args:
-            destroy: make the result in the accumulator's own memory, so that the peak is one matrix and not
-                two; the object refuses any further use.
+            destroy: compute the result in the accumulator's memory, so that the peak is one matrix and not two;
+                the object cannot be used afterwards.
 
         Raises:
             DataError: if there are fewer than 2 rows.
@@ -154,7 +154,7 @@ class Moments:
         return gram.take(1.0 / (self._count - 1))
 
     def correlation(self, *, destroy: bool = False) -> np.ndarray:
-        """The correlation matrix, (D, D); a coordinate without variance has none, and its row is NaN."""
+        """The correlation matrix, (D, D); rows and columns of coordinates without variance are NaN."""
         variance = self.variance()
         matrix = self.covariance(destroy=destroy)
         with np.errstate(divide="ignore"):
@@ -165,10 +165,10 @@ class Moments:
         return matrix
 
     def squared_norms(self) -> tuple[float, float, float]:
-        """What the Ledoit-Wolf intensity is made of, for centred rows x: `(sum |x|^2, |sum x x^T|_F^2, sum |x|^4)`.
+        """The sums in the Ledoit-Wolf intensity, for centred rows x: `(sum |x|^2, |sum x x^T|_F^2, sum |x|^4)`.
 
-        The fourth moment is accumulated on the way, about the first block's mean, and centred here; no
-        second pass over the data is needed.
+        The fourth moment is accumulated about the first block's mean and centred here, without a second pass over
+        the data.
         """
         self._need(1)
         gram = self._alive()
@@ -225,7 +225,7 @@ class Moments:
         self._alive().add(block.astype(self.precision, copy=False))
 
     def _join(self, n: int, mean: np.ndarray) -> np.ndarray:
-        """Count n rows of that mean (about the pilot) in, and return the row that their distance adds."""
+        """Update count and mean by n rows of that mean (about the pilot); returns the row that their distance adds."""
         distance = mean - self._mean
         both = self._count + n
         row = np.sqrt(self._count * n / both) * distance
@@ -234,7 +234,7 @@ class Moments:
         return row
 
     def _absorb(self, other: "Moments") -> None:
-        shift = other._pilot - self._pilot  # rows about our pilot are z + shift
+        shift = other._about() - self._about()  # rows about our pilot are z + shift
         gram, n, mean = other._alive(), other._count, other._mean
         square, total = float(shift @ shift), n * float(mean @ shift)
         outer = gram.dot(shift) + n * mean * float(mean @ shift)  # (sum z z^T) shift
@@ -253,6 +253,10 @@ class Moments:
         self._alive().add_gram(gram)
         self._alive().add(row[None].astype(self.precision))
 
+    def _about(self) -> np.ndarray:
+        assert self._pilot is not None  # there is a row
+        return self._pilot
+
     def _need(self, n: int) -> None:
         self._alive()
         self._flush()
@@ -263,15 +267,14 @@ class Moments:
 
     def _alive(self) -> Gram:
         if self._gram is None:
-            raise UsageError("these Moments gave their memory away with destroy=True; make new ones")
+            raise UsageError("these Moments were destroyed by destroy=True; create new ones")
         return self._gram
 
 
 def finite_rows(rows: np.ndarray) -> np.ndarray:
-    """Which rows (n, D) hold finite numbers only, as booleans (n,).
+    """Which rows (n, D) contain finite numbers only, as booleans (n,).
 
-    One sum over each row finds the suspicious ones (NaN and infinity never leave a sum), and only those are
-    looked at entry by entry.
+    A sum over each row finds the candidates (NaN and infinity propagate), and only those are checked entry by entry.
     """
     with np.errstate(all="ignore"):
         finite = np.isfinite(np.einsum("ij->i", rows))

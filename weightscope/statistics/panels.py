@@ -1,4 +1,4 @@
-"""Covariances beyond memory: the matrix grows on disk, a panel of rows at a time, each from one pass over the data."""
+"""Covariances beyond memory: the matrix is computed on disk, panel by panel, each in one pass over the data."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,13 +18,13 @@ _BLOCKS = 8
 
 @dataclass(frozen=True)
 class Margins:
-    """What one pass over rows tells of every coordinate.
+    """Mean and variance of every coordinate, from one pass over rows.
 
     Attributes:
         mean: (D,) float64.
         variance: (D,) float64, divisor n - 1.
-        n: rows that count.
-        excluded: rows left out because a number in them is not finite.
+        n: number of finite rows.
+        excluded: number of rows left out because they contain a non-finite number.
     """
 
     mean: np.ndarray
@@ -71,15 +71,15 @@ def write_covariance(
     correlation: bool = False,
     memory: int = 2 << 30,
 ) -> Margins:
-    """Write the (D, D) covariance of rows as a `.npy` file, in memory that depends on neither N nor D^2.
+    """Write the (D, D) covariance of rows as a `.npy` file, in memory independent of N and D^2.
 
         C[p, :] = sum over rows of (x - mean)_p (x - mean)^T / (n - 1)   for panels p of consecutive coordinates
 
-    The first pass finds the means; each further one fills as many rows of C as `memory` holds, from their diagonal
-    on, and their mirror image. Products are exact to the precision's rounding: rows are centred in float64.
+    The first pass computes the means; each further one fills as many rows of C as fit into `memory`, from the diagonal
+    on, and their transpose. Products are exact to the precision's rounding: rows are centred in float64.
 
     Args:
-        passes: called for every pass; yields the same rows (n, D), in blocks of at most 256, each time.
+        passes: called for every pass; yields the same rows (n, D) each time, in blocks of at most 256.
         size: D.
         file: open for writing, at its start.
         dtype: float32 or float64, of the sums and of the file.
@@ -90,7 +90,7 @@ def write_covariance(
         Means, variances and counts.
 
     Raises:
-        UsageError: if the memory does not hold one row of C beside the blocks.
+        UsageError: if the memory does not suffice for one row of C and the blocks.
         DataError: if fewer than 2 rows are finite, or two passes differ.
     """
     dtype = np.dtype(dtype)
@@ -128,10 +128,10 @@ def _panel(rows: Iterable[np.ndarray], known: Margins, top: int, bottom: int, dt
     for block in _pieces(rows):
         z = np.subtract(block[:, top:], centre, dtype=np.float64).astype(dtype, copy=False)
         n += len(z)
-        # out.T is (D - top, panel) in Fortran's order: one call adds in place.
+        # out.T is (D - top, panel) in Fortran order: one call adds in place.
         gemm(1.0, z.T, np.ascontiguousarray(z[:, : bottom - top]).T, beta=1.0, c=out.T, trans_b=1, overwrite_c=1)
     if n != known.n:
-        raise DataError(f"expected {known.n} finite rows in every pass, found {n}; did the data change meanwhile?")
+        raise DataError(f"expected {known.n} finite rows in every pass, found {n}; did the data change?")
     return out
 
 
@@ -145,11 +145,11 @@ def _pieces(chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _put(file: BinaryIO, start: int, size: int, top: int, panel: np.ndarray) -> None:
-    """Write a panel's rows, and as columns its part right of the diagonal block."""
+    """Write a panel's rows, and the part right of the diagonal block transposed as columns."""
     width, item = len(panel), panel.itemsize
 
     def write(row: int, column: int, values: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(values)).cast("B")
+        data = np.ascontiguousarray(values).data.cast("B")
         position = start + (row * size + column) * item
         while data:
             done = os.pwrite(file.fileno(), data, position)

@@ -1,4 +1,4 @@
-"""Covariances of k x k filters brought to another kernel size and to another depth.
+"""Resizing covariances of k x k filters to another kernel size, and interpolation over depth.
 
 Matrix form throughout: row `k*i + j` and column `k*l + m` hold Cov(F[i, j], F[l, m]); block (i, j) of the thesis's
 block form is that row as a k x k picture over (l, m).
@@ -18,18 +18,18 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
         2. bilinear interpolation over the grid of blocks, k x k -> K x K blocks, corner to corner
         3. the symmetric part is taken
 
-    Steps 1 and 2 treat the two pixels of an entry differently, so step 3 is needed for a covariance; the thesis does
-    not say how it met this, nor whether corners or cell edges are aligned: with corners, block (0, 0) stays the first
-    and the central block stays the central one. The result is not positive semi-definite in general;
-    `covariance_root` says what to do about it.
+    Steps 1 and 2 treat the two pixels of an entry differently, so step 3 is needed for a symmetric result. The thesis
+    specifies neither step 3 nor whether corners or cell edges are aligned; with corners, block (0, 0) stays the first
+    and the central block stays the central one. The result is not positive semi-definite in general; see
+    `covariance_root`.
 
     Args:
         covariance: (k*k, k*k), symmetric.
         k: odd side of its filters.
-        size: K, odd side of the wanted ones.
+        size: K, odd side of the resized filters.
 
     Returns:
-        (K*K, K*K) float64, symmetric; the covariance itself where K = k.
+        (K*K, K*K) float64, symmetric; the covariance itself if K = k.
 
     Raises:
         UsageError: if a size is even, or the covariance has another shape.
@@ -66,12 +66,12 @@ def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
 
 
 def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
-    """Linear interpolation of arrays over relative depth; before the first and after the last, these.
+    """Linear interpolation of arrays over relative depth, constant before the first and after the last.
 
     Args:
-        depths: (L,), rising.
+        depths: (L,), ascending.
         values: L arrays of one shape.
-        depth: where.
+        depth: at which to interpolate.
 
     Example:
         >>> at_depth([0.0, 1.0], [np.zeros(2), np.ones(2)], 0.25)
@@ -86,7 +86,7 @@ def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float
 def _odd(*sizes: int) -> None:
     for size in sizes:
         if size < 1 or size % 2 == 0:
-            raise UsageError(f"expected odd filter sizes, which have a centre pixel, found {size}")
+            raise UsageError(f"expected odd filter sizes (with a centre pixel), found {size}")
 
 
 def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
@@ -103,6 +103,6 @@ def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
 
 
 def _corner_to_corner(k: int, size: int) -> np.ndarray:
-    """Weights (size, k) of linear interpolation on a line, ends on ends; a single target lies in the middle."""
+    """Weights (size, k) of linear interpolation on a line, ends on ends; a single target is in the middle."""
     places = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
     return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(k)))

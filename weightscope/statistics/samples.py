@@ -1,4 +1,4 @@
-"""Where weight vectors come from: anything with a spec that yields rows, and plain arrays made into one."""
+"""Sources of weight vectors: the interface that statistics read, and arrays in memory."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class WeightSamples(Protocol):
-    """N weight vectors that are read in blocks of rows; a `Population` is one.
+    """N weight vectors that are read in blocks of rows; implemented by `Population`.
 
-    A source may also have `diverged`, booleans (N,): networks whose weights mean nothing; and `marked_chunks`, which
-    yields each block with its part of these, where that is quicker than reading all of them first.
+    A source may also have `diverged`, booleans (N,), for networks to leave out, and `marked_chunks`, which yields each
+    block with its part of `diverged`, if that is faster than reading the whole array first.
     """
 
     @property
@@ -33,7 +33,7 @@ class WeightArray:
 
     Args:
         weights: (N, D).
-        spec: what the D columns are.
+        spec: names and shapes of the D columns.
 
     Raises:
         SpecError: if the array is not (N, spec.size).
@@ -49,7 +49,7 @@ class WeightArray:
         return len(self.weights)
 
     def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
-        """Blocks of rows (size, D') with the tensors whose names match; by default 1,024 rows."""
+        """Blocks of rows (size, D') with the tensors whose names match; 1,024 rows by default."""
         sub = self.spec.select(select)
         columns = self.spec.columns(sub)
         step = size or 1024
@@ -62,18 +62,17 @@ class WeightArray:
 def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
     """The slices of one tensor along its first axis as samples: the filters of a layer, the rows of a matrix.
 
-    For a depthwise convolution's weight (d, 1, k, k) that is d samples of a k x k filter, which is how
-    thesis 3.1.1 looks at one network.
+    For a depthwise convolution's weight (d, 1, k, k) these are d samples of a k x k filter, as in thesis 3.1.1.
 
     Args:
         tensor: (n, *shape); axes of length 1 are dropped from `shape`.
-        name: of the one tensor in the resulting spec.
+        name: of the tensor in the resulting spec.
 
     Raises:
         SpecError: if the tensor is a scalar.
 
     Example:
-        >>> covariance(slices_as_samples(state["stages.0.blocks.0.conv_dw.weight"])).matrix.shape
+        >>> joint_covariance(slices_as_samples(state["stages.0.blocks.0.conv_dw.weight"])).matrix.shape
         (49, 49)
     """
     array = np.asarray(tensor)
@@ -84,7 +83,7 @@ def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
 
 
 def literal(names: Sequence[str]) -> list[str]:
-    """Patterns for `select` that match exactly these names, whatever characters they hold."""
+    """Patterns for `select` that match exactly these names, with wildcard characters escaped."""
     return ["".join(f"[{c}]" if c in "*?[" else c for c in name) for name in names]
 
 
@@ -94,12 +93,12 @@ def usable_chunks(
     """Blocks of rows without the diverged networks.
 
     Args:
-        source: where the vectors come from.
-        names: of the tensors to read; columns come in the spec's order.
-        size: rows in a block; buys speed only.
+        source: of the vectors.
+        names: of the tensors to read; columns are in the spec's order.
+        size: rows in a block; affects speed only.
 
     Yields:
-        rows (n, D'), and how many rows of this block were left out because their network had diverged.
+        rows (n, D'), and the number of rows of this block left out because their network diverged.
     """
     blocks = source.marked_chunks if hasattr(source, "marked_chunks") else partial(_marked_chunks, source)
     for rows, bad in blocks(select=literal(names), size=size):
@@ -121,18 +120,18 @@ def _marked_chunks(
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, of which the next one is always being made in a thread: reading beside arithmetic.
+    """The same items, with the next one computed in a thread, so that reading overlaps with arithmetic.
 
-    The first one is begun at once, so that memory can be prepared meanwhile.
+    The first one is begun at once, so that it overlaps with the allocation of memory.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="reading")
-    return _handed_over(items, pool, pool.submit(next, items, _END))
+    return _relayed(items, pool, pool.submit(next, items, _END))
 
 
 _END: Any = object()
 
 
-def _handed_over(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
+def _relayed(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
     with pool:
         while (item := waiting.result()) is not _END:
             waiting = pool.submit(next, items, _END)

@@ -28,7 +28,7 @@ def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fou
     b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
 
     Args:
-        n: vectors.
+        n: number of vectors.
         size: D.
         trace: sum of |x|^2.
         frobenius: |sum of x x^T|_F^2.
@@ -38,7 +38,7 @@ def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fou
         DataError: if n < 1.
     """
     if n < 1:
-        raise DataError(f"shrinkage needs at least one vector, found {n}")
+        raise DataError(f"shrinkage: expected at least one vector, found {n}")
     target = trace / (n * size)
     squared = frobenius / n**2
     delta = squared - size * target**2
@@ -50,7 +50,7 @@ def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fou
 
 
 def ledoit_wolf(moments: Moments) -> LedoitWolf:
-    """The intensity from moments: no second pass over the data.
+    """The intensity from moments, without a second pass over the data.
 
     Example:
         >>> shrunk = shrunk_covariance(moments, ledoit_wolf(moments))
@@ -59,7 +59,7 @@ def ledoit_wolf(moments: Moments) -> LedoitWolf:
 
 
 def shrunk_covariance(moments: Moments, shrinkage: LedoitWolf | None = None, *, destroy: bool = False) -> np.ndarray:
-    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' own memory."""
+    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
     shrinkage = shrinkage or ledoit_wolf(moments)
     n = moments.n
     matrix = moments.covariance(destroy=destroy)
@@ -69,9 +69,9 @@ def shrunk_covariance(moments: Moments, shrinkage: LedoitWolf | None = None, *, 
 
 
 def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
-    """The intensity straight from centred vectors (n, D), without a D x D matrix when n < D.
+    """The intensity from centred vectors (n, D), without a D x D matrix if n < D.
 
-    |sum of x x^T|_F^2 is the squared norm of the n x n Gram matrix as well.
+    |sum of x x^T|_F^2 also equals the squared norm of the n x n Gram matrix.
     """
     n, size = rows.shape
     squares = np.einsum("ij,ij->i", rows, rows)

@@ -9,25 +9,25 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.moments import Moments, finite_rows
 
-KEPT = 1024  # coordinates up to which the whole matrix is handed out: 8 MiB
+KEPT = 1024  # coordinates up to which the whole matrix is returned: 8 MiB
 FULL = 2048  # side of the smaller Gram matrix up to which every eigenvalue is computed: seconds on one core
 LEADING = 16  # eigenvalues beyond that
 _CHUNK = 256
-_DEAD = 1e-3  # of the median norm: EfficientNet's pruned filters lie at 1e-8, the smallest live ones at 0.05
+_DEAD = 1e-3  # of the median norm: EfficientNet's pruned filters are at 1e-8, the smallest live ones at 0.05
 
 
 @dataclass(frozen=True)
 class SliceMoments:
-    """What n samples x (n, P) of one tensor have in common.
+    """Moments and spectrum of n samples x (n, P) of one tensor.
 
     Attributes:
-        n: samples that count, those whose numbers are all finite.
-        excluded: samples left out because a number is not finite.
-        dead: samples with a norm below a thousandth of the median norm; they count.
+        n: number of finite samples.
+        excluded: number of samples left out because they contain a non-finite number.
+        dead: number of samples with a norm below a thousandth of the median norm; they are included.
         mean: (P,) float64.
         variance: (P,) float64, divisor n - 1.
-        covariance: (P, P) float64, divisor n - 1; None if P is above what was to be kept.
-        eigenvalues: of the covariance, descending: min(n, P) of them, or the leading 16 where that is above 2,048.
+        covariance: (P, P) float64, divisor n - 1; None if P is above the limit.
+        eigenvalues: of the covariance, descending: min(n, P) of them, or the leading 16 if that is above 2,048.
         squared: the squared Frobenius norm of the covariance, the sum of all squared eigenvalues.
     """
 
@@ -47,19 +47,19 @@ class SliceMoments:
 
     @property
     def effective_rank(self) -> float:
-        """`(tr S)^2 / tr S^2`, between 1 and P: how many directions share the variance; NaN without variance."""
+        """`(tr S)^2 / tr S^2`, between 1 and P: the effective number of directions; NaN without variance."""
         return self.total**2 / self.squared if self.squared > 0 else math.nan
 
     @property
     def mean_ratio(self) -> float:
-        """`n |mean|^2 / tr S`: 1 on average for independent samples of mean zero, n when all are the same."""
+        """`n |mean|^2 / tr S`: 1 on average for independent samples of mean zero."""
         return self.n * float(self.mean @ self.mean) / self.total if self.total > 0 else math.nan
 
     @property
     def edge_ratio(self) -> float:
         """The largest eigenvalue in units of Marchenko and Pastur's edge `(tr S / P) (1 + sqrt(P / (n - 1)))^2`.
 
-        About 1 for independent entries of one variance; what is well above has structure (or heavy tails).
+        About 1 for independent entries of one variance; larger values mean structure or heavy tails.
         """
         size = len(self.mean)
         edge = self.total / size * (1 + math.sqrt(size / (self.n - 1))) ** 2
@@ -67,14 +67,14 @@ class SliceMoments:
 
 
 def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
-    """Mean, covariance and spectrum of samples, in float64 whatever their type (thesis Eq. 3.3).
+    """Mean, covariance and spectrum of samples, computed in float64 (thesis Eq. 3.3).
 
-    Sums go over blocks of 256 samples or coordinates, about the mean. Memory is one square matrix with the smaller
-    of n and P as its side (P x P where the covariance is kept), besides the samples.
+    Sums run over blocks of 256 samples or coordinates, about the mean. Memory is one square matrix with the smaller
+    of n and P as its side (P x P if the covariance is kept), besides the samples.
 
     Args:
         samples: (n, P).
-        keep: the largest P for which the covariance itself is handed out.
+        keep: the largest P for which the covariance itself is returned.
 
     Raises:
         UsageError: if the array has another number of axes.
@@ -87,7 +87,7 @@ def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
     excluded = int(len(x) - finite.sum())
     x = x[finite] if excluded else x
     if len(x) < 2:
-        raise DataError(f"expected at least 2 finite samples, found {len(x)} ({excluded} hold NaN or infinity)")
+        raise DataError(f"expected at least 2 finite samples, found {len(x)} ({excluded} contain NaN or infinity)")
     norms = np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64))
     dead = int((norms < _DEAD * np.median(norms)).sum())
     size = x.shape[1]
@@ -130,24 +130,24 @@ def _spectrum(gram: np.ndarray, rank: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Focus:
-    """How variance lies about the centre of a filter; `v_p` is the variance of pixel p, `r_p` its distance in pixels.
+    """Distribution of variance about the centre of a filter: `v_p` is the variance of pixel p, `r_p` its distance.
 
     The centre is the point `((kh - 1) / 2, (kw - 1) / 2)`; the central pixels are the one, two or four nearest to it.
-    Channels of a patch embedding add up. All are NaN where there is no variance.
+    Distances are in pixels. Channels of a patch embedding are summed. All numbers are NaN without variance.
 
     Attributes:
         spread: `sum_p v_p r_p^2 / sum_p v_p`, in square pixels: 0 for a single central pixel.
         relative_spread: spread divided by that of equal variances, `(kh^2 + kw^2 - 2) / 12`: 1 for independent
-            entries of one variance, whatever the kernel, and below 1 if variance is in the middle.
+            entries of one variance and any kernel, below 1 if variance is concentrated in the middle.
         relative_spread_se: its standard error over the samples (delta method for a quotient of means).
-        central_share: variance of the central pixels over the whole variance.
+        central_share: variance of the central pixels over the total variance.
         central_share_se: its standard error.
         central_ratio: central_share times P over the number of central pixels: 1 for equal variances.
         neighbours: mean correlation of pixels that touch at a side (the moving positive bump of thesis Fig. 3.1).
         from_centre: mean correlation of the central pixels with all others that do not touch them (the standing
-            negative bump); NaN where there is none.
-        offset_down: `sum_p v_p (i_p - (kh - 1) / 2) / sum_p v_p`, in pixels: how far below the centre variance lies.
-        offset_right: the same along a row.
+            negative bump); NaN without such pixels.
+        offset_down: `sum_p v_p (i_p - (kh - 1) / 2) / sum_p v_p`, the offset of the variance below the centre.
+        offset_right: the same along a row, to the right.
     """
 
     spread: float
@@ -163,11 +163,11 @@ class Focus:
 
 
 def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
-    """Where the variance of filters lies.
+    """Distribution of the variance of filters about their centre.
 
     Args:
         samples: (n, c * kh * kw), as given to `slice_moments`.
-        shape: (kh, kw); c channels are stacked before it.
+        shape: (kh, kw); the c channels are leading.
         found: the moments of the samples.
     """
     distance, central = _geometry(shape)
@@ -185,7 +185,7 @@ def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoment
     share, share_se = _quotient(squares[:, central].sum(axis=1), energy)
     white = float(distance.mean())
     neighbours, others = _correlations(found, shape, central)
-    # A filter of one pixel has no distances.
+    # A filter of one pixel has a spread of zero.
     relative = (spread / white, spread_se / white) if white else (math.nan, math.nan)
     weights = squares.sum(axis=0) / energy.sum()  # (pixels,)
     places = (index.ravel() - (n - 1) / 2 for index, n in zip(np.indices(shape), shape, strict=True))

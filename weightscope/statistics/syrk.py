@@ -1,4 +1,4 @@
-"""`C += X^T X` through BLAS without Python's lock, so that a thread can read the next rows meanwhile."""
+"""`C += X^T X` through BLAS with Python's lock released, so that a thread can read the next rows."""
 
 import ctypes
 from functools import cache
@@ -14,8 +14,8 @@ _KINDS = {np.dtype(np.float64): ("dsyrk", ctypes.c_double), np.dtype(np.float32)
 def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
     """Add `rows.T @ rows` to the upper triangle of `matrix` in place; half the work of a general product.
 
-    SciPy's own wrapper holds Python's lock for the whole product. The same routine is reached here through
-    the address that SciPy exports to Cython (`scipy.linalg.cython_blas`), and ctypes lets the lock go.
+    SciPy's wrapper holds Python's lock during the whole product. The same routine is called here through the address
+    that SciPy exports to Cython (`scipy.linalg.cython_blas`); ctypes releases the lock.
 
     Args:
         matrix: (D, D), Fortran-ordered, float64 or float32.

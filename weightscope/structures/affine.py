@@ -1,4 +1,4 @@
-"""Gaussians with covariance diag(variance) + factor factor^T: what four of the structures are."""
+"""Gaussians with covariance diag(variance) + factor factor^T, the form of four of the structures."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -51,14 +51,14 @@ class AffineGaussian(Structure):
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """(D,) for the variances unless they are all zero, (r,) for the factor unless there is none."""
+        """(D,) for the variances unless all are zero, (r,) for the factor unless r = 0."""
         shapes = [(self.spec.size,)] if self.variance.any() else []
         return tuple(shapes + [(self.factor.shape[1],)] * bool(self.factor.shape[1]))
 
     def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """sqrt(variance) * z1 + factor z2."""
         terms = list(noise)
-        out = np.sqrt(self.variance) * terms.pop(0) if self.variance.any() else 0.0
+        out = np.sqrt(self.variance) * terms.pop(0) if self.variance.any() else np.zeros(self.spec.size)
         return out + terms.pop(0) @ self.factor.T if terms else out
 
     def covariance(self) -> np.ndarray:

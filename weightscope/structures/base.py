@@ -1,39 +1,68 @@
-"""The contract of a fitted distribution over weight vectors."""
+"""The contract of a fitted distribution over weight vectors, and the registry of those that there are."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from weightscope._util.plugins import Registry, is_reference, reference_to
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.entry_moments import EntryMoments
+
+S_co = TypeVar("S_co", bound="Structure", covariant=True)
+S = TypeVar("S", bound="Structure")
+
+
+class Accumulator(Protocol[S_co]):
+    """Takes weight vectors in blocks and fits a structure to all of them."""
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take rows (n, D), n >= 1, float64 and finite. They may be overwritten afterwards."""
+
+    def finish(self) -> S_co:
+        """The structure fitted to all rows.
+
+        Raises:
+            UsageError, DataError: as `Structure.fit`.
+        """
 
 
 class Structure(ABC):
     """A fitted distribution over vectors of D weights: a mean, and a covariance of some form.
 
-    Every structure has its mean fitted in the same way (see `fit_mean`), so that structures differ in their
-    covariance only. A structure is immutable; its arrays are float64. Sampling is a fixed linear map of
-    standard normal noise, so that any generator, NumPy's or torch's, can drive it.
+    All structures fit the mean in the same way (see `fit_mean`) and differ in their covariance only. A structure is
+    immutable; its arrays are float64. Sampling is a fixed linear map of standard normal noise, so that any generator,
+    NumPy's or torch's, can drive it.
+
+    A subclass with `needs_samples = True` implements `fit`; one with `needs_samples = False` implements `accumulator`
+    and is fitted from a stream in memory that does not depend on the number of networks.
 
     Attributes:
-        name: what the registry calls it.
-        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`; a standalone
-            initialiser knows these and no more.
-        summary: one line for a person.
-        options: the names of what `fit` takes beside data and spec.
+        name: short name in tables; by default that of the class.
+        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which standalone initialisers
+            implement, or `"custom"`.
+        summary: one line of description.
+        options: names of the arguments of `fit` after data and spec.
+        needs_samples: whether fitting needs all samples at once.
         spec: names and shapes of the tensors that the D entries are.
         mean: (D,).
-        diagnostics: plain numbers and texts about the fit, such as an intensity or a floor that was met.
+        diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
         parameters: the number of fitted numbers, mean included.
     """
 
     name: ClassVar[str]
-    form: ClassVar[str]
-    summary: ClassVar[str]
+    form: ClassVar[str] = "custom"
+    summary: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
+    needs_samples: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
 
     def __init__(
         self, spec: WeightSpec, mean: np.ndarray, parameters: int = 0, diagnostics: Mapping[str, Any] | None = None
@@ -44,19 +73,32 @@ class Structure(ABC):
         self.diagnostics = dict(diagnostics or {})
 
     @classmethod
-    @abstractmethod
-    def fit(cls, data: np.ndarray, spec: WeightSpec, **options: Any) -> Self:
+    def fit(cls, data: np.ndarray, spec: WeightSpec, *args: Any, **options: Any) -> Self:
         """Fit to vectors.
 
         Args:
             data: (N, D) finite numbers, N >= 2; each entry varies.
             spec: of the D entries.
-            options: the structure's own.
+            *args: none; subclasses declare their options as keyword arguments.
+            **options: the structure's own.
 
         Raises:
-            UsageError: if the structure is not for tensors of these shapes, or an option is wrong.
-            DataError: if there are too few networks for it.
+            UsageError: if the structure is not for tensors of these shapes, or an option is invalid.
+            DataError: if there are too few networks.
         """
+        if cls.needs_samples:
+            raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
+        accumulator = cls.accumulator(spec, *args, **options)
+        accumulator.update(checked_data(data, spec))
+        return accumulator.finish()
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator[Self]:
+        """An accumulator that fits the structure to streamed vectors; arguments and errors as `fit`.
+
+        By default it keeps all samples.
+        """
+        return _Samples(lambda data: cls.fit(data, spec, *args, **options))
 
     @classmethod
     def candidates(cls, networks: int, size: int) -> tuple[dict[str, Any], ...]:
@@ -70,7 +112,7 @@ class Structure(ABC):
 
     @abstractmethod
     def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
-        """Noise arrays (size, *shape) to deviations from the mean (size, D)."""
+        """Map noise arrays (size, *shape) to deviations from the mean (size, D)."""
 
     @abstractmethod
     def log_prob(self, x: np.ndarray) -> np.ndarray:
@@ -81,7 +123,7 @@ class Structure(ABC):
         """The dense covariance (D, D)."""
 
     def to_tensors(self) -> dict[str, np.ndarray]:
-        """Everything that sampling and density need, as arrays; `from_tensors` takes them back bit for bit."""
+        """All arrays that sampling and density need; `from_tensors` restores them bit for bit."""
         return {"mean": self.mean, **self._arrays()}
 
     @abstractmethod
@@ -104,7 +146,7 @@ class Structure(ABC):
         """
 
     def transform(self, noise: Sequence[np.ndarray]) -> np.ndarray:
-        """Standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
+        """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
         return self.mean + self.deviation(noise)
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
@@ -115,7 +157,63 @@ class Structure(ABC):
         return f"{type(self).__name__}(D={self.spec.size}, parameters={self.parameters})"
 
 
+STRUCTURES: Registry[type[Structure]] = Registry("structure")
+
+
+def structure_class(wanted: str | type[Structure]) -> type[Structure]:
+    """The class for a registered name (hyphens count as underscores), `"package.module:Class"`, or a class itself.
+
+    Raises:
+        UsageError: if the name is unknown, the reference cannot be imported, or it is not a `Structure` subclass.
+    """
+    named = isinstance(wanted, str) and not is_reference(wanted)
+    found = STRUCTURES.find(str(wanted).replace("-", "_") if named else wanted)
+    if not (isinstance(found, type) and issubclass(found, Structure)):
+        raise UsageError(f"structure: expected a subclass of weightscope.structures.Structure, found {wanted!r}")
+    return found
+
+
+def structure_reference(cls: type[Structure]) -> str:
+    """The name under which a class is registered, or `"package.module:Class"`."""
+    return next((name for name, known in STRUCTURES.items() if known is cls), None) or reference_to(cls)
+
+
+class _Samples(Generic[S]):
+    """Keeps all rows and fits to them at the end."""
+
+    def __init__(self, fit: Callable[[np.ndarray], S]) -> None:
+        self._fit, self._parts = fit, list[np.ndarray]()
+
+    def update(self, rows: np.ndarray) -> None:
+        self._parts.append(rows.copy())
+
+    def finish(self) -> S:
+        return self._fit(self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts))
+
+
+class EntryAccumulator(Generic[S]):
+    """Accumulates mean and variance of each entry, for structures that follow from these."""
+
+    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, WeightSpec], S]) -> None:
+        self._spec, self._fit, self._moments = spec, fit, EntryMoments(spec.size)
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take rows (n, D)."""
+        self._moments.update(rows)
+
+    def finish(self) -> S:
+        """The fitted structure."""
+        return self._fit(self._moments, self._spec)
+
+
 def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
+    """The mean that all structures share, of data (N, D); see `choose_mean`."""
+    moments = EntryMoments(spec.size)
+    moments.update(data)
+    return choose_mean(moments, spec)
+
+
+def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
     """The mean that all structures share: for each tensor one number, or one for each entry, by AIC.
 
     Networks are exchangeable under permutations of their hidden units, so the entries of a hidden tensor have
@@ -125,23 +223,23 @@ def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[
     the tensor's.
 
     Args:
-        data: (N, D).
+        moments: of the D entries over N networks.
         spec: of the D entries.
 
     Returns:
         the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
     """
-    entries = data.mean(axis=0)
+    entries = moments.mean
+    own = moments.squares / moments.n
     mean, parameters, kinds = entries.copy(), 0, {}
     for name, part in spec.slices.items():
         size = part.stop - part.start
         if not size:
             continue
         common = entries[part].mean()
-        own = np.mean((data[:, part] - entries[part]) ** 2, axis=0)
-        about = own + (entries[part] - common) ** 2
-        varies = own > 0
-        gain = len(data) / 2 * float(np.log(about[varies] / own[varies]).sum())
+        about = own[part] + (entries[part] - common) ** 2
+        varies = own[part] > 0
+        gain = moments.n / 2 * float(np.log(about[varies] / own[part][varies]).sum())
         single = gain <= size - 1 and bool(varies.all())
         kinds[name] = "scalar" if single else "entries"
         parameters += 1 if single else size
@@ -162,20 +260,20 @@ def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
     if len(rows) < 2:
         raise DataError(f"a structure needs at least 2 networks, found {len(rows)}")
     if not np.isfinite(rows).all():
-        raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
+        raise DataError("expected finite weights, found NaN or infinity; exclude those networks")
     return rows
 
 
 def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
-    """An array of an artifact as read-only float64.
+    """An array of a structure as read-only float64.
 
     Args:
         array: to check.
-        name: for the message.
+        name: for error messages.
         shape: expected; None for any length.
 
     Raises:
-        DataError: if its shape is another one or a number is not finite.
+        DataError: if the shape differs or a number is not finite.
     """
     # One memory order, because BLAS rounds differently in another, and a stored structure must give the same bits.
     values = np.array(array, dtype=np.float64, order="C")
@@ -197,7 +295,7 @@ def checked_names(tensors: Mapping[str, np.ndarray], required: Sequence[str], op
     missing = [name for name in required if name not in tensors]
     unknown = [name for name in tensors if name not in (*required, *optional)]
     if missing or unknown:
-        raise DataError(f"a structure's arrays do not fit: missing {missing}, unknown {unknown}")
+        raise DataError(f"unexpected arrays of a structure: missing {missing}, unknown {unknown}")
 
 
 def matrix_shapes(spec: WeightSpec) -> tuple[tuple[int, int], ...]:

@@ -1,23 +1,27 @@
 """Group means: rows, columns and the whole of each matrix share random effects, the stripes of the MLP paper."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.entry_moments import EntryMoments
 from weightscope.structures.base import (
+    STRUCTURES,
     Structure,
     checked,
-    checked_data,
     checked_names,
-    fit_mean,
+    choose_mean,
     matrix_shapes,
     require_variation,
 )
 
+G = TypeVar("G", bound="GroupMeans")
 
+
+@STRUCTURES.register("group_means", source="MLP paper: stripes")
 class GroupMeans(Structure):
     r"""w_ij = mean_ij + g + r_i + c_j + e_ij for each tensor as a matrix (p, n); tensors are independent.
 
@@ -26,11 +30,10 @@ class GroupMeans(Structure):
 
         l_e = s_e,   l_r = s_e + n s_r,   l_c = s_e + p s_c,   l_g = s_e + n s_r + p s_c + p n s_g.
 
-    The maximum-likelihood estimate of each is the mean square of the deviations in its space, which is
-    closed form, and positive: the covariance is always positive definite. The *components* s need not be
-    positive. Where s_c < 0, column means vary less than those of independent entries, which no additive random
-    effect can do; nothing is clipped, and the diagnostics list the components and the negative ones. Vectors
-    count as one row.
+    The maximum-likelihood estimate of each is the mean square of the deviations in its space, in closed form and
+    positive: the covariance is always positive definite. The *components* s need not be positive. Where s_c < 0,
+    column means vary less than those of independent entries, which no additive random effect can produce; nothing is
+    clipped, and the diagnostics list all components and the negative ones. A vector counts as one row.
 
     Args:
         spec: of the D entries.
@@ -46,6 +49,7 @@ class GroupMeans(Structure):
     name = "group_means"
     form = "group_means"
     summary = "row, column and grand mean effects and independent noise for each tensor (stripes)"
+    needs_samples = False
 
     def __init__(
         self,
@@ -60,18 +64,22 @@ class GroupMeans(Structure):
         self.eigenvalues = checked(eigenvalues, "eigenvalues", (len(spec), 4))
         self._dimensions = _dimensions(self._shapes)
         if (self.eigenvalues[self._dimensions > 0] <= 0).any():
-            raise DataError("`eigenvalues`: expected positive numbers, found others")
+            raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
 
     @classmethod
-    def fit(cls, data: np.ndarray, spec: WeightSpec) -> Self:
-        """Fit to (N, D)."""
-        rows = checked_data(data, spec)
-        mean, parameters, kinds = fit_mean(rows, spec)
+    def accumulator(cls, spec: WeightSpec) -> "_GroupMeansAccumulator[Self]":
+        """Accumulates the entries' moments and the squared length of the deviations in each space."""
+        return _GroupMeansAccumulator(spec, cls.from_sums)
+
+    @classmethod
+    def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
+        """Fit from the entries' moments and the squared lengths (tensors, 4) of all deviations from their mean."""
+        mean, parameters, kinds = choose_mean(moments, spec)
         shapes = matrix_shapes(spec)
         dimensions, eigenvalues = _dimensions(shapes), np.zeros((len(spec), 4))
         for i, (part, shape) in enumerate(zip(spec.slices.values(), shapes, strict=True)):
-            squares = _squares((rows[:, part] - mean[part]).reshape(-1, *shape))
-            eigenvalues[i] = squares.mean(axis=0) / np.maximum(dimensions[i], 1)
+            shift = _squares((moments.mean[part] - mean[part]).reshape(1, *shape))[0]
+            eigenvalues[i] = (squares[i] / moments.n + shift) / np.maximum(dimensions[i], 1)
         require_variation(eigenvalues[dimensions > 0], "group means or residuals")
         components = {name: _components(eigenvalues[i], shapes[i]) for i, name in enumerate(spec.names)}
         diagnostics = {
@@ -140,6 +148,20 @@ class GroupMeans(Structure):
         return cls(spec, tensors["mean"], tensors["eigenvalues"], parameters, diagnostics)
 
 
+class _GroupMeansAccumulator(Generic[G]):
+    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, np.ndarray, WeightSpec], G]) -> None:
+        self._spec, self._fit = spec, fit
+        self._moments, self._squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
+
+    def update(self, rows: np.ndarray) -> None:
+        deviations = self._moments.update(rows)
+        for i, (part, shape) in enumerate(zip(self._spec.slices.values(), matrix_shapes(self._spec), strict=True)):
+            self._squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
+
+    def finish(self) -> G:
+        return self._fit(self._moments, self._squares, self._spec)
+
+
 def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Projections of matrices (N, p, n): residual (N, p, n), row (N, p, 1), column (N, 1, n), grand (N, 1, 1)."""
     rows, columns = z.mean(axis=2, keepdims=True), z.mean(axis=1, keepdims=True)
@@ -163,7 +185,7 @@ def _dimensions(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _components(eigenvalues: np.ndarray, shape: tuple[int, int]) -> dict[str, float]:
-    """Variance components of the additive model; those that cannot be told apart (one row, one column) are left out."""
+    """Variance components of the additive model; those that are not identifiable (one row, one column) are omitted."""
     p, n = shape
     residual, row, column, grand = (float(v) for v in eigenvalues)
     if p == 1 or n == 1:

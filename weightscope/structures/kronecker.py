@@ -10,6 +10,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.kronecker.factorisation import matrix_normal
 from weightscope.structures.base import (
+    STRUCTURES,
     Structure,
     checked,
     checked_data,
@@ -20,6 +21,7 @@ from weightscope.structures.base import (
 )
 
 
+@STRUCTURES.register("kronecker", source="Dutilleul 1999")
 class Kronecker(Structure):
     """W = M + A Z B^T for each tensor as a matrix (p, n): Cov(vec W) = A A^T (x) B B^T, row-major vec.
 

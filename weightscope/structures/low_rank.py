@@ -7,21 +7,22 @@ import numpy as np
 from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.structures.affine import AffineGaussian
-from weightscope.structures.base import checked_data, fit_mean, require_variation
-from weightscope.structures.dense import principal_rows
+from weightscope.structures.base import STRUCTURES, checked_data, fit_mean, require_variation
+from weightscope.structures.principal import principal_mean_rows
 
-# Lower bound on the share of an entry's variance that its factors leave, as in R's `factanal`; without one the
+# Lower bound of the noise variance as a share of an entry's variance, as in R's `factanal`; without one the
 # likelihood is unbounded (Heywood cases).
 _FLOOR = 0.005
 
 
+@STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")
 class LowRank(AffineGaussian):
     """Cov = F F^T + diag(v) with F (D, r), by maximum likelihood (factor analysis).
 
     EM (Rubin and Thayer 1982, on entries scaled to unit variance) from the probabilistic principal components
     (Tipping and Bishop 1999, Eq. 7), until the log-likelihood grows by less than 1e-7 nats per number. A
-    step costs O(min(N, D) D r); no D x D matrix is made when N < D. The factors are turned so that F^T V^-1 F is
-    diagonal and falling, which makes them unique up to sign.
+    step costs O(min(N, D) D r); no D x D matrix is made when N < D. The factors are rotated so that F^T V^-1 F is
+    diagonal and decreasing, which makes them unique up to sign.
     """
 
     name = "low_rank"
@@ -50,19 +51,10 @@ class LowRank(AffineGaussian):
         rows = rows - mean
         scale = np.sqrt(np.mean(rows**2, axis=0))
         require_variation(scale, "entries")
-        factor, noise, diagnostics = _factor_analysis(principal_rows_of(rows / scale), rank)
+        factor, noise, diagnostics = _factor_analysis(principal_mean_rows(rows / scale), rank)
         parameters += spec.size * (rank + 1) - rank * (rank - 1) // 2
         diagnostics = {"mean": kinds, "rank": rank, **diagnostics}
         return cls(spec, mean, noise * scale**2, factor * scale[:, None], parameters, diagnostics)
-
-
-def principal_rows_of(rows: np.ndarray) -> np.ndarray:
-    """Orthogonal P (r, D), by falling norm, with P^T P = X^T X / N for X (N, D)."""
-    networks, size = rows.shape
-    if networks <= size:
-        return principal_rows(rows) / np.sqrt(networks)
-    values, vectors = np.linalg.eigh(rows.T @ rows / networks)
-    return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
 
 
 def _factor_analysis(
@@ -71,7 +63,7 @@ def _factor_analysis(
     """Factors (D, r) and noise variances (D,) from P (m, D) with P^T P = S, a correlation matrix about the mean."""
     size = root.shape[1]
     variance = np.sum(root**2, axis=0)  # the diagonal of S
-    spectrum = np.sum(root**2, axis=1)  # its eigenvalues, falling
+    spectrum = np.sum(root**2, axis=1)  # its eigenvalues, decreasing
     left = max((spectrum.sum() - spectrum[:rank].sum()) / (size - rank), _FLOOR)
     directions = root[:rank] / np.sqrt(spectrum[:rank])[:, None]
     factor = directions.T * np.sqrt(np.maximum(spectrum[:rank] - left, _FLOOR * left))

@@ -1,5 +1,5 @@
-"""The vectorised trainer: many networks, one device program."""
+"""Training of populations: `collect` trains one, `train_tile` trains T networks of it."""
 
-from weightscope.training.engine import Tile, build_network, spec_of, train_tile
+from weightscope.training.engine import spec_of, train_tile
 
-__all__ = ["Tile", "build_network", "spec_of", "train_tile"]
+__all__ = ["spec_of", "train_tile"]

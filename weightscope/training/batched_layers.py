@@ -1,14 +1,15 @@
-"""Stacked twins of the leaf layers: each does its work for T networks at once.
+"""Batched leaf layers: each computes its layer for T networks at once.
 
-They take and give *folded* activations, whose channel axis holds T networks times C channels: images (B, T*C, H, W),
-tokens (B, N, T*C). In memory the batch is innermost and the channels outermost. So every linear map is one batched
-matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and the
-depthwise convolution is a batched matrix product as well (`depthwise.py`).
+Inputs and outputs have *network-stacked channels*, a channel axis of T networks times C channels: images
+(B, T*C, H, W), tokens (B, N, T*C). In memory the batch is innermost and the channels outermost. So every linear map is
+one batched matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and
+the depthwise convolution is a batched matrix product as well (`kernels/pytorch.py`).
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, LayerNorm2d, SpatialMean, TokenPool
 from weightscope.training.kernels import functions
-from weightscope.training.kernels.pytorch import depthwise_conv2d
+from weightscope.training.kernels.functions import Kernels, Pair
 
 
 class _Normalise(torch.autograd.Function):
@@ -45,25 +46,45 @@ class _Normalise(torch.autograd.Function):
         return g.mul_(scale.to(g.dtype)), grad_weight, grad_bias, None, None
 
 
-class Stacked(nn.Module):
-    """A leaf layer of T networks. `weight` and `bias` are bound to views (T, ...) of the weight matrix."""
+class BatchedLayer(nn.Module):
+    """A leaf layer of T networks.
 
-    kernels: Literal["torch", "c", "triton"] = "torch"
-    """Whose: torch's, or one of the two sets behind `functions.py`."""
+    Attributes:
+        count: T.
+        leaves: name -> tensor (T, ...), views of the weight matrix; set by `BatchedNetworks`.
+        kernels: the backend of its computations.
+
+    Args:
+        layer: the layer of one network; its settings are used, its weights are not.
+        count: T.
+    """
+
+    kernels: Kernels = "torch"
 
     def __init__(self, layer: nn.Module, count: int) -> None:
         super().__init__()
-        self.layer, self.count = [layer], count  # in a list: not a child, only its settings are read
+        self._layer: list[Any] = [layer]  # in a list, so that it is not registered as a child
+        self.count: int = count
         self.leaves: dict[str, Tensor] = {}
 
+    @property
+    def layer(self) -> Any:
+        """The layer of one network."""
+        return self._layer[0]
+
     def leaf(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A tensor of the T networks in the activations' type; None where the layer has none of this name."""
+        """A tensor (T, ...) converted to the activations' type; None if the layer has no tensor of this name."""
         value = self.leaves.get(name)
         return None if value is None else value.to(dtype)
 
+    def affine(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """`weight @ rows + bias`, (G, C', C) x (G, C, P) with G a multiple of T."""
+        bias = self.leaf("bias", rows.dtype)
+        return torch.bmm(weight, rows) if bias is None else torch.baddbmm(bias.reshape(len(rows), -1, 1), weight, rows)
+
 
 def rows_of(x: Tensor, count: int) -> Tensor:
-    """(B, ..., T*C) -> (T, C, P), P the positions with the batch innermost; a view for folded activations."""
+    """(B, ..., T*C) -> (T, C, P), P the positions with the batch innermost; a view of network-stacked channels."""
     inner = x.permute(x.ndim - 1, *range(1, x.ndim - 1), 0)
     return inner.reshape(count, x.shape[-1] // count, -1)
 
@@ -74,54 +95,86 @@ def unrows(rows: Tensor, like: Tensor) -> Tensor:
     return inner.permute(inner.ndim - 1, *range(1, inner.ndim - 1), 0)
 
 
-class Elementwise(Stacked):
-    """Applied to the activations as they lie in memory: kernels that meet two layouts are ten times slower."""
+class Elementwise(BatchedLayer):
+    """An elementwise layer, applied in memory order: kernels are ten times slower if two layouts meet."""
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        if getattr(layer, "inplace", False):
+            layer = copy.copy(layer)
+            layer.inplace = False  # type: ignore[assignment]  # nn.Module declares attributes as tensors
+        super().__init__(layer, count)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map folded activations of any shape."""
+        """Map network-stacked channels of any shape."""
         order = sorted(range(x.ndim), key=lambda axis: (x.stride(axis), x.shape[axis]), reverse=True)
         inverse = sorted(range(x.ndim), key=order.__getitem__)
-        return self.layer[0](x.permute(order).contiguous()).permute(inverse)
+        return self.layer(x.permute(order).contiguous()).permute(inverse)
 
 
-class _SpatialMean(Stacked):
+class _PerChannel(BatchedLayer):
+    """Pooling of images, which never mixes channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise UsageError(f"{self.layer}: expected images (B, C, H, W), found {x.ndim} axes")
+        return self.layer(x)
+
+
+class _Flatten(BatchedLayer):
+    """Flattening of images, which keeps the values of each network together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim not in (2, 4) or self.layer.start_dim not in (1, 2):
+            raise UsageError(f"{self.layer}: only images (B, C, H, W) can be flattened for many networks")
+        return self.layer(x)
+
+
+class _SpatialMean(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(1, 2, 3, 0).flatten(1, 2).mean(1).t()
 
 
-class _TokenPool(Stacked):
+class _TokenPool(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         inner = x.permute(2, 1, 0)
-        return (inner[:, 0] if self.layer[0].first else inner.mean(1)).t()
+        return (inner[:, 0] if self.layer.first else inner.mean(1)).t()
 
 
-class _Linear(Stacked):
+class _Linear(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
-        rows = rows_of(x, self.count)
-        y = torch.bmm(weight, rows) if bias is None else torch.baddbmm(bias[:, :, None], weight, rows)
-        return unrows(y, x)
+        return unrows(self.affine(self.leaves["weight"].to(x.dtype), rows_of(x, self.count)), x)
 
 
-class Normalisation(Stacked):
+class Normalisation(BatchedLayer):
     """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else.
 
-    `more`, of x's shape, is added to the value.
+    Attributes:
+        after_gelu: whether the GELU before a BatchNorm is part of it.
+        calibrating: the number of the calibration batch, counted from 1; 0 while training.
     """
 
-    after_gelu = False
-    """Whether the GELU before a BatchNorm is part of it."""
+    after_gelu: bool = False
+    calibrating: int = 0
+
+    def __init__(self, layer: nn.Module, count: int) -> None:
+        super().__init__(layer, count)
+        if getattr(layer, "weight", None) is None or getattr(layer, "bias", None) is None:
+            raise UsageError(f"{layer}: the batched version needs a weight and a bias")
+        if isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) != 1:
+            raise UsageError(f"{layer}: the batched version normalises over one axis")
+        if isinstance(layer, nn.BatchNorm2d) and not layer.track_running_stats:
+            raise UsageError(f"{layer}: the batched version needs running statistics")
 
     def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        """Normalise folded activations, and add `more`."""
-        image = isinstance(self.layer[0], LayerNorm2d | nn.BatchNorm2d)
+        """Normalise network-stacked channels; `more`, of x's shape, is added to the result."""
+        image = isinstance(self.layer, LayerNorm2d | nn.BatchNorm2d)
         last = x.permute(0, 2, 3, 1) if image else x
         added = None if more is None else rows_of(more.permute(0, 2, 3, 1) if image else more, self.count)
         y = unrows(self._of_rows(rows_of(last, self.count), added), last)
         return y.permute(0, 3, 1, 2) if image else y
 
     def _of_rows(self, rows: Tensor, more: Tensor | None) -> Tensor:
-        layer, pair = self.layer[0], weight_and_bias(self)
+        layer, pair = self.layer, weight_and_bias(self)
         batch = isinstance(layer, nn.BatchNorm2d)
         if self.after_gelu and self.training and not self.calibrating:
             return functions.gelu_batch_norm(rows, pair, layer.eps, more)
@@ -140,9 +193,6 @@ class Normalisation(Stacked):
                 y = torch.addcmul(shift[:, :, None].to(rows.dtype), rows, scale[:, :, None].to(rows.dtype))
         return y if more is None else y + more
 
-    calibrating = 0
-    """The number of the calibration batch, counted from 1; 0 while training."""
-
     @torch.no_grad()
     def _observe(self, rows: Tensor) -> None:
         """Add one calibration batch to the equally weighted mean of the batch statistics."""
@@ -153,89 +203,113 @@ class Normalisation(Stacked):
             self.leaves[name].lerp_(value.to(self.leaves[name].dtype), 1 / self.calibrating)
 
 
-class _Conv2d(Stacked):
+class _Conv2d(BatchedLayer):
+    """Depthwise convolutions that keep the size and patches have fast forms; all others are a product over taps."""
+
     def __init__(self, layer: nn.Conv2d, count: int) -> None:
         super().__init__(layer, count)
+        if layer.padding_mode != "zeros":
+            raise UsageError(f"{layer}: the batched version pads with zeros")
         k, s, d = layer.kernel_size, layer.stride, layer.dilation
-        same = layer.padding == "same" or layer.padding == tuple(e * (n - 1) // 2 for e, n in zip(d, k, strict=True))
-        self.depthwise = layer.groups == layer.in_channels == layer.out_channels
-        patches = layer.groups == 1 and k == s and d == (1, 1) and layer.padding in ((0, 0), "valid", "same")
-        if self.depthwise:
-            supported = same and s == (1, 1) and k[0] == k[1] and k[0] % 2 == 1 and d[0] == d[1]
+        if layer.padding == "same":
+            total = [e * (n - 1) for e, n in zip(d, k, strict=True)]
+            before, after = [n // 2 for n in total], [n - n // 2 for n in total]
         else:
-            supported = patches and (layer.padding != "same" or k == (1, 1))
-        if not supported or layer.padding_mode != "zeros":
-            raise UsageError(
-                f"cannot stack {layer}: depthwise convolutions must have stride 1, odd square kernels and 'same' "
-                "padding, other convolutions a stride equal to the kernel and no padding"
-            )
+            before = after = [0, 0] if isinstance(layer.padding, str) else list(layer.padding)
+        self.padding = before[1], after[1], before[0], after[0]  # as F.pad takes it: left, right, top, bottom
+        same = s == (1, 1) and all(2 * b == e * (n - 1) and n % 2 for b, e, n in zip(before, d, k, strict=True))
+        square = k[0] == k[1]
+        depthwise = layer.groups == layer.in_channels == layer.out_channels
+        self.depthwise: bool = depthwise and same and square and d[0] == d[1]
+        self.patches: bool = layer.groups == 1 and square and k == s and d == (1, 1) and not any(self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._depthwise(x) if self.depthwise else self._patches(x)
+        if self.depthwise:
+            return self._depthwise(x)
+        return self._patches(x) if self.patches else self._taps(x)
 
     def _depthwise(self, x: Tensor) -> Tensor:
         leaves = self.leaves["weight"], self.leaves.get("bias")
-        weight, bias = filters_of(*given(leaves, x, self.kernels))
-        options = {"dilation": self.layer[0].dilation[0], "kernels": self.kernels}
-        return depthwise_conv2d(x.permute(1, 2, 3, 0), weight, bias, **options).permute(3, 0, 1, 2)
+        weight, bias = filters_of(*converted(leaves, x, self.kernels))
+        inner, dilation = x.permute(1, 2, 3, 0), self.layer.dilation[0]
+        y = functions.depthwise_conv2d(inner, weight, bias, dilation=dilation, kernels=self.kernels)
+        return y.permute(3, 0, 1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
-        weight, bias = self.leaf("weight", x.dtype), self.leaf("bias", x.dtype)
+        weight = self.leaves["weight"].to(x.dtype)
         batch, channels, height, width = x.shape
         p = weight.shape[-1]
         h, w = height // p, width // p
         inner = x.permute(1, 2, 3, 0)[:, : h * p, : w * p]
         cut = inner.reshape(self.count, channels // self.count, h, p, w, p, batch).permute(0, 1, 3, 5, 2, 4, 6)
         rows = cut.reshape(self.count, -1, h * w * batch)
-        flat = weight.reshape(self.count, weight.shape[1], -1)
-        y = torch.bmm(flat, rows) if bias is None else torch.baddbmm(bias[:, :, None], flat, rows)
+        y = self.affine(weight.reshape(self.count, weight.shape[1], -1), rows)
         return y.view(-1, h, w, batch).permute(3, 0, 1, 2)
 
+    def _taps(self, x: Tensor) -> Tensor:
+        """The pixels under each tap as a matrix (T*g, C/g*k*k, P), multiplied by the kernels of T networks, g groups.
 
-class _Attention(Stacked):
-    """Multi-head self-attention; the two linear maps are stacked leaves of their own."""
+        Slices rather than `F.conv2d`, whose gradients on a GPU are not deterministic.
+        """
+        weight, groups = self.leaves["weight"].to(x.dtype), self.count * self.layer.groups
+        (kh, kw), (sh, sw), (dh, dw) = self.layer.kernel_size, self.layer.stride, self.layer.dilation
+        inner = F.pad(x.permute(1, 2, 3, 0), (0, 0, *self.padding))  # (T*C, H, W, B)
+        h, w = (inner.shape[1] - dh * (kh - 1) - 1) // sh + 1, (inner.shape[2] - dw * (kw - 1) - 1) // sw + 1
+        taps = [
+            inner[:, i * dh : i * dh + sh * (h - 1) + 1 : sh, j * dw : j * dw + sw * (w - 1) + 1 : sw]
+            for i in range(kh)
+            for j in range(kw)
+        ]
+        rows = torch.stack(taps, 1).reshape(groups, -1, h * w * len(x))
+        y = self.affine(weight.reshape(groups, -1, rows.shape[1]), rows)
+        return y.view(-1, h, w, len(x)).permute(3, 0, 1, 2)
+
+
+class _Attention(BatchedLayer):
+    """Multi-head self-attention; its two linear maps are batched layers of their own."""
 
     def __init__(self, layer: Attention, count: int) -> None:
         super().__init__(layer, count)
-        self.qkv, self.proj = layer.qkv, layer.proj  # replaced by their stacked twins later
+        self.qkv, self.proj = layer.qkv, layer.proj  # `BatchedNetworks` replaces them by batched layers
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
-        heads = self.layer[0].heads
+        heads = self.layer.heads
         qkv = self.qkv(x).permute(2, 1, 0).reshape(self.count, 3, heads, -1, tokens, batch)
         q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, k)
-        with _repeatable_attention(x.device):
+        with _deterministic_attention(x.device):
             y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         y = y.reshape(self.count, heads, batch, tokens, -1).permute(0, 1, 4, 3, 2).contiguous()  # (T, H, k, N, B)
         return self.proj(y.view(-1, tokens, batch).permute(2, 1, 0))
 
 
-def _repeatable_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Attention without cuDNN's on a GPU: its backward pass is not deterministic and was seen to give NaN in bfloat16.
+def _deterministic_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Exclude cuDNN's attention, whose backward pass is not deterministic and has given NaN in bfloat16.
 
-    What is left adds in a fixed order up to 256 tokens.
+    The other implementations add in a fixed order up to 256 tokens.
     """
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def given(leaves: Iterable[Tensor | None], x: Tensor, kernels: str) -> tuple[Any, ...]:
-    """Weights as the kernels take them: those of Triton as they are, all others in the activations' type."""
+def converted(leaves: Iterable[Tensor | None], x: Tensor, kernels: Kernels) -> tuple[Any, ...]:
+    """Weights in the type that the kernels expect: unchanged for Triton, otherwise the activations' type."""
     return tuple(leaf if leaf is None or kernels == "triton" else leaf.to(x.dtype) for leaf in leaves)
 
 
 def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-    """(T, C, 1, k, k) and (T, C) with networks and channels as one axis."""
+    """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,)."""
     return weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
 
 
-def weight_and_bias(layer: Stacked) -> tuple[Tensor, Tensor]:
-    """Both tensors (T, ...) as they are."""
+def weight_and_bias(layer: nn.Module) -> Pair:
+    """Both tensors (T, ...) of a batched layer."""
+    assert isinstance(layer, BatchedLayer), layer
     return layer.leaves["weight"], layer.leaves["bias"]
 
 
-TWINS: dict[type[nn.Module], Callable[[Any, int], Stacked]] = {
+BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     nn.Linear: _Linear,
     nn.Conv2d: _Conv2d,
     nn.LayerNorm: Normalisation,
@@ -244,8 +318,9 @@ TWINS: dict[type[nn.Module], Callable[[Any, int], Stacked]] = {
     Attention: _Attention,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
-    nn.GELU: Elementwise,
-    nn.ReLU: Elementwise,
-    nn.SiLU: Elementwise,
-    nn.Tanh: Elementwise,
+    nn.Flatten: _Flatten,
+    **dict.fromkeys((nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), _PerChannel),
+    **dict.fromkeys((nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.SiLU), Elementwise),
+    **dict.fromkeys((nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Softplus, nn.Sigmoid, nn.Tanh), Elementwise),
 }
+"""Layer type -> its batched version; a layer of any other type can only be trained with `training.engine = "loop"`."""

@@ -1,16 +1,16 @@
 """Many networks of one architecture as one module.
 
-`StackedNetworks` holds T networks as a matrix (T, D) of weights in `WeightSpec` order and runs them together.
-The plain module's own forward code runs unchanged on *folded* activations, whose channel axis holds T networks
-times C channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are
-exchanged for stacked twins; residual additions, non-linearities and pooling do not see the difference.
+`BatchedNetworks` holds the weights of T networks as a matrix (T, D) in `WeightSpec` order and runs them together. The
+module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C channels:
+images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
+residual additions, elementwise functions and pooling give the same result on network-stacked channels.
 
-`twins.py` says how they lie in memory. Nothing of one network enters another: a network that diverges keeps its NaN to
-itself.
+`batched_layers.py` describes the memory layout. Networks do not interact: one that diverges does not affect the others.
 """
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +22,37 @@ from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import Block
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_layers import (
-    TWINS,
+    BATCHED_LAYERS,
+    BatchedLayer,
     Elementwise,
     Normalisation,
+    converted,
     filters_of,
-    given,
     rows_of,
     unrows,
     weight_and_bias,
 )
 from weightscope.training.kernels import functions
+from weightscope.training.kernels.functions import Kernels
+
+USE_LOOP = 'use training.engine = "loop", which trains any network, one at a time'
 
 
 class _NormMlp(nn.Module):
     """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
 
-    def __init__(self, norm: Normalisation, mlp: Mlp) -> None:
+    def __init__(self, norm: nn.Module, mlp: Mlp) -> None:
         super().__init__()
+        assert isinstance(norm, Normalisation)
         self.weights = tuple(weight_and_bias(layer) for layer in (norm, mlp.fc1, mlp.fc2))
-        self.count, self.eps, self.kernels = norm.count, norm.layer[0].eps, norm.kernels
+        self.kernels = norm.kernels
+        self.count: int = norm.count
+        self.eps: float = norm.layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = (given(pair, x, self.kernels) for pair in self.weights)
-        return unrows(functions.norm_mlp(rows_of(x, self.count), *weights, self.eps, kernels=self.kernels), x)
+        norm, fc1, fc2 = (converted(pair, x, self.kernels) for pair in self.weights)
+        y = functions.norm_mlp(rows_of(x, self.count), norm, fc1, fc2, self.eps, kernels=self.kernels)
+        return unrows(y, x)
 
 
 class _ConvNeXtBlock(_NormMlp):
@@ -55,17 +63,17 @@ class _ConvNeXtBlock(_NormMlp):
         self.filters, self.gamma = weight_and_bias(block.conv_dw), gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        filters, norm, first, second = (given(pair, x, self.kernels) for pair in (self.filters, *self.weights))
-        if self.gamma is not None:  # gamma (W2 a + b2) = (gamma W2) a + gamma b2
-            gamma = self.gamma.to(second[0].dtype)
-            second = second[0] * gamma[:, :, None], second[1] * gamma
+        filters, norm, fc1, fc2 = (converted(pair, x, self.kernels) for pair in (self.filters, *self.weights))
+        if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
+            gamma = self.gamma.to(fc2[0].dtype)
+            fc2 = fc2[0] * gamma[:, :, None], fc2[1] * gamma
         inner = x.permute(1, 2, 3, 0)
-        y = functions.convnext_block(inner, filters_of(*filters), norm, first, second, self.eps, kernels=self.kernels)
+        y = functions.convnext_block(inner, filters_of(*filters), norm, fc1, fc2, self.eps, kernels=self.kernels)
         return y.permute(3, 0, 1, 2)
 
 
 class _NormResidual(nn.Module):
-    """`x -> fn(x) + x` where the last layer of `fn` is a normalisation that adds."""
+    """`x -> fn(x) + x` where the last layer of `fn` is a normalisation, which adds x."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -75,36 +83,36 @@ class _NormResidual(nn.Module):
         return self.norm(self.first(x), x)
 
 
-_UNCHANGED = (nn.Identity, nn.Sequential, nn.ModuleList)
+_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class StackedNetworks(nn.Module):
+class BatchedNetworks(nn.Module):
     """T networks of one architecture, trained and evaluated as one module.
 
     Attributes:
-        weights: (T, D) float32, one row for each network in the order of `spec`; parameters are views of it.
-        gradient: (T, D) float32, filled by `backward`; zero where nothing is trained.
+        weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
+        gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
         spec: the `WeightSpec` of one network.
 
     Args:
-        template: the plain module; its weights are not used.
+        template: a module of the architecture; its weights are not used.
         count: T.
-        device: where the networks live.
-        kernels: "torch"; or "c" (float32 or float64 on a CPU) or "triton" (on a GPU) for those of `functions.py`.
+        device: of all tensors.
+        kernels: the backend, see `kernels/functions.py`.
 
     Raises:
-        UsageError: if the module holds a layer that has no stacked twin; names it. If the kernels are not for the
-            device.
+        UsageError: if the module has a layer without a batched version, or the kernels do not run on the device.
     """
 
     def __init__(
-        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: str = "torch"
+        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: Kernels = "torch"
     ) -> None:
         super().__init__()
         if kernels not in ("torch", "c", "triton") or (kernels == "c" and torch.device(device).type != "cpu"):
             raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'triton', found {kernels!r} on {device}")
-        self.kernels = kernels
-        self.spec, self.count = WeightSpec.of(template), count
+        self.kernels: Kernels = kernels
+        self.count: int = count
+        self.spec = WeightSpec.of(template)
         self.weights = torch.zeros(count, self.spec.size, device=device)
         self.gradient = torch.zeros_like(self.weights)
         self.leaves: dict[str, Tensor] = {}
@@ -113,64 +121,80 @@ class StackedNetworks(nn.Module):
             if self.spec[name].role == "parameter":
                 leaf.requires_grad_()
             self.leaves[name] = leaf
-        self.network = self._stack(copy.deepcopy(template), "")
+        self.network = self._batch(copy.deepcopy(template), "")
 
-    def _stack(self, module: nn.Module, path: str) -> nn.Module:
-        twin = TWINS.get(type(module))
-        if twin is not None:
-            stacked = twin(module, self.count)
-            stacked.kernels = self.kernels
-            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            stacked.leaves = {name: self.leaves[path + name] for name, value in own if value.is_floating_point()}
-        elif type(module).__module__.startswith("torch.nn") and not isinstance(module, _UNCHANGED):
-            raise UsageError(f"cannot stack `{path.rstrip('.')}`, a {type(module).__name__}: it has no stacked twin")
+    def _batch(self, module: nn.Module, path: str) -> nn.Module:
+        """Replace the leaf layers of `module` by batched ones, and fused blocks where the kernels have them."""
+        make = BATCHED_LAYERS.get(type(module))
+        batched = module
+        if make is not None:
+            batched = self._batched_layer(make, module, path)
+        elif _torch_layer(module) not in (nn.Module, *_CONTAINERS):
+            raise UsageError(f"`{path.rstrip('.')}` ({type(module).__name__}) has no batched version; {USE_LOOP}")
         else:
-            stacked = module
-            self._fold_own_parameters(module, path)
+            self._stack_own_parameters(module, path)
         for name, child in module.named_children():
-            setattr(stacked, name, self._stack(child, f"{path}{name}."))
-        return stacked if self.kernels == "torch" else self._fused(module, stacked, path)
+            setattr(batched, name, self._batch(child, f"{path}{name}."))
+        return batched if self.kernels == "torch" else self._fused(module, batched, path)
 
-    def _fused(self, module: nn.Module, stacked: nn.Module, path: str) -> nn.Module:
-        """What takes the place of several stacked layers where one kernel does their work."""
-        if isinstance(module, ConvNeXtBlock) and self._fits(stacked.mlp):
-            return _ConvNeXtBlock(stacked, self.leaves.get(f"{path}gamma"))
-        if isinstance(module, Block) and self._fits(stacked.mlp):
-            stacked.mlp, stacked.norm2 = _NormMlp(stacked.norm2, stacked.mlp), nn.Identity()
-        if isinstance(module, nn.Sequential) and self.kernels == "triton":
-            for k, (before, layer) in enumerate(pairwise(stacked)):
-                batch_norm = isinstance(layer, Normalisation) and isinstance(layer.layer[0], nn.BatchNorm2d)
-                if batch_norm and isinstance(before, Elementwise) and isinstance(before.layer[0], nn.GELU):
-                    stacked[k], layer.after_gelu = nn.Identity(), True
-        if isinstance(module, Residual) and isinstance(stacked.fn, nn.Sequential):
-            last = stacked.fn[-1]
+    def _batched_layer(self, make: Any, module: nn.Module, path: str) -> BatchedLayer:
+        try:
+            layer: BatchedLayer = make(module, self.count)
+        except UsageError as error:
+            raise UsageError(f"`{path.rstrip('.')}`: {error}; {USE_LOOP}") from None
+        layer.kernels = self.kernels
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        layer.leaves = {name: self.leaves[path + name] for name, value in own if value.is_floating_point()}
+        return layer
+
+    def _fused(self, module: nn.Module, batched: nn.Module, path: str) -> nn.Module:
+        """One module in place of several batched layers that one kernel computes."""
+        if isinstance(module, ConvNeXtBlock) and isinstance(batched, ConvNeXtBlock) and self._fits(batched.mlp):
+            return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
+        if isinstance(batched, Block) and self._fits(batched.mlp):
+            mlp: Any = _NormMlp(batched.norm2, batched.mlp)
+            identity: Any = nn.Identity()
+            batched.mlp, batched.norm2 = mlp, identity
+        if isinstance(batched, nn.Sequential) and self.kernels == "triton":
+            for k, (before, layer) in enumerate(pairwise(batched)):
+                gelu = isinstance(before, Elementwise) and isinstance(before.layer, nn.GELU)
+                if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                    layer.after_gelu = True
+                    batched[k] = nn.Identity()
+        if isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
+            last = batched.fn[-1]
             if isinstance(last, Normalisation) and last.after_gelu:
-                return _NormResidual(stacked.fn)
-        return stacked
+                return _NormResidual(batched.fn)
+        return batched
 
     def _fits(self, mlp: Mlp) -> bool:
-        hidden, channels = mlp.fc1.leaves["weight"].shape[1:]
+        hidden, channels = weight_and_bias(mlp.fc1)[0].shape[1:]
         return self.kernels == "c" or functions.backend("triton").fits(channels, hidden)
 
-    def _fold_own_parameters(self, module: nn.Module, path: str) -> None:
+    def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
         """Parameters that a container uses itself, (..., C), become (..., T*C) just before its forward."""
+        for name, value in module.named_buffers(recurse=False):
+            if value.is_floating_point():
+                raise UsageError(f"`{path}{name}`, a buffer of {type(module).__name__}, cannot be batched; {USE_LOOP}")
         own = {name: self.leaves[path + name] for name, _ in module.named_parameters(recurse=False)}
+        if any(leaf.ndim < 2 for leaf in own.values()):
+            raise UsageError(f"`{path}{next(iter(own))}` is a scalar, which cannot be batched; {USE_LOOP}")
         if not own:
             return
         for name in own:
             del module._parameters[name]
 
-        def fold(container: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def stack(container: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             for name, leaf in own.items():
                 value = leaf.movedim(0, -2).to(inputs[0].dtype)
                 container.__dict__[name] = value.reshape(*value.shape[:-2], -1)
 
-        def unfold(container: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def unstack(container: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             for name in own:  # so that no step's graph outlives it
-                del container.__dict__[name]
+                container.__dict__.pop(name, None)
 
-        module.register_forward_pre_hook(fold)
-        module.register_forward_hook(unfold, always_call=True)
+        module.register_forward_pre_hook(stack)
+        module.register_forward_hook(unstack, always_call=True)
 
     def freeze(self, names: tuple[str, ...]) -> None:
         """Stop computing gradients of these tensors."""
@@ -181,15 +205,15 @@ class StackedNetworks(nn.Module):
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         if images.ndim == 4:
             images = images.expand(self.count, *images.shape)
-        return self.of_folded(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
+        return self.of_stacked(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
 
-    def of_folded(self, images: Tensor) -> Tensor:
-        """Logits (T, B, classes) of images (T*C, H, W, B), as they lie in memory."""
+    def of_stacked(self, images: Tensor) -> Tensor:
+        """Logits (T, B, classes) of images (T*C, H, W, B), in the order of memory."""
         logits = self.network(images.permute(3, 0, 1, 2))  # (B, T*K)
         return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
 
     def backward(self, loss: Tensor) -> None:
-        """Set `gradient` to the derivative of a scalar, usually the sum of the T networks' losses."""
+        """Set `gradient` to the gradient of a scalar, usually the sum of the T networks' losses."""
         trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
         views = self.spec.unpack(self.gradient)
         torch._foreach_copy_([views[name] for name in trained], torch.autograd.grad(loss, list(trained.values())))
@@ -207,3 +231,8 @@ class StackedNetworks(nn.Module):
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
+
+
+def _torch_layer(module: nn.Module) -> type:
+    """The class of `torch.nn` that a module is or derives from."""
+    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch."))

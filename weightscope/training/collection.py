@@ -1,7 +1,7 @@
-"""`collect`: train a population, or go on training one, tile by tile.
+"""`collect`: train a population, or resume one, tile by tile.
 
-A task is a pure function of (recipe, tile); its result is one shard. What is done is what lies on the disk, so
-there is nothing to lock, to repair or to remember: whatever stopped the work, the same call goes on from there.
+A task is a pure function of (recipe, tile); its result is one shard. The shards on disk are the only state, so nothing
+needs to be locked or repaired: after any interruption the same call resumes.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,15 +17,16 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from weightscope._util import atomic
+from weightscope._util import atomic, plugins
+from weightscope._util.checks import choice, count
 from weightscope._util.environment import environment, usable_cores
-from weightscope.errors import Resumable, UsageError, WeightscopeError
+from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
-from weightscope.training.workers import BACKENDS, WorkerDied, spread
+from weightscope.training.workers import BACKENDS, OwnCode, WorkerDied, spread
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ Job = Callable[..., tuple[int, str]]
 
 
 def collect(
-    recipe: Recipe,
+    recipe: Recipe | Mapping[str, Any],
     path: str | Path,
     *,
     networks: int | None = None,
@@ -45,46 +46,47 @@ def collect(
     device: str = "auto",
     progress: bool = True,
 ) -> Population:
-    """Train the networks of a recipe that the population at `path` does not hold yet.
+    """Train the networks of a recipe that the population at `path` does not have yet.
 
-    Network k has the same bits however often the work was interrupted, whatever the number of workers, and in
-    whatever order tiles were trained (same torch build and device).
+    Network k has the same bits after any interruption, for any number of workers and any order of tiles (same torch
+    build and device).
 
     Args:
-        recipe: of the population; it must be the one that `path` was begun with, except that the number of
-            networks may grow. Without `population.tile` it takes the population's, or one that fits the device.
-        path: the population's folder; made when it does not exist.
-        networks: N, in place of the recipe's. A population that has grown stays as large when this is not given.
-        workers: processes of this machine, each with one thread; by default as many as there are usable cores,
-            or one on a GPU. Changes the speed only.
-        backend: where the workers run: "loky" (this machine), "dask" or "ray" (a cluster, with `path` on a file
-            system that all of it shares; it runs one tile at a time in each of its worker processes).
+        recipe: a `Recipe`, or the nested dictionaries of one, in which `network`, `data` and `init` may be callables.
+            It must be the recipe that the population was created with, except that the number of networks may grow.
+            Without `population.tile` it takes the population's tile, or one that fits the device.
+        path: the population's folder; created if it does not exist.
+        networks: N, in place of the recipe's. Without it, a population that has grown keeps its size.
+        workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
+            Changes only the speed.
+        backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
+            tile at a time in each worker process).
         scheduler: the cluster's address, such as "tcp://host:8786".
-        shard: train this tile alone, for job arrays.
-        data: the folder to look for the data set in first.
+        shard: train only this tile, for job arrays.
+        data: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
-        progress: show it on stderr, if that is a terminal.
+        progress: show a progress bar if stderr is a terminal.
 
     Returns:
-        The population, open with `partial=True`: another process, or another shard's job, may have work left.
+        The population, opened with `partial=True`, because other processes or job arrays may still be working on it.
 
     Raises:
-        RecipeError: if the population there has another recipe; shows the differences.
-        UsageError: if an argument cannot be meant.
-        DataError: if data are missing, or there is a foreign shard in the population.
-        Resumable: if it was interrupted (Ctrl-C or SIGTERM); says what is kept.
-        WeightscopeError: if a worker died or the disk is full; what is done is kept.
+        RecipeError: if the population has another recipe; shows the differences.
+        UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
+        DataError: if data are missing, there is a foreign shard, or one's own functions have changed.
+        Resumable: if interrupted (Ctrl-C or SIGTERM); says what is kept.
+        WeightscopeError: if a worker died or the disk is full; finished tiles are kept.
 
     Example:
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
     """
     path = Path(path)
-    if backend not in BACKENDS:
-        raise UsageError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}")
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
-        raise UsageError(f"workers: backend {backend} has its own; give `workers` with loky only")
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers: expected a positive number, found {workers}")
+        raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
+    if workers is not None:
+        count("workers", workers)
     wanted, device = _wanted(recipe, path, networks, data, device)
     existed = path.exists()
     manifest, created = manifests.create_or_match(path, wanted, grow=networks is not None)
@@ -96,7 +98,7 @@ def collect(
             with _Bar(total, total - sum(map(manifest.rows, todo)), show=progress) as bar:
                 if backend == "loky":
                     workers = min(workers or (usable_cores() if device == "cpu" else 1), len(todo))
-                if backend == "loky" and workers <= 1:
+                if workers is not None and workers <= 1:
                     _run_here(job, todo, manifest, bar)
                 else:
                     finished = spread(
@@ -106,18 +108,17 @@ def collect(
                         for tile in finished:
                             bar.move_to(bar.n + manifest.rows(tile))
     except KeyboardInterrupt:
-        raise Resumable(f"stopped: {_kept(path)}; run the same command again to go on") from None
+        raise Resumable(f"stopped: {_kept(path)}; run the same command again to resume") from None
     except WorkerDied as error:
         raise WeightscopeError(
-            f"{error}: {_kept(path)}; run the same command again to go on, with fewer workers if memory is short"
+            f"{error}: {_kept(path)}; run the same command again to resume, with fewer workers if memory is short"
         ) from error
     except Exception:
         if created:
             _leave_nothing(path, existed)
         raise
     finally:
-        # Workers that were ended on the way may have been writing.
-        _sweep(path)
+        _sweep(path)  # workers that were terminated may have been writing
     return Population(path, partial=True)
 
 
@@ -130,25 +131,28 @@ def train_shard(
     manifest: Manifest,
     data: Path | None,
     device: str,
+    own_code: OwnCode,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[int, str]:
-    """Train one tile and put its shard in place; the task that workers run. Idempotent.
+    """Train one tile and write its shard; the task of a worker. Idempotent.
 
     Args:
         train_tile: the trainer.
-        recipe: what to train; the manifest's, with absolute paths.
-        tile: which tile, counted from 0.
+        recipe: the manifest's recipe, with absolute paths.
+        tile: index of the tile, counted from 0.
         path: the population's folder.
         manifest: of the population when the work began.
-        data: the folder to look for the data set in first.
+        data: the first folder to look for the data set in.
         device: "cpu" or "cuda".
+        own_code: the functions that the recipe refers to.
         progress: called with the fraction done.
 
     Returns:
         The tile and its shard's sha256.
     """
+    own_code.load()
     trained = train_tile(recipe, tile, data_root=data, device=device, progress=progress)
-    # Another process may have let the population grow in the meantime; its shard then holds more networks.
+    # Another process may have grown the population in the meantime; the shard then holds more networks.
     there = manifests.read(path)
     if there.networks > manifest.networks:
         manifests.match(path, there, manifest)
@@ -159,33 +163,61 @@ def train_shard(
 def _wanted(
     recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
 ) -> tuple[Manifest, str]:
-    """What is to be trained, and on which device; raises for everything that can be known beforehand."""
+    """The manifest of the requested population, and the device; raises every error that can be detected beforehand."""
     from weightscope import training
     from weightscope.data import load
-    from weightscope.training.engine import kernels_on, resolve_device
+    from weightscope.training import own_networks
+    from weightscope.training.devices import kernels_on, resolve_device
     from weightscope.training.initial_weights import resolve as resolve_init
     from weightscope.training.tile_size import choose_tile
 
     if networks is not None:
         recipe = recipe.replace({"population.networks": networks})
     resolved = resolve_device(device)
-    kernels_on(recipe, resolved)
+    kernels = kernels_on(recipe, resolved)
     device = str(resolved)
+    own_code = _own_code_hashes(recipe)
+    there = manifests.read(path) if (path / manifests.NAME).exists() else None
+    if there is not None:
+        _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe)
+    inputs = manifests.artifact_hashes(recipe) | own_code
     for init in recipe.init:
         resolve_init(init)
     images = load(recipe.data.name, data, train=recipe.data.train, test=recipe.data.test)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
+    own_networks.check(recipe, kernels)
     if recipe.population.tile is None:
-        begun = (path / manifests.NAME).exists()
-        tile = manifests.read(path).tile if begun else choose_tile(recipe, images, resolved)
+        tile = choose_tile(recipe, images, resolved) if there is None else there.tile
         recipe = recipe.replace({"population.tile": tile})
     return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device
 
 
+def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
+    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names.
+
+    A data set's images are hashed in place of its source.
+    """
+    named = [("network", recipe.network.type)]
+    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
+    return {
+        f"{kind} {name}": plugins.source_hash(plugins.imported(name))
+        for kind, name in named
+        if plugins.is_reference(name)
+    }
+
+
+def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
+    for name, digest in found.items():
+        if there.get(name, digest) != digest:
+            raise DataError(
+                f"{path}: the source of {name} has changed since the population was created: expected hash "
+                f"{there[name]}, found {digest}; restore it, or collect into another folder"
+            )
+
+
 def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
-    """The tiles to train: those that are missing, short or damaged. Sweeps what killed processes left."""
+    """The tiles to train: missing, short or damaged ones. Removes temporary files of killed processes."""
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
@@ -193,7 +225,7 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
     for tile in range(manifest.tiles) if shard is None else [shard]:
         state = shards.state(path, manifest, tile)
         if state.kind == "damaged":
-            _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained anew"))
+            _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
         if state.kind == "done":
             shards.tidy_hash(shards.shard_file(path, tile))
         else:
@@ -202,7 +234,7 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
 
 
 def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -> Job:
-    """The task that is left to be told its tile. Its paths are absolute: a worker may run in another folder."""
+    """The task, a function of the tile. Its paths are absolute, since a worker may run in another folder."""
     from weightscope import training
 
     recipe = manifest.recipe.to_dict()
@@ -217,7 +249,14 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),
         device=device,
+        own_code=OwnCode.of(_references(manifest.recipe)),
     )
+
+
+def _references(recipe: Recipe) -> tuple[str, ...]:
+    """The references to one's own code in a recipe."""
+    names = [recipe.network.type, recipe.data.name, *(part.strip() for i in recipe.init for part in i.name.split("+"))]
+    return tuple(name for name in names if plugins.is_reference(name))
 
 
 def _run_here(job: Job, todo: list[int], manifest: Manifest, bar: "_Bar") -> None:
@@ -233,7 +272,7 @@ def _kept(path: Path) -> str:
 
 
 def _made_on(recipe: Recipe, device: str) -> str:
-    """What a shard says that it was made on: GPUs of different models, and builds of kernels, round differently."""
+    """The device for a shard's header: GPU models and builds of kernels round differently."""
     if device.startswith("cuda"):
         import torch
 
@@ -256,12 +295,12 @@ def _sweep(path: Path) -> None:
 
 
 def _leave_nothing(path: Path, existed: bool) -> None:
-    """Take back a population that was made a moment ago and holds no network."""
+    """Remove a population that was created a moment ago and has no networks."""
     _sweep(path)
     folder = path / manifests.SHARDS
     if not any(folder.glob("*.h5")):
         with contextlib.suppress(OSError):
-            # The hash of a shard that was never put in place.
+            # hashes of shards that were never written
             for file in folder.glob("*.h5.sha256"):
                 file.unlink()
             folder.rmdir()
@@ -272,7 +311,7 @@ def _leave_nothing(path: Path, existed: bool) -> None:
 
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """Batch systems send SIGTERM before they kill; it is handled as Ctrl-C is."""
+    """Handle SIGTERM, which batch systems send before they kill, like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -288,16 +327,16 @@ def _terminate_as_interrupt() -> Iterator[None]:
 
 
 class _Bar(tqdm):
-    """Progress in networks, with networks/hour and the time left; silent where stderr is no terminal."""
+    """Progress in networks, with networks/hour and the time left; silent unless stderr is a terminal."""
 
-    # tqdm's own lock is shared between processes, which no two bars here are; killed, it would leak a semaphore.
+    # tqdm's own lock is a semaphore shared between processes, which would leak if killed.
     _lock = threading.RLock()
 
     def __init__(self, total: int, initial: int, *, show: bool, file: TextIO | None = None) -> None:
         super().__init__(
             total=total,
             initial=initial,
-            # None: tqdm finds out whether the file is a terminal.
+            # None: tqdm checks whether the file is a terminal
             disable=None if show else True,
             file=file,
             desc="collect",
@@ -306,16 +345,16 @@ class _Bar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What `bar_format` may name."""
-        values = super().format_dict
+        """The values for `bar_format`."""
+        values = dict(super().format_dict)
         done, seconds = values["n"] - values["initial"], values["elapsed"]
         values["whole"] = int(values["n"])
         values["per_hour"] = f"{3600 * done / seconds:,.0f} networks/hour" if done and seconds else "? networks/hour"
         return values
 
     def move_to(self, networks: float) -> None:
-        """Show that so many networks are done."""
-        # A disabled bar counts nothing, and `n` is where the next tile starts.
+        """Show this number of finished networks."""
+        # a disabled bar does not count, but `n` is used as the start of the next tile
         if self.disable:
             self.n = networks
         else:

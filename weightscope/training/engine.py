@@ -1,18 +1,16 @@
 """`train_tile`: train one tile of T networks on one device, from seeds to weights and metrics.
 
-Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes
-from streams that depend on (root seed, k) alone, and a tile is always computed whole, padding included, by one
-thread on a CPU. So network k has the same bits in any population, on any worker, after any interruption (same build of
-torch, same device, and same C compiler where the recipe asks for compiled kernels).
+Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes from
+random streams that depend on (root seed, k) only, and a tile is always computed as a whole, padding included, by one
+thread on a CPU. So network k has the same bits in any population, on any worker and after any interruption (same build
+of torch, same device, and same C compiler if the recipe uses compiled kernels).
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weightscope import networks
-from weightscope._util.seeding import Purpose, numpy_generator
+from weightscope._util.plugins import is_reference
+from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import augment, draws_needed, normalise
-from weightscope.data.catalog import dataset_info
-from weightscope.errors import UsageError
-from weightscope.recipe import Range, Recipe
+from weightscope.population.shard_format import TrainedTile
+from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.batched_networks import StackedNetworks
+from weightscope.training import own_networks
+from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels import functions
-from weightscope.training.kernels.c import build
-from weightscope.training.memory import keep_freed_memory
-from weightscope.training.optimiser import StackedAdamW, schedule_factor
+from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.optimiser import BatchedAdamW, schedule_factor
 
 DEFAULT_TILE = 32
 _EVALUATION_IMAGES = 250
@@ -40,72 +39,18 @@ _CALIBRATION_BATCHES = 8
 _STEPS_BEFORE_CAPTURE = 2
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One trained tile.
-
-    Attributes:
-        index: its number; network k lies in tile k div T at row k mod T.
-        weights: (T, D) float32 in `WeightSpec` order.
-        seeds: (T,) uint64, the seeds of the initial weights.
-        metrics: name -> (T,) array, or (T, E) for the names that end in `_per_epoch`.
-    """
-
-    index: int
-    weights: np.ndarray
-    seeds: np.ndarray
-    metrics: dict[str, np.ndarray]
-
-
-def build_network(recipe: Recipe) -> torch.nn.Module:
-    """One plain network of the recipe, with torch's default initial weights from the global generator."""
-    info = dataset_info(recipe.data.name)
-    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
-
-
 def spec_of(recipe: Recipe) -> WeightSpec:
     """The `WeightSpec` of the recipe's network."""
+    return WeightSpec.of(_template(recipe))
+
+
+def _template(recipe: Recipe) -> torch.nn.Module:
+    """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
+    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop":
+        with torch.random.fork_rng(devices=[]):
+            return networks.build_for(recipe)
     with torch.device("meta"):
-        return WeightSpec.of(build_network(recipe))
-
-
-def resolve_device(device: str) -> torch.device:
-    """`"auto"` is the GPU where there is one.
-
-    Raises:
-        UsageError: if the device does not exist here.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"no device {device!r}: {error}") from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda: torch sees no GPU here; use --device cpu")
-    return resolved
-
-
-def kernels_on(recipe: Recipe, device: torch.device) -> Literal["torch", "c", "triton"]:
-    """Which kernels train the recipe on a device: "compiled" ones are written in C for a CPU, with Triton for a GPU.
-
-    Raises:
-        UsageError: if they cannot run: there is no C compiler, no Triton, or no such precision.
-    """
-    if recipe.training.kernels == "torch":
-        return "torch"
-    if device.type == "cuda":
-        functions.backend("triton").probe(device)
-        return "triton"
-    if device.type != "cpu":
-        raise UsageError(f"kernels 'compiled' are for a CPU or CUDA, and the device is {device}; use kernels 'torch'")
-    if recipe.training.precision != "float32":
-        raise UsageError(
-            f"kernels 'compiled' compute in float32 on a CPU, found precision {recipe.training.precision!r}; "
-            "use kernels 'torch' or float32"
-        )
-    build.library()
-    return "c"
+        return networks.build_for(recipe)
 
 
 def train_tile(
@@ -115,42 +60,24 @@ def train_tile(
     data_root: str | Path | None = None,
     device: str = "auto",
     progress: Callable[[float], None] | None = None,
-) -> Tile:
+) -> TrainedTile:
     """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
 
     Args:
         recipe: the population's recipe.
-        tile: which tile, counted from 0.
-        data_root: where to look for the data set first.
+        tile: index of the tile, counted from 0.
+        data_root: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: called with the fraction done after each epoch.
 
     Raises:
         DataError: if the data set is missing or damaged.
-        UsageError: if the device, the initialiser or a frozen pattern does not exist.
+        UsageError: if the device, the initialiser or a frozen pattern does not exist, or the engine cannot train the
+            network.
     """
     where = resolve_device(device)
-    with _one_thread(), current(where):
+    with one_thread(), current(where):
         return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
-
-
-def current(device: torch.device) -> AbstractContextManager[None]:
-    """`device` as the one that kernels are launched on; does nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The number of threads changes the bits of reductions, so a tile is always trained by one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    keep_freed_memory()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_flush_denormal(False)
 
 
 @lru_cache(maxsize=2)
@@ -160,11 +87,12 @@ def _load_cached(name: str, root: str | None, train: int | None, test: int | Non
 
 def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
     data = recipe.data
-    return _load_cached(data.name, None if root is None else str(root), data.train, data.test)
+    read = load if is_reference(data.name) else _load_cached  # a reference may be bound to another function later
+    return read(data.name, None if root is None else str(root), train=data.train, test=data.test)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:
-    """The hyper-parameter of network k: a number, the list's entry k mod length, or a log-uniform draw."""
+    """The hyperparameter of network k: a number, entry k mod length of a list, or a log-uniform draw from a range."""
     if isinstance(value, Range):
         draw = numpy_generator(root, k, Purpose.SWEEP).random(position + 1)[position]
         return float(value.low * (value.high / value.low) ** draw)
@@ -172,7 +100,7 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
 
 
 class TileRun:
-    """The training of one tile: `train` does all of it, `epoch` one pass over the data."""
+    """The training of one tile: `train` runs all of it, `epoch` one pass over the data."""
 
     def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
@@ -183,19 +111,27 @@ class TileRun:
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
         self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
         self.mean, self.std = data.mean.to(device), data.std.to(device)
+        self.classes = data.info.classes
         self.batch = min(training.batch_size, len(self.images))
         self.steps_per_epoch = len(self.images) // self.batch
-        with torch.device("meta"):
-            template = build_network(recipe)
         kernels = kernels_on(recipe, device)
-        self.nets = StackedNetworks(template, count, device, kernels=kernels)
-        start, self.seeds = initial_weights(recipe, self.ids, lambda: build_network(recipe))
+        own_networks.check(recipe, kernels)
+        template = _template(recipe)
+        frozen = set(own_networks.frozen(template, training.frozen))
+        self.nets: BatchedNetworks | LoopNetworks
+        if training.engine == "loop":
+            seeds = [torch_seed(population.seed, k, Purpose.FORWARD) for k in self.ids]
+            self.nets = LoopNetworks(template, count, device, seeds=seeds)
+        else:
+            if isinstance(recipe.network, OwnNetworkConfig):
+                template = template.to(device)
+            self.nets = BatchedNetworks(template, count, device, kernels=kernels)
+        start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.nets.weights.copy_(torch.from_numpy(start))
-        frozen = self.nets.spec.select(training.frozen).names if training.frozen else ()
-        self.nets.freeze(frozen)
+        self.nets.freeze(tuple(frozen))
         self.rates = self._per_network(training.learning_rate, 0)
         self.decays = self._per_network(training.weight_decay, 1)
-        self.optimiser = StackedAdamW(
+        self.optimiser = BatchedAdamW(
             self.nets.weights,
             self.nets.gradient,
             self._trained(frozen),
@@ -209,22 +145,22 @@ class TileRun:
             for purpose in (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP)
         }
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
-        self.numbers: dict[str, Tensor] = {}  # of the epoch, one row for each step
-        self.ready: dict[str, Tensor] | None = None  # the next epoch's, still on the host
-        self.sums = torch.zeros(2, count, device=device)  # of losses and of the shares of right answers
+        self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
+        self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
+        self.sums = torch.zeros(2, count, device=device)  # of losses and accuracies over the steps
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _per_network(self, value: Any, position: int) -> np.ndarray:
         return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
 
-    def _trained(self, frozen: tuple[str, ...]) -> Tensor:
+    def _trained(self, frozen: set[str]) -> Tensor:
         mask = torch.zeros(self.nets.spec.size, dtype=torch.bool)
         for tensor in self.nets.spec.tensors:
             mask[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in frozen
         return mask.to(self.device)
 
-    def train(self, progress: Callable[[float], None] | None) -> Tile:
-        """All epochs, then the weights and metrics of the tile."""
+    def train(self, progress: Callable[[float], None] | None) -> TrainedTile:
+        """Train all epochs; returns the weights and metrics of the tile."""
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
         for epoch in range(training.epochs):
@@ -245,13 +181,13 @@ class TileRun:
         )
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
-        return Tile(self.tile, weights, self.seeds, metrics)
+        return TrainedTile(self.tile, weights, self.seeds, metrics)
 
     def epoch(self, epoch: int) -> dict[str, np.ndarray]:
-        """One pass over the training images; the running `train_loss` and `train_accuracy`, each (T,).
+        """One pass over the training images; returns the running `train_loss` and `train_accuracy`, each (T,).
 
-        Everything random comes to the device before the first step and nothing leaves it before the last. While a
-        GPU works on the steps, the host draws the next epoch's random numbers.
+        All random numbers are uploaded before the first step, and nothing is read back before the last. While a GPU
+        works on the steps, the host draws the random numbers of the next epoch.
         """
         training = self.recipe.training
         self.nets.train()
@@ -268,7 +204,7 @@ class TileRun:
         return {"train_loss": loss, "train_accuracy": right}
 
     def _upload(self, numbers: dict[str, Tensor]) -> None:
-        """Bring the epoch's numbers to where the steps read them, which stays the same for a graph's sake."""
+        """Copy the epoch's numbers to the device, always to the same address, which a captured graph reads."""
         for name, values in numbers.items():
             if name in self.numbers:
                 self.numbers[name].copy_(values)
@@ -276,16 +212,16 @@ class TileRun:
                 self.numbers[name] = values.to(self.device)
 
     def _capture(self) -> "torch.cuda.CUDAGraph":
-        """One step as a CUDA graph, which leaves networks and optimiser as they were.
+        """Capture one step as a CUDA graph; networks and optimiser keep their state.
 
-        Warmed up and recorded on one stream, which is this run's own: workspaces and gradient nodes belong to streams.
+        Warm-up and capture use one stream of this run, because workspaces and gradient nodes belong to streams.
         """
-        gc.collect()  # an earlier run's graph must not be freed between here and the last replay
+        gc.collect()  # or the graph of an earlier run might be freed between here and the last replay
         state = (self.nets.weights, self.optimiser.first, self.optimiser.second)
         before = [tensor.clone() for tensor in state]
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):  # tables and kernels are made now, not while the graph is recorded
+        with torch.cuda.stream(aside):  # builds tables and kernels, which cannot be done during the capture
             for _ in range(_STEPS_BEFORE_CAPTURE):
                 self.now.zero_()
                 self._step()
@@ -298,24 +234,28 @@ class TileRun:
         return self.graph
 
     def _step(self) -> None:
-        """One step of all networks. What changes from step to step is read from tensors on the device alone."""
-        training, data = self.recipe.training, self.recipe.data
+        """One step of all networks.
+
+        A CUDA graph replays it, so everything that changes from step to step is a tensor on the device: `now` selects
+        the rows of `numbers`, and both metrics are added up in `sums`.
+        """
+        training = self.recipe.training
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
         labels = self.labels[numbers["order"]]  # (T, B)
-        targets = smooth(labels, training.label_smoothing, dataset_info(data.name).classes)
-        if "shares" in numbers:
+        targets = smooth(labels, training.label_smoothing, self.classes)  # (T, B, K)
+        if "shares" in numbers:  # mixup of each image with the one at the mirrored place of its batch
             share = numbers["shares"][:, None, None]  # (T, 1, 1)
             targets = share * targets + (1 - share) * targets.flip(1)
         logits = self._logits(numbers["order"], numbers.get("draws"), numbers.get("shares")).float()  # (T, B, K)
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
-        self.nets.backward(losses.sum())
+        self.nets.backward(losses.sum())  # the gradient of each row of weights is that of its own loss
         self.optimiser.step(numbers["scalars"], training.clip_norm)
         self.sums[0] += losses.detach()
         self.sums[1] += (logits.detach().argmax(2) == labels).float().mean(1)
         self.now += 1
 
     def _scalars(self, epoch: int) -> Tensor:
-        """(steps, 3), what the optimiser needs to know of each step."""
+        """(steps, 3), the arguments of the optimiser in each step."""
         training, steps = self.recipe.training, self.steps_per_epoch
         rows = []
         for step in range(epoch * steps, (epoch + 1) * steps):
@@ -324,15 +264,15 @@ class TileRun:
         return torch.tensor(rows, dtype=torch.float32)
 
     def _draw(self) -> dict[str, Tensor]:
-        """What is random in an epoch, each with the steps first.
+        """The random numbers of an epoch.
 
-        `order` (steps, T, B): indices of training images; the incomplete last batch of an epoch is left out.
-        `draws` (steps, T, B, P): uniform numbers of the augmentation, where there is any.
-        `shares` (steps, T): from Beta(mixup, mixup), with mixup.
+        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
+        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
+        `shares` (steps, T): draws from Beta(mixup, mixup), if mixup > 0.
         """
         steps, kept = self.steps_per_epoch, self.steps_per_epoch * self.batch
         needed, alpha = draws_needed(self.recipe.data.augment), self.recipe.training.mixup
-        numbers = {
+        numbers: dict[str, list[np.ndarray]] = {
             "order": [
                 stream.permutation(len(self.images))[:kept].reshape(steps, self.batch)
                 for stream in self.streams[Purpose.ORDER]
@@ -348,12 +288,12 @@ class TileRun:
         return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
 
     def _logits(self, index: Tensor, draws: Tensor | None, shares: Tensor | None) -> Tensor:
-        """(T, B, K) for the training images `index` (T, B), augmented and mixed."""
+        """Logits (T, B, K) of the training images `index` (T, B), augmented and mixed."""
         config = self.recipe.data.augment
-        if self.nets.kernels == "triton" and not config.operations:
+        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and not config.operations:
             load_images = functions.backend("triton").load_images
             moments = self.mean, self.std
-            return self.nets.of_folded(load_images(self.images, index, draws, shares, moments, config, self.dtype))
+            return self.nets.of_stacked(load_images(self.images, index, draws, shares, moments, config, self.dtype))
         raw = self.images[index.reshape(-1)]
         if draws is not None:
             raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
@@ -365,7 +305,7 @@ class TileRun:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
-        """`test_accuracy` and `test_loss`, each (T,)."""
+        """Returns `test_accuracy` and `test_loss`, each (T,)."""
         calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()
@@ -385,7 +325,7 @@ class TileRun:
 
 
 def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
-    """Target distributions (..., K): 1 - s + s/K at the label and s/K elsewhere."""
+    """Target distributions (..., K) of labels (...): 1 - s + s/K at the label and s/K elsewhere."""
     off = smoothing / classes
     targets = torch.full((*labels.shape, classes), off, device=labels.device)
     return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)

@@ -1,4 +1,4 @@
-"""Initial weights of the networks of a tile, each from its own streams."""
+"""Initial weights of the networks of a tile, each from its own random streams."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,16 +15,16 @@ from weightscope.spec import WeightSpec
 def initial_weights(
     recipe: Recipe, ids: Sequence[int], build: Callable[[], torch.nn.Module]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The networks' starting points.
+    """The initial weights of some networks.
 
-    Network k is built with torch's default initialisation under the seed of its INIT stream; then its
-    initialiser (entry k mod number of [[init]] tables) runs with a generator on its STRUCTURE stream. Two
-    recipes that differ in the initialiser alone so start from the same default weights: they are paired.
+    Network k is built with torch's default initialisation under the seed of its INIT stream; then its initialiser
+    (entry k mod number of [[init]] tables) is called with a generator on its STRUCTURE stream. So two recipes that
+    differ only in the initialiser start from the same default weights: their networks are paired.
 
     Args:
-        recipe: gives the root seed and the initialisers.
-        ids: the networks' numbers, T of them.
-        build: makes one plain network from torch's global generator.
+        recipe: provides the root seed and the initialisers.
+        ids: the indices of T networks.
+        build: makes one network from torch's global generator.
 
     Returns:
         weights (T, D) float32 and seeds (T,) uint64.
@@ -38,16 +38,17 @@ def initial_weights(
             torch.manual_seed(seeds[-1])
             module = build()
             generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
-            functions[k % len(functions)](module, generator=generator)
+            initialised = functions[k % len(functions)](module, generator=generator)
+            module = initialised if isinstance(initialised, torch.nn.Module) else module
             rows.append(WeightSpec.of(module).pack(_arrays(module)))
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
 
 
 def resolve(config: InitConfig) -> Callable[..., Any]:
-    """The initialiser of an [init] table: an artifact's, or registered ones joined by `+`.
+    """The initialiser of an [init] table: an artifact's, a registered one or one's own, or several joined by `+`.
 
     Raises:
-        UsageError: if the name or a parameter does not exist.
+        UsageError: if the name or a parameter is unknown.
         DataError: if the artifact cannot be read.
     """
     if config.artifact is not None:

@@ -1,15 +1,14 @@
-"""Keep freed memory within the process, so that no step pages it in anew. Buys only speed.
+"""Keep freed memory in the process, so that steps do not page it in again. Affects only the speed.
 
-By default glibc gives large blocks back to the system when they are freed. A training step allocates and frees
-the same activations again and again, and where page faults are slow (in virtual machines above all) most of its
-time can go there.
+By default glibc returns large freed blocks to the system. A training step allocates and frees the same activations over
+and over, and where page faults are slow (mainly in virtual machines) they can take most of its time.
 """
 
 import ctypes
 import sys
 from functools import cache
 
-# From glibc's malloc.h; 32 MiB is the largest threshold that it takes, -1 stands for "never trim".
+# From glibc's malloc.h; 32 MiB is the largest threshold, -1 means "never trim".
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 1 << 25
 _NEVER = -1
@@ -17,7 +16,7 @@ _NEVER = -1
 
 @cache
 def keep_freed_memory() -> bool:
-    """Serve blocks of up to 32 MiB from memory that is never given back; True where the C library is glibc."""
+    """Keep freed blocks of up to 32 MiB for reuse; returns whether it took effect, which needs glibc."""
     if not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)

@@ -1,18 +1,18 @@
-"""AdamW over the stacked weight matrix, and learning-rate schedules."""
+"""AdamW over the weight matrix of many networks, and learning-rate schedules."""
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from weightscope.training.kernels import functions
+from weightscope.training.kernels.functions import Kernels
 
 
-class StackedAdamW:
+class BatchedAdamW:
     """AdamW with decoupled weight decay for T networks at once, each with its own rates.
 
-    For every network and every entry that is not frozen, with gradient g, step t, rate eta and decay lambda:
+    For each network and each entry that is not frozen, with gradient g, step t, rate eta and decay lambda:
     `m <- b1 m + (1 - b1) g`, `v <- b2 v + (1 - b2) g^2`,
     `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
     Equal to `torch.optim.AdamW` on each network alone. Weight decay applies to every trained entry, biases and
@@ -25,8 +25,8 @@ class StackedAdamW:
         learning_rate: (T,).
         weight_decay: (T,).
         betas: (b1, b2).
-        eps: added to the root of the second moment.
-        kernels: "triton" for one pass over memory on a GPU; the same formula.
+        eps: added to the square root of the second moment.
+        kernels: "triton" makes one pass over memory on a GPU; the formula is the same.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -41,7 +41,7 @@ class StackedAdamW:
         weight_decay: Tensor,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        kernels: Literal["torch", "c", "triton"] = "torch",
+        kernels: Kernels = "torch",
     ) -> None:
         self.weights, self.gradient, self.trained = weights, gradient, trained
         self.rate, self.decay = learning_rate, weight_decay
@@ -49,17 +49,17 @@ class StackedAdamW:
         self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
 
     def scalars(self, step: int, factor: float) -> tuple[float, float, float]:
-        """What `step` needs to know of step t = 1, 2, ...: `factor`, 1 / (1 - b1^t), 1 / sqrt(1 - b2^t)."""
+        """The arguments of `step` for step t = 1, 2, ...: `factor`, 1 / (1 - b1^t), 1 / sqrt(1 - b2^t)."""
         b1, b2 = self.betas
         return factor, 1 / (1 - b1**step), 1 / math.sqrt(1 - b2**step)
 
     @torch.no_grad()
     def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
-        """One update; nothing in it but tensors changes from step to step, so that a CUDA graph can hold it.
+        """One update in place; only tensors change from step to step, so a CUDA graph can capture it.
 
         Args:
-            scalars: (3,), those of `scalars`; every rate is multiplied by the first.
-            clip_norm: if positive, each network's gradient counts as scaled to at most that Euclidean norm, as by
+            scalars: (3,), from `scalars`; every rate is multiplied by the first.
+            clip_norm: if positive, each network's gradient is scaled to at most this Euclidean norm, as by
                 `torch.nn.utils.clip_grad_norm_`.
         """
         clip = None
@@ -92,11 +92,11 @@ class StackedAdamW:
 
 
 def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> float:
-    """The learning rate's factor in (0, 1] at one step.
+    """The factor in (0, 1] of the learning rate at one step.
 
-    Over the fraction `warmup` of the steps it rises linearly to 1; after that it stays ("constant"), falls
+    It rises linearly to 1 over the fraction `warmup` of the steps; after that it stays ("constant"), falls
     linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). It is evaluated at the middle of
-    the step, so no step has rate 0 and schedules of different lengths are the same curve.
+    the step, so no step has rate 0 and schedules of different lengths are samples of the same curve.
 
     Raises:
         ValueError: for another schedule.

@@ -1,7 +1,7 @@
-"""How many networks a tile holds where the recipe does not say.
+"""The number of networks in a tile if the recipe does not give it.
 
-A tile is part of a population's identity (its padding is trained too, and a GPU sums in an order that depends on
-sizes), so the number is chosen once, when the population is begun, and recorded in its recipe.
+A tile is part of a population's identity (its padding is trained, too, and a GPU sums in an order that depends on
+sizes), so the number is chosen once, when the population is created, and recorded in its recipe.
 """
 
 from dataclasses import replace
@@ -11,33 +11,34 @@ import torch
 from weightscope.data import Dataset
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.training.engine import DEFAULT_TILE, TileRun, current
+from weightscope.training.devices import current
+from weightscope.training.engine import DEFAULT_TILE, TileRun
 
 LARGEST = 1024
-_SHARE = 0.8  # of the free memory; the rest is for what the allocator cannot use and for other processes
-_TRIED = (4, 8)  # tiles whose use of memory is measured; the rest follows, since every network takes as much
+_SHARE = 0.8  # of the free memory; the rest is for fragmentation and other processes
+_TRIED = (4, 8)  # sizes of tiles whose memory is measured; it is linear in the size
 _BATCHES = 2
 
 
 def choose_tile(recipe: Recipe, data: Dataset, device: torch.device) -> int:
-    """T for a population on a device.
+    """Choose T for a population on a device.
 
-    On a CPU 32. On a GPU, the largest power of two of which 80 % of the free memory hold an epoch and its evaluation,
-    as measured in two small tiles, at most 1,024 and no more than the population needs.
+    On a CPU 32. On a GPU the largest power of two for which an epoch and its evaluation fit into 80 % of the free
+    memory, extrapolated from two small tiles, at most 1,024 and no more than the population needs.
 
     Raises:
-        UsageError: if not even one network fits.
+        UsageError: if one network does not fit.
     """
     if device.type != "cuda":
         return DEFAULT_TILE
     with current(device):
         try:
-            _peak(recipe, data, device, 1)  # what is allocated once, such as the workspaces of libraries
+            _peak(recipe, data, device, 1)  # allocates what is allocated only once, such as workspaces of libraries
             small, large = (_peak(recipe, data, device, tile) for tile in _TRIED)
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"{_TRIED[1]} networks at once do not fit the device's memory, so that no size of tiles can be chosen; "
-                "give population.tile, a smaller batch_size, or another device"
+                f"cannot choose population.tile: {_TRIED[1]} networks do not fit into the device's memory; set it, or "
+                "use a smaller batch_size or another device"
             ) from error
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -49,12 +50,12 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
     """The largest power of two T with `fixed + T each <= memory`, at most 1,024, and less than twice `networks`.
 
     Raises:
-        UsageError: if `memory` does not even hold one network.
+        UsageError: if one network does not fit into `memory`.
     """
     if fixed + each > memory:
         raise UsageError(
             f"one network takes {(fixed + each) / 2**20:.0f} MiB to train, and {memory / 2**20:.0f} MiB of the "
-            "device's memory can be used; use a smaller batch_size, or another device"
+            "device's memory are available; use a smaller batch_size or another device"
         )
     tile = 1
     while tile < min(LARGEST, networks) and fixed + 2 * tile * each <= memory:
@@ -63,7 +64,7 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
 
 
 def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> float:
-    """Bytes of the device that the training of a tile takes at most."""
+    """Peak memory of training a tile, in bytes of the device."""
     kept = _BATCHES * recipe.training.batch_size
     few = replace(data, train_images=data.train_images[:kept], train_labels=data.train_labels[:kept])
     torch.cuda.empty_cache()
@@ -74,9 +75,9 @@ def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> flo
         torch.cuda.reset_peak_memory_stats(device)
         work()
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
-    # A graph keeps what its step needs while the evaluation takes more.
+    # a CUDA graph keeps the memory of its step during the evaluation
     peak = sum(peaks) if run.nets.kernels == "triton" else max(peaks)
-    # A whole epoch's random numbers lie on the device, and all images.
+    # the random numbers of a whole epoch and all images are on the device, too
     whole = len(data.train_images) // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
     return peak + more + data.train_images.nbytes

@@ -1,26 +1,33 @@
 """Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
 
-Every backend gives tiles as they are finished, raises what a task raises, and turns the death of a worker into
-`WorkerDied`, never into a wait without end. (joblib's own dask backend waits for ever then, and its ray backend
-hands results back only when all are there; so clusters are asked directly.)
+Every backend yields tiles as they finish, raises the errors of tasks, and raises `WorkerDied` if a worker dies. (The
+dask backend of joblib hangs in that case, and its ray backend returns results only when all are done, so clusters are
+used directly.)
 """
 
 import concurrent.futures
 import contextlib
+import importlib
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import joblib
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
+from weightscope._util import plugins
 from weightscope.errors import UsageError, WeightscopeError
 
 BACKENDS = ("loky", "dask", "ray")
 
-# Long enough for a batch system to start workers anew.
+# Long enough for a batch system to restart workers.
 PATIENCE_SECONDS = 300.0
 _POLL_SECONDS = 0.2
 _DIED = "a worker process died, perhaps because memory ran out"
@@ -29,29 +36,73 @@ Task = Callable[[int], Any]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
+_THIS_PROCESS = uuid.uuid4().hex
 
 
 class WorkerDied(Exception):
-    """A worker process ended without an answer; the message says so."""
+    """A worker process ended without returning a result."""
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A user's own functions, made known to a worker process.
+
+    Attributes:
+        references: the functions of a recipe.
+        directory: the working directory of the launching process, in which their modules may be.
+        passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
+        process: of the launching process, where there is nothing to do.
+    """
+
+    references: tuple[str, ...]
+    directory: str
+    passed: bytes
+    process: str
+
+    @classmethod
+    def of(cls, references: Iterable[str]) -> "OwnCode":
+        """What another process needs to use these references."""
+        references = tuple(references)
+        passed = {name: item for name, item in plugins.passed().items() if name in references}
+        return cls(references, os.getcwd(), cloudpickle.dumps(passed), _THIS_PROCESS)
+
+    def load(self) -> None:
+        """Import the references, unless this is the launching process.
+
+        Raises:
+            UsageError: if one cannot be imported.
+        """
+        if not self.references or self.process == _THIS_PROCESS:
+            return
+        plugins.restore(cloudpickle.loads(self.passed))
+        added = self.directory not in sys.path
+        if added:
+            sys.path.insert(0, self.directory)
+        try:
+            for reference in self.references:
+                plugins.imported(reference)
+        finally:
+            if added:
+                sys.path.remove(self.directory)
 
 
 def spread(
     task: Task, tiles: Sequence[int], *, backend: str, workers: int | None, scheduler: str | None, gpu: bool
-) -> Iterator[int]:
-    """Run `task(tile)` for every tile on workers; gives each tile when it is finished, in any order.
+) -> Generator[int, None, None]:
+    """Run `task(tile)` for every tile on workers; yields each tile when it is finished, in any order.
 
     Args:
         task: pickled by reference or by cloudpickle.
-        tiles: what it is called with.
+        tiles: its arguments.
         backend: one of `BACKENDS`.
-        workers: processes of this machine; a cluster has its own.
-        scheduler: the cluster's address; dask needs one, ray looks for one or starts its own without.
-        gpu: every task needs a GPU.
+        workers: number of processes for loky; a cluster has its own.
+        scheduler: the cluster's address; required for dask, optional for ray, which otherwise finds or starts one.
+        gpu: whether every task needs a GPU.
 
     Raises:
-        WorkerDied: if a worker did.
-        UsageError: if the backend is not installed or lacks an address.
-        WeightscopeError: if the cluster does not answer.
+        WorkerDied: if a worker died.
+        UsageError: if the backend is not installed or needs an address.
+        WeightscopeError: if the cluster does not respond.
     """
     if backend == "loky":
         yield from _loky(task, tiles, workers or 1)
@@ -68,14 +119,14 @@ def _run(task: Task, tile: int) -> int:
 
 
 def _run_quietly(task: Task, tile: int) -> int:
-    # Ctrl-C reaches every process of a terminal; the parent alone says what it means.
+    # Ctrl-C reaches every process of a terminal; only the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return _run(task, tile)
 
 
 def _loky(task: Task, tiles: Sequence[int], workers: int) -> Iterator[int]:
     with joblib.parallel_config("loky", n_jobs=workers, inner_max_num_threads=1):
-        # One tile at a time: joblib would else bundle short tasks, and a bundle is lost as a whole.
+        # One tile at a time: joblib would otherwise bundle short tasks, and an interrupted bundle is lost as a whole.
         parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
         try:
             yield from parallel(joblib.delayed(_run_quietly)(task, tile) for tile in tiles)
@@ -84,21 +135,23 @@ def _loky(task: Task, tiles: Sequence[int], workers: int) -> Iterator[int]:
 
 
 def _dask(task: Task, tiles: Sequence[int], scheduler: str | None) -> Iterator[int]:
-    distributed = _module("distributed", "dask")
+    distributed = _module("distributed", "dask", "dask[distributed]")
     if scheduler is None:
-        raise UsageError("backend dask: give the address of its scheduler, such as tcp://host:8786")
+        raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
     try:
         client = distributed.Client(scheduler, set_as_default=False)
     except (OSError, ValueError) as error:
-        raise WeightscopeError(f"backend dask: no scheduler answers at {scheduler}: {_line(error)}") from error
+        raise WeightscopeError(
+            f"backend dask: cannot connect to the scheduler at {scheduler}: {_line(error)}"
+        ) from error
     with client:
         futures = client.map(_run, [task] * len(tiles), tiles, pure=False)
         pending = dict(zip(futures, tiles, strict=True))
         done = distributed.as_completed(futures, loop=client.loop)
         del futures
         try:
-            # What was asked for is on the disk. Results are never fetched, and each is let go at once: while one is
-            # held, dask runs its task again when the worker that keeps it dies.
+            # Results are on disk. Futures are never fetched and released at once: while one is held, dask repeats its
+            # task if the worker that keeps it dies.
             for future in _ready(client, done, len(tiles)):
                 if future.status != "finished":
                     raise future.exception() or WorkerDied(_DIED)
@@ -110,7 +163,7 @@ def _dask(task: Task, tiles: Sequence[int], scheduler: str | None) -> Iterator[i
 
 
 def _ready(client: Any, done: Any, count: int) -> Iterator[Any]:
-    """`count` futures as they are done. A cluster that lost all its workers would let one wait for ever."""
+    """Yield `count` futures as they finish; raises WorkerDied if the cluster has had no worker for too long."""
     last_seen = time.monotonic()
     while count:
         if done.has_ready():
@@ -126,13 +179,15 @@ def _ready(client: Any, done: Any, count: int) -> Iterator[Any]:
 
 
 def _ray(task: Task, tiles: Sequence[int], scheduler: str | None, gpu: bool) -> Iterator[int]:
-    ray = _module("ray", "ray")
+    ray = _module("ray", "ray", "ray")
     ours = not ray.is_initialized()
     if ours:
         try:
             ray.init(address=scheduler, log_to_driver=False)
         except (OSError, ValueError, RuntimeError) as error:
-            raise WeightscopeError(f"backend ray: no cluster answers at {scheduler}: {_line(error)}") from error
+            raise WeightscopeError(
+                f"backend ray: cannot connect to the cluster at {scheduler}: {_line(error)}"
+            ) from error
     remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
     shared = ray.put(task)
     pending = [remote.remote(shared, tile) for tile in tiles]
@@ -152,13 +207,11 @@ def _ray(task: Task, tiles: Sequence[int], scheduler: str | None, gpu: bool) -> 
             ray.shutdown()
 
 
-def _module(name: str, extra: str) -> Any:
-    import importlib
-
+def _module(name: str, backend: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"backend {extra}: install it with `pip install weightscope[{extra}]`") from error
+        raise UsageError(f'backend {backend} is not installed: `pip install "{package}"`') from error
 
 
 def _line(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Covariances of weights across the networks of a population."""
 
-from weightscope.analysis.across_networks.joint_covariance import CovarianceResult, covariance, eigenpairs
-from weightscope.analysis.across_networks.study import Study, study
+from weightscope.analysis.across_networks.computing import covariance_across, eigenpairs, joint_covariance
+from weightscope.analysis.across_networks.result import PopulationCovariance, over_hidden_units
 
-__all__ = ["CovarianceResult", "Study", "covariance", "eigenpairs", "study"]
+__all__ = ["PopulationCovariance", "covariance_across", "eigenpairs", "joint_covariance", "over_hidden_units"]

@@ -1,15 +1,21 @@
-"""What `attention_maps` answers: mean maps, statistics, the rank condition, text and pictures."""
+"""Mean attention maps: statistics, the rank condition, text and pictures."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from weightscope._util.checks import choice
+from weightscope._util.results import Result
+from weightscope._util.tables import text_table
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Kind = Literal["maps", "expected", "offsets", "ranks"]
 
@@ -19,13 +25,13 @@ class LayerMaps:
     """One attention layer on a batch of B images with n tokens.
 
     Attributes:
-        layer: number in the order in which the model calls its layers, from 0.
+        layer: index in the order in which the model calls its layers, from 0.
         name: path of the attention module.
         maps: (H, n, n), attention probabilities, mean over images; rows (queries) sum to 1.
         entropy: (H,), mean entropy of single images' rows, in units of log n: 1 for uniform attention.
         beta: (H,), `tr(W_Q W_K^T) / d`, the least-squares beta of `W_Q W_K^T ~ alpha Z + beta I`.
-        expected: (H, n, n), thesis Eq. 3.19 with these beta; None without a table of positions.
-        stable_ranks: (B,), of what the layer reads, patch tokens only (see `AttentionMaps.condition`).
+        expected: (H, n, n), thesis Eq. 3.19 with these beta; None without a position table.
+        stable_ranks: (B,), of the layer's input, patch tokens only (see `AttentionMaps.condition`).
         width: D.
     """
 
@@ -44,16 +50,16 @@ class LayerMaps:
         return len(self.maps)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionMaps:
-    """Mean attention maps of every layer and head, with what they should be compared with.
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionMaps(Result):
+    """Mean attention maps of every layer and head, and the maps expected from Eq. 3.19.
 
     Attributes:
         layers: in the order of the model's calls.
-        tokens: where the tokens lie: special ones first, then the grid row by row.
+        tokens: arrangement of the tokens: special ones first, then the grid row by row.
         images: B.
         filter_size: f, of the neighbourhood and the rank condition.
-        positions: where Eq. 3.19 has its P from; "none" where there is no table.
+        positions: name of the position table P of Eq. 3.19; "none" without one.
         skipped: path of an attention module -> why it is left out.
     """
 
@@ -63,6 +69,15 @@ class AttentionMaps:
     filter_size: int
     positions: str
     skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Number of layers, heads and images."""
+        heads = sum(layer.heads for layer in self.layers)
+        return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} images"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer and head; see `statistics`."""
+        return self.statistics()
 
     def statistics(self) -> list[dict[str, Any]]:
         """One row for each layer and head.
@@ -75,11 +90,11 @@ class AttentionMaps:
         - expected_r: correlation of the entries of the mean map and of Eq. 3.19, patch tokens only; None without one.
         """
         near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
-        rows = []
+        rows: list[dict[str, Any]] = []
         for layer in self.layers:
             for head in range(layer.heads):
                 block = layer.maps[head, patches, patches]
-                row = {"layer": layer.layer, "head": head, "self": float(np.trace(block) / len(block))}
+                row: dict[str, Any] = {"layer": layer.layer, "head": head, "self": float(np.trace(block) / len(block))}
                 row["near"] = float((block * near).sum() / len(block))
                 row["special"] = float(layer.maps[head, patches, : self.tokens.prefix].sum() / len(block))
                 row |= {"entropy": float(layer.entropy[head]), "beta": float(layer.beta[head])}
@@ -88,12 +103,12 @@ class AttentionMaps:
         return rows
 
     def condition(self) -> list[dict[str, Any]]:
-        """One row for each layer: does D >= k f^2 hold (impulse paper, Eq. 3)?
+        """One row for each layer on the condition D >= k f^2 (impulse paper, Eq. 3).
 
-        k is the stable rank `sum s_i^2 / s_1^2` of the layer's input X (n patches, D), as in Remark 1: not larger than
-        the rank, and dominated by the mean token, because X is not centred. Proposition 1 counts channels: any output
-        of f x f filters can be had by mixing channels if D >= k f^2. For attention with H heads, whose maps are shared
-        by D/H channels each, the paper reads it as two conditions: H >= f^2 different maps, D/H >= k copies of each.
+        k is the stable rank `sum s_i^2 / s_1^2` of the layer's input X (n patches, D), as in Remark 1: at most the
+        rank, and dominated by the mean token, because X is not centred. By Proposition 1 any output of f x f filters
+        is a mixture of channels if D >= k f^2. For attention with H heads, whose maps are shared by D/H channels each,
+        the paper splits it into two conditions: H >= f^2 different maps, and D/H >= k copies of each.
 
         Keys: `stable_rank` (mean over images) with `low` and `high` (5 % and 95 %), `needed` (k f^2), `width` (D),
         `holds`, `share` (of images for which it holds), `largest_f` (largest odd f for which it holds, 0 for none),
@@ -122,9 +137,9 @@ class AttentionMaps:
         return rows
 
     def offsets(self) -> np.ndarray:
-        """Mean weight by relative place, (L, H, 2 rows - 1, 2 columns - 1); the middle is the token itself.
+        """Mean weight by relative position, (L, H, 2 rows - 1, 2 columns - 1); the middle is the token itself.
 
-        Entry (dy, dx) is the mean of `maps[(y, x), (y + dy, x + dx)]` over the patch tokens for which that is inside.
+        Entry (dy, dx) is the mean of `maps[(y, x), (y + dy, x + dx)]` over the patch tokens for which it exists.
 
         Raises:
             DataError: if layers have different numbers of heads.
@@ -132,12 +147,12 @@ class AttentionMaps:
         return _by_offset(_stack([layer.maps for layer in self.layers]), self.tokens)
 
     def text(self) -> str:
-        """A table with one line for each layer, heads averaged, and a verdict."""
+        """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
         f, grid = self.filter_size, self.tokens
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
         head = f"means over heads and {self.images} images, {where}"
         names = ["layer", "self", f"{f}x{f}", "special", "entropy", "beta", "r(3.19)", "k", f"{f * f} k", "D"]
-        table, statistics = [names], self.statistics()
+        table, statistics = [], self.statistics()
         for layer, row in zip(self.layers, self.condition(), strict=True):
             mine = [s for s in statistics if s["layer"] == layer.layer]
             mean = {key: np.mean([s[key] for s in mine]) for key in ("self", "near", "special", "entropy", "beta")}
@@ -146,9 +161,7 @@ class AttentionMaps:
             cells += [f"{mean['beta']:+.3f}", f"{np.mean(known):.2f}" if known else "-"]
             cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
             table.append([str(layer.layer), *cells, "" if row["holds"] else "D < k f^2"])
-        widths = [max(len(line[i]) for line in table) for i in range(len(names))]
-        rows = ("  ".join([c.rjust(w) for c, w in zip(x, widths, strict=False)] + x[len(names) :]) for x in table)
-        lines = [head, "", *(row.rstrip() for row in rows)]
+        lines = [head, "", text_table((*names, ""), table, left=(len(names),))]
         lines += ["", self.finding()]
         return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
 
@@ -163,7 +176,7 @@ class AttentionMaps:
         )
 
     def _title(self, kind: str) -> str:
-        """A picture's finding in numbers."""
+        """The finding of a picture in numbers."""
         if kind == "ranks":
             return self.finding().replace(">=", "≥").replace("^2", "²")
         f, rows = self.filter_size, self.statistics()
@@ -179,7 +192,7 @@ class AttentionMaps:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without the maps."""
+        """JSON types, without the maps."""
         grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
         return {
             "images": self.images,
@@ -191,58 +204,70 @@ class AttentionMaps:
             "skipped": dict(self.skipped),
         }
 
-    def plot(self, path: str | Path, kind: Kind = "maps", *, title: str | None = None) -> None:
-        """Write a picture (thesis Fig. 3.18, per head).
+    def plot(self, path: str | Path | None = None, kind: Kind = "maps", *, title: str | None = None) -> "Figure":
+        """Draw the maps (thesis Fig. 3.18, per head).
 
         Args:
-            path: a .png, .pdf or .svg file.
+            path: a .png, .pdf or .svg file to write; None to return the figure only.
             kind: `"maps"`, or `"expected"` for Eq. 3.19: layers across, heads down; `"offsets"` the same by relative
-                place; `"ranks"`: stable ranks against the layer.
+                position; `"ranks"`: stable ranks against the layer.
             title: instead of the finding in numbers.
 
         Raises:
-            UsageError: if the kind is another one, or there is no Eq. 3.19 to draw.
+            UsageError: for an unknown kind, or if there is no position table for Eq. 3.19.
             DataError: if layers have different numbers of heads.
         """
         from weightscope import plots
 
-        if kind not in get_args(Kind):
-            raise UsageError(f"kind must be one of {get_args(Kind)}, found {kind!r}")
-        if kind == "ranks":
-            ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
-            plots.save(plots.rank_condition(ranks, max(widths), title=title or self._title(kind)).figure, path)
-            return
-        if kind == "expected" and any(layer.expected is None for layer in self.layers):
-            raise UsageError("there is no table of positions, so there is no map to expect from Eq. 3.19")
+        choice("kind", kind, get_args(Kind))
+        figure = self._ranks(title) if kind == "ranks" else self._grid(kind, title)
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+    def _ranks(self, title: str | None) -> "Figure":
+        from weightscope import plots
+
+        ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
+        axes = plots.rank_condition(ranks, max(widths), title=title or self._title("ranks"))
+        figure = axes.get_figure(root=True)
+        assert figure is not None  # drawn on it just now
+        return figure
+
+    def _grid(self, kind: Kind, title: str | None) -> "Figure":
+        from weightscope import plots
+
+        expected = [layer.expected for layer in self.layers if layer.expected is not None]
+        if kind == "expected" and len(expected) < len(self.layers):
+            raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
         if kind == "offsets":
             panels = self.offsets()
         else:
-            panels = _stack([layer.maps if kind == "maps" else layer.expected for layer in self.layers])
+            panels = _stack([layer.maps for layer in self.layers] if kind == "maps" else expected)
         labels = [f"layer {layer.layer}" for layer in self.layers], [f"head {h}" for h in range(panels.shape[1])]
-        grid = plots.attention_grid(
+        return plots.attention_grid(
             panels.transpose(1, 0, 2, 3),
             column_labels=labels[0],
             row_labels=labels[1],
             uniform=1 / self.tokens.total,
             title=title or self._title(kind),
         )
-        plots.save(grid, path)
 
 
 def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
     if len({m.shape for m in maps}) != 1:
-        raise DataError("layers have different numbers of heads, which makes no grid; draw them apart")
+        raise DataError("expected the same number of heads in all layers, found different ones; draw layers separately")
     return np.stack(maps)
 
 
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
-    """(patches, patches) bool: the key lies in the f x f window around the query."""
+    """(patches, patches) bool: whether the key is in the f x f window around the query."""
     y, x = np.divmod(np.arange(tokens.rows * tokens.columns), tokens.columns)
     return (np.abs(y[:, None] - y) <= f // 2) & (np.abs(x[:, None] - x) <= f // 2)
 
 
 def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
-    """(..., n, n) to means over pairs with one offset (..., 2 rows - 1, 2 columns - 1)."""
+    """(..., n, n) to means over pairs of equal offset, (..., 2 rows - 1, 2 columns - 1)."""
     rows, columns = tokens.rows, tokens.columns
     y, x = np.divmod(np.arange(rows * columns), columns)
     place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
@@ -254,7 +279,7 @@ def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float | None:
-    """Pearson correlation of entries; None where one of them is the same everywhere."""
+    """Pearson correlation of entries; None if one of the arrays is constant."""
     a, b = one.ravel() - one.mean(), other.ravel() - other.mean()
     scale = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / scale if scale > 0 else None

@@ -1,4 +1,4 @@
-"""Hooks on attention modules that compute their maps from what they read, and check them by what they answer."""
+"""Hooks on attention modules that compute attention maps from the inputs and check them against the outputs."""
 
 import contextlib
 import math
@@ -12,9 +12,9 @@ from weightscope.anatomy import AttentionPart
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import DataError
 
-_BYTES = 96 * 2**20  # of single images' maps at a time
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, between a module's output and ours
-_HALF = 5e-2  # the same for half precision, whose inner products the module rounds
+_BYTES = 96 * 2**20  # of the maps of single images held at once
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, between a module's output and the recomputed one
+_HALF = 5e-2  # for half precision, in which the module rounds inner products
 
 
 class Recorder:
@@ -22,11 +22,11 @@ class Recorder:
 
     Attributes:
         part: the module's weights.
-        tokens: where its tokens lie.
+        tokens: arrangement of its tokens.
         maps: (H, n, n) float64, sum of attention maps.
         entropy: (H,) float64, sum of mean row entropies in units of log n.
         ranks: stable ranks of the inputs' patch tokens, a tensor for each batch.
-        images: how many there were.
+        images: number of images.
     """
 
     def __init__(self, part: AttentionPart, n: int, patches: tuple[int, int] | None) -> None:
@@ -42,10 +42,10 @@ class Recorder:
         self._weights = {name: _projection(part, name) for name in ("q", "k", "v")}
 
     def add(self, x: Tensor, answer: Tensor | None) -> None:
-        """Count inputs x (B, n, d); the first few are held against the module's answer.
+        """Add inputs x (B, n, d); the first few are checked against the module's output.
 
         Raises:
-            DataError: if the map is not finite, or does not explain the answer.
+            DataError: if the map is not finite, or does not reproduce the output.
         """
         part, (count, n, _) = self.part, x.shape
         wide = x if x.dtype == torch.float64 else x.float()
@@ -55,7 +55,9 @@ class Recorder:
             maps = self._attend(some)
             sums = maps.sum(0, dtype=torch.float64).cpu()
             if not bool(sums.isfinite().all()):
-                raise DataError(f"`{part.name}`: attention is not finite; do weights or images hold NaN or infinity?")
+                raise DataError(
+                    f"`{part.name}`: attention is not finite; do weights or images contain NaN or infinity?"
+                )
             if not self._checked:
                 self._compare(some, maps, answer[start : start + step] if answer is not None else None, x.dtype)
             self.maps += sums
@@ -80,11 +82,11 @@ class Recorder:
         return torch.softmax(logits, dim=-1)
 
     def _compare(self, x: Tensor, maps: Tensor, answer: Tensor | None, dtype: torch.dtype) -> None:
-        """The module's answer must be what the maps make of the values, before or after the output projection."""
+        """The maps applied to the values must equal the module's output, before or after the output projection."""
         part, self._checked = self.part, True
         if answer is None:
             raise DataError(
-                f"`{part.name}` answers with no tensor of one row for each token; its map cannot be checked"
+                f"`{part.name}`: expected an output with one row for each token, found none; its map cannot be checked"
             )
         context = maps @ self._project("v", x)  # (B, H, n, v)
         bias = part.read_bias("o")
@@ -99,8 +101,8 @@ class Recorder:
         apart = min(distances, default=math.inf)
         if not apart <= _TOLERANCE.get(dtype, _HALF):
             raise DataError(
-                f"`{part.name}`: its output differs by {apart:.2g} of its norm from what its attention map gives; "
-                "it does something that its weights do not tell (relative positions, a mask, gates)"
+                f"`{part.name}`: its output differs by {apart:.2g} of its norm from that of its attention map; "
+                "the module does more than its weights show (relative positions, a mask, gates)"
             )
 
 
@@ -133,18 +135,18 @@ class Recorders:
         self._count = 0
 
     def begin(self, count: int) -> None:
-        """A forward pass on `count` images starts."""
+        """Start a forward pass on `count` images."""
         self._calls, self._count = {}, count
 
     def in_order(self) -> list[Recorder]:
-        """In the order of the calls; a module that is called several times has several."""
+        """All recorders in the order of the calls; a module that is called several times has several."""
         return list(self._found.values())
 
     def call(self, part: AttentionPart, module: nn.Module, args: Sequence[Any], named: Mapping, output: Any) -> None:
-        """One call of an attention module, as a forward hook sees it.
+        """Record one call of an attention module; the arguments are those of a forward hook.
 
         Raises:
-            DataError: if it reads no tokens (B, n, d).
+            DataError: if none of its inputs has the shape (B, n, d).
         """
         given = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
         x = next((value for value in given if value.ndim == 3 and value.shape[-1] == part.width), None)
@@ -164,13 +166,15 @@ class Recorders:
             self._found[part.name, number] = Recorder(part, x.shape[1], self._patches)
         recorder = self._found[part.name, number]
         if x.shape[1] != recorder.tokens.total:
-            raise DataError(f"`{part.name}`: {recorder.tokens.total} tokens for one batch, {x.shape[1]} for another")
+            raise DataError(
+                f"`{part.name}`: expected {recorder.tokens.total} tokens as in the first batch, found {x.shape[1]}"
+            )
         recorder.add(x, answer)
 
 
 @contextlib.contextmanager
 def watch(model: nn.Module, parts: Sequence[AttentionPart], patches: tuple[int, int] | None) -> Iterator[Recorders]:
-    """Hooks on the modules of these parts, and evaluation mode, until the block ends, however it ends."""
+    """Hook the modules of these parts and switch to evaluation mode within the block; both are undone at its end."""
     recorders, modules = Recorders(patches), dict(model.named_modules(remove_duplicate=False))
     modes = {module: module.training for module in modules.values()}
     handles = []

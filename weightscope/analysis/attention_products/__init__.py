@@ -1,8 +1,8 @@
-"""`products`: what a trained model's attention does to its residual stream, head by head.
+"""Products of attention weights, head by head.
 
-`W_Q W_K^T` of a head says which tokens attend to which, `W_V W_O` of a head or a layer what they pass on, both as
-maps of the d channels of the residual stream, in the row-vector convention. In trained transformers their diagonals
-stand out (thesis Fig. 3.17 and 3.23), which mimetic initialisation copies.
+`W_Q W_K^T` of a head determines which tokens attend to which, `W_V W_O` of a head or a layer what they pass on, both
+as maps of the d channels of the residual stream, in the row-vector convention. In trained transformers their diagonals
+differ from noise (thesis Fig. 3.17 and 3.23), which mimetic initialisation reproduces.
 """
 
 from weightscope.analysis.attention_products.computing import products

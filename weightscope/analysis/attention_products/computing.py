@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice
 from weightscope.analysis.attention_products.factored import STATISTICS, FactoredProduct
 from weightscope.analysis.attention_products.reading import Reader, distinct, gain_before, mean_rotation, name_of
 from weightscope.analysis.attention_products.result import Key, ProductsResult, SourceInfo
@@ -18,7 +19,7 @@ from weightscope.errors import AnatomyError, UsageError
 
 Spectra = Literal["heads", "all", "none"]
 AVERAGE = range(256)  # relative positions of rotary="average"
-_BATCH = 1 << 18  # entries of one factor of the heads that are worked on at once: 2 MB as float64
+_BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
 _BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
 _COLUMNS = (*STATISTICS, *_BIASES["qk"], *_BIASES["vo"])
 _Found = tuple[FactoredProduct, dict[str, Tensor]]
@@ -27,7 +28,7 @@ _Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 @dataclass(frozen=True)
 class Options:
-    """How products are made; see `products`."""
+    """Options of `products`."""
 
     fold_norms: bool
     fold_scales: bool
@@ -49,15 +50,14 @@ class Options:
         """These options.
 
         Raises:
-            UsageError: if one cannot be meant.
+            UsageError: if one is invalid.
         """
         words, number = self.rotary in ("zero", "average"), type(self.rotary) is int
         if not (words or number or (isinstance(self.rotary, range) and len(self.rotary))):
             raise UsageError(
                 f"rotary: expected 'zero', 'average', a relative position or a range of them, found {self.rotary!r}"
             )
-        if self.spectra not in get_args(Spectra):
-            raise UsageError(f"spectra: expected one of {', '.join(get_args(Spectra))}, found {self.spectra!r}")
+        choice("spectra", self.spectra, get_args(Spectra))
         if self.clip is not None and self.clip < 1:
             raise UsageError(f"clip: expected at least 1 or None, found {self.clip}")
         return self
@@ -80,38 +80,37 @@ def products(
 
     With W_Q, W_K, W_V (d, k) and W_O (k, d) of a head and tokens as rows x of X (n, d), logits are
     `x W_Q W_K^T y^T / sqrt(k)` and the layer adds `sum_h A_h X W_V W_O` to the residual stream. Query heads that share
-    keys and values (grouped queries) are each multiplied with those that they use. What the columns mean, with
-    formulas, says `FactoredProduct.statistics`; numbers are computed in float64 from the factors, d x d matrices are
-    made one at a time for whole layers only, and one layer is read at a time.
+    keys and values (grouped queries) are each multiplied with those that they use. `FactoredProduct.statistics` defines
+    the columns. Numbers are computed in float64 from the factors; d x d matrices are formed for whole layers only, one
+    at a time; and one layer is read at a time.
 
     Args:
         sources: models: paths, `hf://org/name[@revision]`, `Checkpoint`s, modules, mappings of tensors.
-        labels: one for each source; taken from paths and classes unless given.
+        labels: one for each source; by default taken from paths and classes.
         config: of the model, for mappings and files without one; `{"num_attention_heads": H}` is enough.
-        layers: which layers, counted from 0; None for all.
-        cross: cross-attention too, where both streams have the same width; a diagonal then relates two streams.
+        layers: indices of layers, from 0; None for all.
+        cross: include cross-attention if both streams have the same width; a diagonal then relates two streams.
         fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
             `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
-        fold_scales: multiply LayerScale's numbers s of the d channels, where a model has them, into what the attention
-            adds to the residual stream: `W_V W_O diag(s)`. Without it such models get a warning: half of s may be
-            negative.
-        biases: add three columns on what biases contribute besides the product, which itself has none. Queries' and
-            keys' biases: `bias_on_keys`, ||W_K b_Q|| / sqrt(d), a preference for some keys whatever the query;
+        fold_scales: multiply LayerScale's factors s (d,), if the model has them, into what the attention adds to the
+            residual stream: `W_V W_O diag(s)`. Without it such models cause a warning: half of s may be negative.
+        biases: add columns on the contribution of biases, which is not part of the product. Of queries and keys:
+            `bias_on_keys`, ||W_K b_Q|| / sqrt(d), a preference for some keys independent of the query;
             `bias_on_queries`, ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores.
-            Values' and outputs': `bias_on_output`, ||b_V W_O|| / sqrt(d), for whole layers ||b_V W_O + b_O|| / sqrt(d),
-            added to every token since attention weights sum to one. With `fold_norms` the normalisation's shift is
-            part of the biases.
-        rotary: for models that rotate queries and keys: the product at relative position `"zero"`, or at another
-            one (an integer), or averaged over a range of them, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255.
-            Other models do not change.
-        spectra: singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of d x d,
-            which takes longer than everything else), or of `"none"`.
-        clip: keep the upper left so many rows and columns of each product for pictures; None for none.
+            Of values and outputs: `bias_on_output`, ||b_V W_O|| / sqrt(d), for whole layers
+            ||b_V W_O + b_O|| / sqrt(d), added to every token since attention weights sum to one. With `fold_norms`
+            the normalisation's shift is part of the biases.
+        rotary: for models that rotate queries and keys: the product at relative position `"zero"`, at another one (an
+            integer), or averaged over a range, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255. No effect on other
+            models.
+        spectra: compute singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of
+            d x d, which takes longer than everything else), or of `"none"`.
+        clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
 
     Raises:
         DataError: if a source cannot be read.
         AnatomyError: if a model has no attention, or only some between streams of different widths.
-        UsageError: if an option cannot be meant.
+        UsageError: if an option is invalid.
 
     Example:
         >>> found = products("vit/", mimetic_attention_(ViT(224, 16, 384, 12, 6, 10)), labels=["pretrained", "mimetic"])
@@ -122,7 +121,7 @@ def products(
     if not sources:
         raise UsageError("products: expected at least one model, found none")
     if labels is not None and (len(labels) != len(sources) or len(set(labels)) < len(labels)):
-        raise UsageError(f"labels: expected {len(sources)} different ones, found {list(labels)}")
+        raise UsageError(f"labels: expected {len(sources)} unique names, found {list(labels)}")
     names = list(labels) if labels is not None else distinct([name_of(source) for source in sources])
     stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
     out = ProductsResult([], [], {}, [], stated)
@@ -136,9 +135,9 @@ def products(
 
 @dataclass
 class _Table:
-    """One model's numbers, in arrays that are made before anything is read.
+    """One model's numbers, in arrays that are allocated before anything is read.
 
-    Small results that are allocated between large tensors would keep the memory of those from being used again.
+    Small results allocated between large tensors would fragment the memory of those and prevent its reuse.
     """
 
     keys: list[tuple[AttentionPart, str, int | None, int]]
@@ -167,8 +166,8 @@ class _Table:
         for column, values in {**product.statistics(), **more}.items():
             self.numbers[rows, _COLUMNS.index(column)] = values.numpy()
         if spectra == "all" or (spectra == "heads" and heads[0] is not None and product.small):
-            values = product.singular_values().numpy()
-            self.spectra[rows, : values.shape[1]] = values
+            spectrum = product.singular_values().numpy()
+            self.spectra[rows, : spectrum.shape[1]] = spectrum
         if self.corners.size:
             corner = product.corner(self.corners.shape[1])
             self.corners[rows, : corner.shape[1], : corner.shape[2]] = corner.numpy()
@@ -204,7 +203,7 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
         row["layer_scale"] = scaled[part.name]
         if options.biases:
             row |= {column: numbers[column] for column in _BIASES[name]}
-        out.rows.append(row)
+        out.records.append(row)
         out.spectra.append(spectrum if known else None)
         if options.clip is not None:
             side = min(options.clip, part.width)
@@ -217,7 +216,7 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
 
 
 def _batches(part: AttentionPart, width: int) -> list[list[int]]:
-    """Heads that are worked on at once: few enough for little memory, enough to be quick."""
+    """Heads in batches: small enough for little memory, large enough for speed."""
     size = max(1, _BATCH // (part.width * width))
     return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
 
@@ -295,7 +294,7 @@ def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
 
 
 def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) -> Tensor:
-    """(heads, k) float64: the bias, with what a shift of the normalisation before adds to it."""
+    """(heads, k) float64: the bias, plus the contribution of the shift of the normalisation before."""
     own = part.read_bias(name)
     bias = torch.zeros(len(weight), weight.shape[2], dtype=torch.float64) if own is None else own.double().cpu()
     return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
@@ -307,5 +306,5 @@ def _per_channel(vectors: Tensor) -> Tensor:
 
 
 def _plain(value: float) -> float | None:
-    """A number as JSON takes it: None where there is none."""
+    """A finite number, or None, for JSON."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Products of two thin matrices and everything that is asked about them, without forming them."""
+"""Products of two thin matrices: diagonal, norms and singular values without forming the product."""
 
 import math
 from functools import cached_property
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS, _TILE = 256, 512  # of a large product that are worked on at once
+_ROWS, _TILE = 256, 512  # block sizes for a large product
 STATISTICS = (
     "diagonal_mean",
     "diagonal_std",
@@ -17,6 +17,7 @@ STATISTICS = (
     "alpha",
     "beta",
     "effective_rank",
+    "participation",
     "asymmetry",
     "z",
     "z_rotated",
@@ -24,10 +25,10 @@ STATISTICS = (
 
 
 class FactoredProduct:
-    """M = A B^T, kept as its factors; computed in float64. Leading axes hold several products.
+    """M = A B^T, stored as its factors; statistics are computed in float64. Leading axes are batch axes.
 
-    With r <= d/2 nothing larger than (d, r) or (r, r) is made. Otherwise the factors are no smaller than M, and M is
-    made where its norms are asked for, one product at a time, and dropped again.
+    With r <= d/2 nothing larger than (d, r) or (r, r) is allocated. Otherwise the factors are no smaller than M, and M
+    is formed when its norms are needed, one product at a time, and released.
 
     Args:
         a: A (..., d, r), of any floating-point type; not copied.
@@ -35,7 +36,7 @@ class FactoredProduct:
 
     Attributes:
         shape: (d, d') of one product.
-        rank: r, the largest rank that M can have.
+        rank: r, an upper bound of the rank of M.
 
     Example:
         >>> heads = FactoredProduct(part.read("q"), part.read("k"))
@@ -55,7 +56,7 @@ class FactoredProduct:
 
     @cached_property
     def finite(self) -> Tensor:
-        """Whether all entries of both factors are, (...) bool; everything else is NaN where they are not."""
+        """Whether all entries of both factors are finite, (...) bool; all statistics of other products are NaN."""
         return self._norms.isfinite()
 
     def matrix(self) -> Tensor:
@@ -63,7 +64,7 @@ class FactoredProduct:
         return self._a.double() @ self._b.double().mT
 
     def corner(self, n: int) -> Tensor:
-        """The upper left n x n entries of M, or fewer where M has fewer."""
+        """The upper left n x n entries of M, or all of a smaller M."""
         return self._a[..., :n, :].double() @ self._b[..., :n, :].double().mT
 
     def diagonal(self) -> Tensor:
@@ -100,9 +101,10 @@ class FactoredProduct:
     def _norms(self) -> Tensor:
         """||A||_F ||B||_F, (...)."""
         if self.small:
-            return math.prod(gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in self._grams).sqrt()
-        norms = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (self._a, self._b))
-        return math.prod(norms)
+            left, right = (gram.diagonal(dim1=-2, dim2=-1).sum(-1) for gram in self._grams)
+            return (left * right).sqrt()
+        left, right = (torch.linalg.vector_norm(x, dim=(-2, -1), dtype=torch.float64) for x in (self._a, self._b))
+        return left * right
 
     def _core_values(self) -> Tensor:
         sound = self.finite[..., None, None]
@@ -118,13 +120,14 @@ class FactoredProduct:
 
     @cached_property
     def traces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """||M||_F^2, tr((M^T M)^2), which is the sum of s^4, and tr(M M) where M is square (else NaN); each (...)."""
+        """||M||_F^2, tr((M^T M)^2) = sum of s^4, and tr(M M) (NaN if M is not square); each (...)."""
         square = self.shape[0] == self.shape[1]
         if self.small:
             (a, b), (left, right) = self._wide, self._grams
             chain = left @ right
             mixed = b.mT @ a if square else torch.full((1, 1), math.nan)
-            return tuple((x * y).sum((-2, -1)) for x, y in ((left, right), (chain, chain.mT), (mixed, mixed.mT)))
+            energy, fourth, cross = (left * right, chain * chain.mT, mixed * mixed.mT)
+            return energy.sum((-2, -1)), fourth.sum((-2, -1)), cross.sum((-2, -1))
         return self._large.energy, self._large.fourth, self._large.cross
 
     @cached_property
@@ -135,24 +138,25 @@ class FactoredProduct:
         return _Large(*(torch.stack(values).reshape((*lead, *values[0].shape)) for values in zip(*found, strict=True)))
 
     def statistics(self) -> dict[str, Tensor]:
-        """What stands in a row of the table, each (...); M is square, (d, d).
+        """The columns of the table of `products`, each (...) float64; M must be square, (d, d).
 
         - diagonal_mean: tr(M) / d;
         - diagonal_std: the spread of the d entries on the diagonal (divisor d);
-        - diagonal_median: their median, which a few large channels do not move;
+        - diagonal_median: their median, robust to a few large channels;
         - diagonal_positive: the share of them that is above zero;
-        - offdiagonal_norm: Frobenius norm beside the diagonal, over sqrt(d);
+        - offdiagonal_norm: Frobenius norm of the entries off the diagonal, over sqrt(d);
         - alpha, beta: the least-squares fit M ~ alpha Z + beta I, in which beta is the diagonal's mean and alpha is
           ||M - beta I||_F / sqrt(d), since ||Z||_F is sqrt(d) (thesis Eq. 3.12);
         - effective_rank: (sum s^2)^2 / sum s^4, the participation ratio of the singular values' energies;
+        - participation: effective_rank / min(r, d), 1 when all singular values are equal;
         - asymmetry: ||M - M^T||_F / (sqrt(2) ||M||_F): 0 for a symmetric M, 1 for independent entries, sqrt(2) for an
           antisymmetric M;
         - z: tr(M) sqrt(d r) / (||A||_F ||B||_F). Under the null that A and B are independent, with independent
           Gaussian entries of any two variances, it is sqrt(n) times the cosine between two random directions in
           n = d r dimensions: mean 0, variance 1, and normal for all practical n;
-        - z_rotated: tr(M) sqrt(d) / ||M||_F. The same under the weaker null that M's singular values are what they
-          are and only the directions of the d channels are random (M R, R a uniformly random rotation), which also
-          allows factors with correlated or unequal columns.
+        - z_rotated: tr(M) sqrt(d) / ||M||_F. The same under the weaker null that M's singular values are fixed and
+          only the directions of the d channels are random (M R, R a uniformly random rotation), which also allows
+          factors with correlated or unequal columns.
         """
         d = self.shape[0]
         diagonal = self.diagonal()
@@ -163,11 +167,12 @@ class FactoredProduct:
             diagonal.std(-1, correction=0),
             diagonal.quantile(0.5, -1),
             (diagonal > 0).double().mean(-1),
-            # Rounding may leave less than nothing of a difference that is zero.
+            # Rounding can make a difference that is zero slightly negative.
             ((energy - diagonal.square().sum(-1)).clamp_min(0) / d).sqrt(),
             ((energy - d * beta.square()).clamp_min(0) / d).sqrt(),
             beta,
             energy.square() / fourth,
+            energy.square() / (fourth * min(self.rank, d)),
             ((energy - cross).clamp_min(0) / energy).sqrt(),
             trace * math.sqrt(d * self.rank) / self._norms,
             trace * math.sqrt(d) / energy.sqrt(),
@@ -176,7 +181,7 @@ class FactoredProduct:
 
 
 class _Large(NamedTuple):
-    """What is computed from M itself: its diagonal, ||M||_F^2, tr((M^T M)^2) and tr(M M), each (...)."""
+    """Quantities computed from M itself: its diagonal, ||M||_F^2, tr((M^T M)^2) and tr(M M), each (...)."""
 
     diagonal: Tensor
     energy: Tensor
@@ -185,15 +190,15 @@ class _Large(NamedTuple):
 
 
 def _large(a: Tensor, b: Tensor) -> _Large:
-    """For one product; the memory is M and some blocks."""
+    """For one product; memory is M and a few blocks."""
     m = torch.empty(len(a), len(b), dtype=torch.float64)
-    for j in range(0, len(b), _TILE):  # neither factor is there as float64 as a whole
+    for j in range(0, len(b), _TILE):  # neither factor is converted to float64 as a whole
         right = b[j : j + _TILE].double().T
         for i in range(0, len(a), _TILE):
             m[i : i + _TILE, j : j + _TILE] = a[i : i + _TILE].double() @ right
     blocks, rows = m.split(_ROWS), m.T.split(_ROWS)
     energy, fourth, cross = torch.zeros(3, dtype=torch.float64)
-    for i, block in enumerate(blocks):  # the sum of s^4 is ||M M^T||_F^2, of which each pair of blocks counts once
+    for i, block in enumerate(blocks):  # the sum of s^4 is ||M M^T||_F^2, over pairs of row blocks
         energy += block.square().sum()
         fourth += (block @ block.T).square_().sum()
         for other in blocks[i + 1 :]:

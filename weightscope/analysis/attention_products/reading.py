@@ -1,4 +1,4 @@
-"""What `products` reads of a model: the parts of one layer at a time, each tensor once."""
+"""Reading the attention of a model: the parts of one layer at a time, each tensor once."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, attention, named_tensors
+from weightscope.anatomy import AttentionPart, NamedTensors, attention, named_tensors, opened
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
 
-_PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # say nothing about a file
+_PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
 
 
 class Once(Mapping[str, Tensor]):
-    """A checkpoint that keeps what it has read until `forget`: a fused tensor is asked for once for each part.
+    """A checkpoint that caches fused tensors until `forget`, because each of their parts asks for the whole tensor.
 
     Args:
         checkpoint: to read from.
@@ -28,14 +28,14 @@ class Once(Mapping[str, Tensor]):
         self._fused: set[str] = set()
 
     def keep(self, parts: list[AttentionPart]) -> None:
-        """Be told what is to be read; only tensors that hold several parts are kept."""
+        """Declare the parts that will be read; tensors that contain several parts are cached."""
         for part in parts:
             names = [name for group in part.parameters.values() for name in group]
             names += [name for group in part.bias_parameters.values() for name in group]
             self._fused |= {name for name in names if names.count(name) > 1}
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Clear the cache."""
         self._kept.clear()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -65,26 +65,25 @@ class Reader:
 
     Args:
         source: a path, `hf://org/name`, a `Checkpoint`, a module, a mapping of tensors, or an anatomy `NamedTensors`.
-        config: the model's config, for those that bring none.
-        layers: which layers; None for all.
-        cross: cross-attention too, where both streams are equally wide.
+        config: the model's config, for sources without one.
+        layers: indices of layers; None for all.
+        cross: include cross-attention between streams of equal width.
 
     Attributes:
-        source: for the anatomy.
-        checkpoint: None for what is in memory.
-        parts: in order.
+        source: named tensors for the anatomy.
+        checkpoint: None for a model in memory.
+        parts: attention modules, in order.
         skipped: name of an attention module -> why it is left out.
 
     Raises:
-        AnatomyError: if there is no such attention.
+        AnatomyError: if the model has no such attention.
         UsageError: if a layer does not exist.
     """
 
     def __init__(self, source: Any, config: Mapping[str, Any] | None, layers: Any, cross: bool) -> None:
         self.checkpoint: Checkpoint | None = None
         self._once: Once | None = None
-        if isinstance(source, str | Path):
-            source = Checkpoint(source)
+        source = opened(source)
         if isinstance(source, Checkpoint):
             self.checkpoint, self._once = source, Once(source)
             source = MappingTensors(self._once, {**source.config, **(config or {})})
@@ -96,7 +95,7 @@ class Reader:
 
     @property
     def bytes_read(self) -> int | None:
-        """Bytes read from disk or received from a hub; None for what is in memory."""
+        """Bytes read from disk or received from a hub; None for a model in memory."""
         return None if self.checkpoint is None else self.checkpoint.bytes_read
 
     def forget(self) -> None:
@@ -110,7 +109,7 @@ def _usable(found: list[AttentionPart], cross: bool) -> tuple[list[AttentionPart
     for part in found:
         if part.width != part.kv_width:
             skipped[part.name] = (
-                f"queries read {part.width} channels and keys {part.kv_width}, so that the products are not square "
+                f"queries read {part.width} channels and keys {part.kv_width}, so the products are not square "
                 "and have no diagonal"
             )
         elif part.kind == "cross" and not cross:
@@ -134,7 +133,7 @@ def _chosen(parts: list[AttentionPart], layers: Any) -> list[AttentionPart]:
 
 
 def name_of(source: Any) -> str:
-    """A short label of a source: the last part of its path that says something."""
+    """A short label of a source: the last informative part of its path."""
     if isinstance(source, Checkpoint):
         source = source.source
     if not isinstance(source, str | Path):
@@ -145,7 +144,7 @@ def name_of(source: Any) -> str:
 
 
 def distinct(labels: list[str]) -> list[str]:
-    """The labels, numbered where several are the same."""
+    """The labels, numbered where several are equal."""
     out: list[str] = []
     for label in labels:
         name, n = label, 1
@@ -162,7 +161,7 @@ _NORMS = (
     *("norm1", "ln_1", "layernorm_before", "input_layernorm", "layer_norm1", "self_attn_layer_norm"),
     *("attention_norm", "ln_attn", "attn_norm", "ln1", "norm_1"),
 )
-# Their norms have the same names, and follow the attention.
+# Model types whose norms have the same names but follow the attention.
 _POST_NORM = {"bart", "bert", "distilbert", "marian", "fsmt", "blenderbot-small", "swinv2", "wav2vec2", "hubert"}
 
 
@@ -170,7 +169,7 @@ def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tens
     """Gain (d,) and shift (d,) or None of the normalisation whose output an attention module reads; float64.
 
     Raises:
-        AnatomyError: if there is none, or it cannot be told.
+        AnatomyError: if there is no such normalisation, or it cannot be identified.
     """
     block = part.name.rpartition(".")[0]
     kind = source.hint(part.name, ("model_type",), str)
@@ -184,12 +183,12 @@ def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tens
                 break
             gain = source.get(f"{name}.weight").double()
             if kind is not None and kind.startswith("gemma"):
-                gain = gain + 1  # Gemma stores what is to be added to one
+                gain = gain + 1  # Gemma stores gain - 1
             shift = source.get(f"{name}.bias").double() if f"{name}.bias" in source else None
             return gain, shift
     raise AnatomyError(
-        f"`{part.name}`: found no normalisation whose gain could be folded into it: it normalises after the attention, "
-        "or under an unknown name; compute without folding the norms"
+        f"`{part.name}`: found no normalisation whose gain could be folded into it: the model normalises after the "
+        "attention, or under an unknown name; compute without fold_norms"
     )
 
 
@@ -214,11 +213,11 @@ def mean_rotation(source: NamedTensors, part: AttentionPart, positions: range) -
     """The rotation of queries against keys, averaged over relative positions: (k, k), for `q @ R @ k^T`.
 
     A query at position m and a key at n give `q R(m - n) k^T`; in the plane of channels (i, j) that turns with
-    frequency w, R(t) is [[cos wt, sin wt], [-sin wt, cos wt]]. The mean is over t in `positions`, for a model that is
-    known not to be causal over -t too.
+    frequency w, R(t) is [[cos wt, sin wt], [-sin wt, cos wt]]. The mean is over t in `positions`, and over -t as well
+    for a model that is not causal.
 
     Raises:
-        AnatomyError: if the model's rotation is none that is known.
+        AnatomyError: if the model's rotation is unknown.
     """
     k, kind = part.head_width, source.hint(part.name, ("model_type",), str)
     scaling = source.hint(part.name, ("rope_parameters", "rope_scaling"), dict) or {}
@@ -226,7 +225,7 @@ def mean_rotation(source: NamedTensors, part: AttentionPart, positions: range) -
     if kind not in _HALVES | _PAIRS or type_ not in ("default", "linear"):
         raise AnatomyError(
             f"`{part.name}`: the rotation of positions of model type {kind!r} with scaling {type_!r} is not known; "
-            "relative position 0 (rotary='zero') needs no knowledge of it"
+            "use relative position 0 (rotary='zero'), which does not depend on it"
         )
     base = scaling.get("rope_theta")
     base = base or source.hint(part.name, ("rope_theta", "rotary_emb_base"), (int, float)) or 10000.0

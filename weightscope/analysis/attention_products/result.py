@@ -1,23 +1,28 @@
-"""What `products` found: rows, a table for people, a figure."""
+"""Statistics of attention products: rows, a table for each model, a figure."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from weightscope._util.checks import choice
+from weightscope._util.results import Result
+from weightscope._util.tables import text_table
 from weightscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Part = Literal["qk", "vo"]
 View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
 _SURE = 4.0  # |z|: a false alarm in 16,000 products
-_WHAT = {"qk": "W_Q W_K^T", "vo": "W_V W_O"}
 
 
 class Key(NamedTuple):
-    """Names a product; `head` is None for a whole layer."""
+    """Identifies a product; `head` is None for a whole layer."""
 
     source: str
     layer: int
@@ -32,12 +37,12 @@ class SourceInfo:
 
     Attributes:
         label: of the source.
-        modules: how many attention modules.
-        heads: of each of them.
-        widths: d; one number unless towers differ.
+        modules: number of attention modules.
+        heads: number of heads of each module.
+        widths: d; several numbers if the modules differ.
         bytes_read: from disk or a hub; None for a model in memory.
         commit: at the hub; None elsewhere.
-        nonfinite: name of a tensor -> how many of the entries that were used are NaN or infinite.
+        nonfinite: name of a tensor -> number of its entries used that are NaN or infinite.
         skipped: name of an attention module -> why it is left out.
     """
 
@@ -53,7 +58,7 @@ class SourceInfo:
 
 @dataclass(frozen=True)
 class Count:
-    """How many products have a positive diagonal.
+    """Numbers of products with a positive or negative diagonal.
 
     Attributes:
         n: products with finite numbers.
@@ -61,8 +66,8 @@ class Count:
         sure: of these, with z > 4.
         negative: with a diagonal mean below zero.
         surely_negative: of these, with z < -4.
-        beta: mean of their betas; None if there is none.
-        alpha: mean of their alphas.
+        beta: mean over the products; None without products.
+        alpha: mean over the products; None without products.
     """
 
     n: int
@@ -83,33 +88,43 @@ class Count:
         return f"{what} diagonal negative in {self.negative} of {self.n} {places} ({sure})"
 
 
-@dataclass(frozen=True)
-class ProductsResult:
-    """Statistics of products, one row for each.
+@dataclass(frozen=True, eq=False, repr=False)
+class ProductsResult(Result):
+    """Statistics of products, one record for each.
 
     Attributes:
-        rows: flat dictionaries, None where there is no number: `source`, `name` and `kind` of the attention module,
+        records: flat dictionaries, None for undefined numbers: `source`, `name` and `kind` of the attention module,
             `layer`, `head` (None for a whole layer), `part` ("qk" or "vo"), `width` d, `rank` r, the columns of
             `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`,
-            `normalised` (queries and keys are normalised before their product, so its scale means nothing),
+            `normalised` (queries and keys are normalised before their product, so its scale is meaningless),
             `layer_scale` (the model has one, folded in or not).
-        spectra: singular values of each row's product, (r,); None where they were not asked for.
+        spectra: singular values of each record's product, (r,); None if they were not computed.
         corners: upper left entries of each product, float32.
         sources: the models.
-        options: what was asked for.
+        options: the arguments of `products`.
     """
 
-    rows: list[Row]
+    records: list[Row]
     spectra: list[np.ndarray | None]
     corners: dict[Key, np.ndarray]
     sources: list[SourceInfo]
     options: dict[str, Any]
 
+    def rows(self) -> list[Row]:
+        """The records: one row for each product."""
+        return self.records
+
+    def summary(self) -> str:
+        """Number of products, and the signs of the diagonals of the first model."""
+        labels = [info.label for info in self.sources]
+        first = f"; {labels[0]}: {self.finding(labels[0])}" if labels else ""
+        return f"{len(self.records):,} products of {', '.join(labels)}{first}"
+
     def select(self, part: Part, source: str | None = None, *, layers: bool | None = None) -> list[Row]:
         """The rows of a part; `layers` chooses whole layers (True) or heads (False)."""
         return [
             row
-            for row in self.rows
+            for row in self.records
             if row["part"] == part
             and source in (None, row["source"])
             and (layers is None or (row["head"] is None) == layers)
@@ -137,12 +152,12 @@ class ProductsResult:
 
     @property
     def warnings(self) -> list[str]:
-        """What must not be overlooked: numbers that are not finite, attention that is left out."""
+        """One line for each tensor with non-finite numbers, for skipped attention modules and for omitted factors."""
         out = []
         for info in self.sources:
             for name, bad in info.nonfinite.items():
                 out.append(
-                    f"{info.label}: `{name}` holds {bad:,} numbers that are NaN or infinite; its products have none"
+                    f"{info.label}: `{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics"
                 )
             if info.skipped:
                 name, why = next(iter(info.skipped.items()))
@@ -150,15 +165,15 @@ class ProductsResult:
                 out.append(f"{info.label}: left out `{name}`{others}: {why}")
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
                 out.append(
-                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, its sign too; "
+                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, including its sign; "
                     "fold_scales=True (--fold-scales) includes it"
                 )
             if any(row["normalised"] for row in self.select("qk", info.label)):
-                out.append(f"{info.label}: queries and keys are normalised before QK, whose scale means nothing")
+                out.append(f"{info.label}: queries and keys are normalised before QK, so its scale is meaningless")
         return out
 
     def text(self) -> str:
-        """A table for each model, what was found in it, and for several models a table that compares them."""
+        """A table and a finding for each model, and for several models a table that compares them."""
         blocks = [self._table(info) for info in self.sources]
         if len(self.sources) > 1:
             blocks.append(self._comparison())
@@ -167,7 +182,7 @@ class ProductsResult:
         return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: rows, spectra in their order, sources, counts and options; without the corners."""
+        """JSON types: rows, spectra in the same order, sources, counts and options; without the corners."""
         counts = {
             info.label: {
                 "qk_heads": asdict(self.count("qk", info.label)),
@@ -178,52 +193,55 @@ class ProductsResult:
         }
         spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
         return {
-            "rows": self.rows,
+            "rows": self.records,
             "spectra": spectra,
             "counts": counts,
             "sources": [asdict(info) for info in self.sources],
             "options": self.options,
         }
 
-    def figure(
-        self, view: View = "auto", *, heads: int = 8, source: str | None = None, title: str | None = None
-    ) -> Any:
-        """A matplotlib figure.
+    def plot(
+        self,
+        path: str | Path | None = None,
+        view: View = "auto",
+        *,
+        heads: int = 8,
+        source: str | None = None,
+        title: str | None = None,
+    ) -> "Figure":
+        """Draw the products.
 
         Args:
+            path: a .png, .pdf or .svg file to write; None to return the figure only.
             view: `"grid"`: corners of the products, layers across and heads down (thesis Fig. 3.17 and 3.23);
                 `"depth"`: alpha and beta against depth, models compared; `"auto"`: the grid for one model, else depth.
-            heads: at most so many heads in the grid, of each model.
-            source: one model alone.
+            heads: the largest number of heads in the grid, of each model.
+            source: label of a single model to draw.
             title: instead of the finding.
 
         Raises:
-            UsageError: if there is no such view or model, or nothing was kept to be drawn (`clip=None`).
+            UsageError: for an unknown view or model, or if no corners were kept (`clip=None`).
         """
         from weightscope import plots
 
-        if view not in get_args(View):
-            raise UsageError(f"view: expected one of {', '.join(get_args(View))}, found {view!r}")
+        choice("view", view, get_args(View))
         labels = [info.label for info in self.sources]
-        if source is not None and source not in labels:
-            raise UsageError(f"source: expected one of {', '.join(labels)}, found {source!r}")
-        labels = labels if source is None else [source]
+        if source is not None:
+            labels = [choice("source", source, labels)]
         if title is None:
-            title = "; ".join(f"{label}: {self.finding(label)}" for label in labels[:1])
+            title = f"{labels[0]}: {self.finding(labels[0])}"
+        rows = [row for row in self.records if row["source"] in labels]
         if view == "depth" or (view == "auto" and len(labels) > 1):
-            rows = [row for row in self.rows if row["source"] in labels]
-            return plots.products_by_depth(rows, title=title)
-        if not self.corners:
-            raise UsageError("nothing was kept to be drawn: compute the products with clip=64, or draw view='depth'")
-        corners = {key: value for key, value in self.corners.items() if key.source in labels}
-        widths = {row["width"] for row in self.rows if row["source"] in labels}
-        return plots.product_grid(corners, widths=sorted(widths), heads=heads, title=title)
-
-    def plot(self, path: str | Path, view: View = "auto", **options: Any) -> None:
-        """Write `figure` as a .png, .pdf or .svg file."""
-        from weightscope import plots
-
-        plots.save(self.figure(view, **options), path)
+            figure = plots.products_by_depth(rows, title=title)
+        elif not self.corners:
+            raise UsageError("no corners were kept: compute the products with clip=64, or draw view='depth'")
+        else:
+            corners = {key: value for key, value in self.corners.items() if key.source in labels}
+            widths = {row["width"] for row in rows}
+            figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, title=title)
+        if path is not None:
+            plots.save(figure, path)
+        return figure
 
     def _table(self, info: SourceInfo) -> str:
         heads = "/".join(map(str, dict.fromkeys(info.heads)))
@@ -231,10 +249,9 @@ class ProductsResult:
         if info.bytes_read:
             text += f", read {info.bytes_read / 1e6:,.1f} MB"
         head = ("layer", "QK beta", "lowest", "highest", "alpha", "heads > 0", "VO beta", "alpha", "rank", "z")
-        lines = [_line(head)]
-        for layer, kind in dict.fromkeys((r["layer"], r["kind"]) for r in self.select("qk", info.label)):
-            lines.append(_line(self._cells(info.label, layer, kind)))
-        return "\n".join([text, *lines, self.finding(info.label)])
+        layers = dict.fromkeys((r["layer"], r["kind"]) for r in self.select("qk", info.label))
+        rows = [self._cells(info.label, layer, kind) for layer, kind in layers]
+        return "\n".join([text, text_table(head, rows, left=()), self.finding(info.label)])
 
     def _cells(self, label: str, layer: int, kind: str) -> Sequence[str]:
         def rows(part: Part, layers: bool) -> list[Row]:
@@ -256,19 +273,13 @@ class ProductsResult:
         return [*cells, _number(vo[0]["beta"]), _number(vo[0]["alpha"]), rank, z]
 
     def _comparison(self) -> str:
-        width = max(len(info.label) for info in self.sources)
-        head = ("QK beta", "alpha", "heads > 0", "VO beta", "alpha", "layers < 0")
-        lines = [f"{'mean over':{width}} " + _line(head)]
+        head = ("mean over", "QK beta", "alpha", "heads > 0", "VO beta", "alpha", "layers < 0")
+        rows = []
         for info in self.sources:
             qk, vo = self.count("qk", info.label), self.count("vo", info.label, layers=True)
-            cells = [_number(qk.beta), _number(qk.alpha), f"{qk.positive} of {qk.n}"]
-            cells += [_number(vo.beta), _number(vo.alpha), f"{vo.negative} of {vo.n}"]
-            lines.append(f"{info.label:{width}} " + _line(cells))
-        return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return " ".join(f"{cell:>10}" for cell in cells).rstrip()
+            cells = [info.label, _number(qk.beta), _number(qk.alpha), f"{qk.positive} of {qk.n}"]
+            rows.append([*cells, _number(vo.beta), _number(vo.alpha), f"{vo.negative} of {vo.n}"])
+        return text_table(head, rows)
 
 
 def _number(value: float | None) -> str:

@@ -5,18 +5,18 @@ print(found.text())
 found.plot("filters.png", picture="maps")
 """
 
-from weightscope.analysis.within_network.covariance import covariance_within
-from weightscope.analysis.within_network.filters import FilterCovariance, filter_covariances
+from weightscope.analysis.within_network.computing import covariance_within
+from weightscope.analysis.within_network.filters import filter_distributions
+from weightscope.analysis.within_network.layers import Layer
 from weightscope.analysis.within_network.parts import PARTS, Part, skeleton
-from weightscope.analysis.within_network.result import Layer, Within
+from weightscope.analysis.within_network.result import NetworkCovariances
 
 __all__ = [
     "PARTS",
-    "FilterCovariance",
     "Layer",
+    "NetworkCovariances",
     "Part",
-    "Within",
     "covariance_within",
-    "filter_covariances",
+    "filter_distributions",
     "skeleton",
 ]

@@ -1,39 +1,15 @@
-"""The covariance of the filters of every depthwise layer, for those who build on it."""
+"""The distribution of the filters of every depthwise layer of a network."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from weightscope.analysis.within_network.parts import opened
 from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.slices import slice_moments
 
 
-class FilterCovariance(NamedTuple):
-    """The filters of one depthwise layer as samples (thesis Eq. 3.3).
-
-    Attributes:
-        name: path of the convolution.
-        stage: its stage, from 0.
-        kernel: (kh, kw).
-        mean: (P,) float64, P = kh kw, in the order kw i + j.
-        covariance: (P, P) float64, divisor count - 1.
-        count: filters that count.
-        excluded: filters left out because a weight is not finite.
-    """
-
-    name: str
-    stage: int
-    kernel: tuple[int, int]
-    mean: np.ndarray
-    covariance: np.ndarray
-    count: int
-    excluded: int
-
-
-def filter_covariances(source: Any, config: Mapping[str, Any] | None = None) -> list[FilterCovariance]:
+def filter_distributions(source: Any, config: Mapping[str, Any] | None = None) -> list[FilterDistribution]:
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
 
     Args:
@@ -41,21 +17,40 @@ def filter_covariances(source: Any, config: Mapping[str, Any] | None = None) -> 
         config: hints for a mapping, as in `weightscope.anatomy`.
 
     Raises:
-        AnatomyError: if there is no depthwise convolution; lists what there is.
-        DataError: if the source cannot be read, or a layer has fewer than 2 finite filters.
+        AnatomyError: if there is no depthwise convolution; lists the layers found.
+        UsageError: if filters are one-dimensional, not square or of even size.
+        DataError: if the source cannot be read, or a weight is not finite.
 
     Example:
-        >>> [row.covariance.shape for row in filter_covariances("efficientnet-lite0.pth")][:2]
-        [(9, 9), (9, 9)]
+        >>> [found.kernel for found in filter_distributions("efficientnet-lite0.pth")][:4]
+        [3, 3, 3, 5]
     """
-    return [_filters(part) for part in depthwise(opened(source), config)]
+    return [_distribution(part) for part in depthwise(source, config)]
 
 
-def _filters(part: DepthwisePart) -> FilterCovariance:
-    samples = part.read().cpu().numpy().reshape(part.channels, -1)
+def _distribution(part: DepthwisePart) -> FilterDistribution:
+    kh, kw = part.kernel
+    if part.ndim != 2:
+        raise UsageError(f"`{part.name}`: expected two-dimensional filters, found {part.ndim}-D of size {kw}")
+    if kh != kw or kh % 2 == 0:
+        raise UsageError(f"`{part.name}`: expected square filters of odd size, found {kh} x {kw}")
     try:
-        found = slice_moments(samples, keep=samples.shape[1])
+        found = slice_moments(part.read().cpu().numpy().reshape(part.channels, -1), keep=kh * kw)
     except DataError as error:
         raise DataError(f"`{part.name}`: {error}") from None
+    if found.excluded:
+        raise DataError(
+            f"`{part.name}`: {found.excluded} of {part.channels} filters hold NaN or infinity; "
+            "a covariance needs a network that did not diverge"
+        )
     assert found.covariance is not None  # every size is kept
-    return FilterCovariance(part.name, part.stage, part.kernel, found.mean, found.covariance, found.n, found.excluded)
+    depth = part.layer / (part.depth - 1) if part.depth > 1 else 0.0
+    return FilterDistribution(
+        name=part.name,
+        stage=part.stage,
+        depth=depth,
+        kernel=kh,
+        count=found.n,
+        mean=found.mean.reshape(kh, kh),
+        covariance=found.covariance,
+    )

@@ -1,8 +1,8 @@
-"""What counts as a sample: filters, rows, columns and patches of any network that `anatomy` knows."""
+"""Samples within a network: filters, rows, columns and patches of any network that `anatomy` knows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope._util.checks import choice
 from weightscope.anatomy.convolution import strides
-from weightscope.errors import UsageError
 
 Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The samples of one matrix or layer, read when they are asked for.
+    """The samples of one matrix or layer, read on demand.
 
     Attributes:
         name: path of the layer.
-        group: which of several matrices of a layer: `"w1"`, `"w2"`, `"gate"`, `"channel 0"`; empty if there is one.
-        layer: number of the layer among those of the same kind, from 0.
-        depth: how many there are.
+        group: which of several matrices of a layer: `"fc1"`, `"fc2"`, `"gate"`, `"channel 0"`; empty if there is one.
+        layer: index of the layer among those of the same kind, from 0.
+        depth: number of these layers.
         stage: of a depthwise layer, from 0; None elsewhere.
-        stride: of a depthwise layer of a module; None where it is not known.
+        stride: of a depthwise layer of a module; None where it is unknown.
         image: (channels, kh, kw) of one sample that is a filter or a patch; None for a row or a column.
         read: the samples (n, P), in the precision in which they are stored.
     """
@@ -46,18 +46,14 @@ def _filters(source: anatomy.NamedTensors) -> Iterator[Slices]:
         group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
         stride = strides(source, p.name)
         step = max(stride) if stride else None
-        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel), lambda p=p: _flat(p.read()))
+        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel), partial(_whole, p))
 
 
 def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[Slices]:
     parts = anatomy.mlps(source)
     for p in parts:
         for matrix in p.names:
-
-            def read(p: Any = p, matrix: Any = matrix) -> np.ndarray:
-                values = _flat(p.read(matrix))
-                return values.T if columns else values
-
+            read = partial(_matrix, p, matrix, columns)
             yield Slices(p.name, matrix, p.layer, len(parts), None, None, None, read)
 
 
@@ -65,12 +61,24 @@ def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[Slices
     parts = anatomy.patch_embeddings(source)
     for i, p in enumerate(parts):
         if not channels:
-            image = (p.channels, *p.patch)
-            yield Slices(p.name, "", i, len(parts), None, None, image, lambda p=p: _flat(p.read()))
+            yield Slices(p.name, "", i, len(parts), None, None, (p.channels, *p.patch), partial(_whole, p))
             continue
         for c in range(p.channels):
-            read = lambda p=p, c=c: _flat(p.read()[:, c])  # noqa: E731 - beside its siblings
+            read = partial(_channel, p, c)
             yield Slices(p.name, f"channel {c}", i, len(parts), None, None, (1, *p.patch), read)
+
+
+def _whole(part: Any) -> np.ndarray:
+    return _flat(part.read())
+
+
+def _channel(part: Any, channel: int) -> np.ndarray:
+    return _flat(part.read()[:, channel])
+
+
+def _matrix(part: Any, matrix: str, columns: bool) -> np.ndarray:
+    values = _flat(part.read(matrix))
+    return values.T if columns else values
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
@@ -90,47 +98,36 @@ def find(source: Any, part: str, config: Mapping[str, Any] | None = None) -> lis
     """The slices of a part, in depth order.
 
     Raises:
-        UsageError: if there is no such part; lists those that there are.
-        AnatomyError: if the network has none of them; lists what it has.
+        UsageError: for an unknown part; lists the known ones.
+        AnatomyError: if the network has no such part; lists the parts it has.
     """
-    if part not in PARTS:
-        raise UsageError(f"part: expected one of {', '.join(PARTS)}, found {part!r}")
-    return list(PARTS[part](anatomy.named_tensors(opened(source), config)))
-
-
-def opened(source: Any) -> Any:
-    """What `weightscope.anatomy` reads: a `Checkpoint` for a path or an address, anything else as it is."""
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import Checkpoint  # not needed by those who pass modules
-
-        return Checkpoint(source)
-    return source
+    choice("part", part, PARTS)
+    return list(PARTS[part](anatomy.named_tensors(source, config)))
 
 
 def skeleton(
     source: Any, part: Part = "filters", *, seed: int = 0, config: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Layers of the same names and shapes as those of one part of a network, as torch's constructors make them.
+    """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
 
-    What to compare trained weights with, and what initialisers take: `conv_covariance_(skeleton(path), ...)`. It
-    has no forward pass. Torch's global generator is left as it was.
+    A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
+    It has no forward pass. Torch's global generator does not change.
 
     Args:
         source: as for `covariance_within`.
-        part: which layers.
+        part: see `covariance_within`.
         seed: of the default initialisation.
         config: hints for a mapping.
 
     Raises:
-        UsageError: if there is no such part.
-        AnatomyError: if the network has none of it.
+        UsageError: for an unknown part.
+        AnatomyError: if the network has no such part.
 
     Example:
         >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
     """
-    if part not in PARTS:
-        raise UsageError(f"part: expected one of {', '.join(PARTS)}, found {part!r}")
-    where = anatomy.named_tensors(opened(source), config)
+    choice("part", part, PARTS)
+    where = anatomy.named_tensors(source, config)
     root = nn.Module()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -141,7 +138,7 @@ def skeleton(
             for word in above:
                 if word not in holder._modules:
                     holder.add_module(word, nn.Module())
-                holder = holder._modules[word]
+                holder = holder.get_submodule(word)
             holder.add_module(last, _layer(where.shape(name), filters=part == "filters"))
     return root
 
@@ -158,7 +155,7 @@ def _layer(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
     if len(shape) == 2:
         return nn.Linear(shape[1], shape[0], bias=False)
     out, inner, *kernel = shape
-    groups = out if filters else 1
-    stride = tuple(kernel) if not filters else 1  # by which anatomy knows a patch embedding
-    kind = nn.Conv1d if len(kernel) == 1 else nn.Conv2d
-    return kind(inner * groups, out, tuple(kernel), stride, groups=groups, bias=False)
+    # Anatomy recognises a patch embedding by its stride.
+    groups, stride = (out, [1] * len(kernel)) if filters else (1, kernel)
+    kind: Any = nn.Conv1d if len(kernel) == 1 else nn.Conv2d
+    return kind(inner * groups, out, tuple(kernel), tuple(stride), groups=groups, bias=False)

@@ -19,8 +19,8 @@ class MatrixNormal:
 
     Attributes:
         rows: R, (p, p).
-        columns: C, (n, n), with trace n, which fixes the factor that R and C could trade.
-        iterations: of the flip-flop.
+        columns: C, (n, n), with trace n, which fixes the scale between R and C.
+        iterations: of the flip-flop algorithm.
         converged: whether the tolerance was reached.
     """
 
@@ -37,9 +37,9 @@ def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10, max_iterati
     log-likelihood per number changes by less than the tolerance.
 
     Args:
-        matrices: (N, p, n), centred already.
+        matrices: (N, p, n), already centred.
         tolerance: on the log-likelihood per number, in nats.
-        max_iterations: after which it stops; `converged` then is False.
+        max_iterations: limit, after which `converged` is False.
 
     Raises:
         DataError: if there are too few matrices for an estimate (a factor becomes singular).
@@ -50,9 +50,9 @@ def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10, max_iterati
     """
     w = np.asarray(matrices, dtype=np.float64)
     networks, p, n = w.shape
-    # Necessary for the factors to have full rank; where it is not sufficient, the Cholesky factor fails.
+    # Necessary for factors of full rank; if it is not sufficient, the Cholesky factorisation fails.
     if networks * n < p or networks * p < n:
-        raise DataError(f"a matrix normal of shape {(p, n)} needs more matrices than {networks}")
+        raise DataError(f"matrix normal of shape {(p, n)}: expected more matrices, found {networks}")
     columns, previous, converged, steps = np.eye(n), np.inf, False, 0
     by_row = np.ascontiguousarray(w.transpose(1, 0, 2)).reshape(p, -1)  # (p, N n)
     by_column = np.ascontiguousarray(w.transpose(2, 0, 1)).reshape(n, -1)  # (n, N p)
@@ -84,15 +84,15 @@ def _factor(matrix: np.ndarray) -> np.ndarray:
         factor = None
     # A rank-deficient factor can pass with rounding errors on its diagonal.
     if factor is None or np.diag(factor).min() ** 2 < 1e-13 * np.trace(matrix) / len(matrix):
-        raise DataError("the matrix normal has no estimate: too few matrices, or rows or columns that are dependent")
+        raise DataError("matrix normal: too few matrices for an estimate, or linearly dependent rows or columns")
     return factor
 
 
 def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
     """The R (p, p) and C (n, n) that minimise |covariance - R (x) C|_F (Van Loan and Pitsianis 1993).
 
-    One term of `kronecker_sums.kronecker_sum`, scaled as a matrix normal is. For a positive semi-definite covariance
-    both factors are.
+    One term of `kronecker_sum`, scaled as in `MatrixNormal`. For a positive semi-definite covariance both factors are
+    positive semi-definite.
 
     Args:
         covariance: (p n, p n).
@@ -103,7 +103,7 @@ def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarra
         R, C with trace n, and the relative error |covariance - R (x) C|_F / |covariance|_F.
 
     Raises:
-        DataError: if the covariance is not (p n, p n), finite and symmetric, or is zero.
+        DataError: if the covariance does not have shape (p n, p n), is not finite or symmetric, or is zero.
 
     Example:
         >>> rows, columns, error = nearest_kronecker(np.kron(R, C), len(R), len(C))
@@ -111,7 +111,7 @@ def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarra
     fit = kronecker_sum(covariance, p, n)
     columns = fit.columns[0]
     trace = np.trace(columns)
-    # A covariance has a positive diagonal, and so has the optimal C; a matrix that is none may have trace 0.
+    # A covariance has a positive diagonal, and so has the optimal C; another symmetric matrix can have trace 0.
     scale = trace / n if abs(trace) > 1e-12 * np.linalg.norm(columns) else 1.0
     left = float(np.linalg.norm(np.asarray(covariance) - fit.matrix())) / fit.norm
     return fit.rows[0] * scale, columns / scale, left

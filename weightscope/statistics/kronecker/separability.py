@@ -1,6 +1,6 @@
-"""Is a covariance separable, A (x) B? A Monte Carlo test whose level is exact, from samples of matrices.
+"""Monte Carlo test, of exact level, whether the covariance of samples of matrices is separable, A (x) B.
 
-Order as in `kronecker_sums`: vec(W) row-major, A (p, p) between rows, B (n, n) between columns.
+Order as in `sums`: vec(W) row-major, A (p, p) between rows, B (n, n) between columns.
 """
 
 import math
@@ -9,24 +9,25 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from weightscope._util.checks import choice
 from weightscope.errors import DataError, UsageError
 
 Statistic = Literal["distance", "likelihood_ratio"]
 
 _TOLERANCE = 1e-7  # relative change of the factors at which the flip-flop stops; noise of the statistic is 1e-2
 _STEPS = 500
-_BYTES = 64 * 2**20  # of simulated matrices at a time
+_BYTES = 64 * 2**20  # of simulated matrices held at once
 
 
 @dataclass(frozen=True, eq=False)
 class SeparabilityTest:
-    """How far the covariance of N matrices is from every A (x) B.
+    """Distance of the covariance of N matrices from the separable ones, A (x) B.
 
     Attributes:
-        p_value: share of simulated separable samples that are as far, (1 + count) / (1 + draws).
+        p_value: share of simulated separable samples with at least this statistic, (1 + count) / (1 + draws).
         value: the statistic.
         null: its values (draws,) on separable samples of the same N, p and n.
-        n: N, samples.
+        n: N, number of samples.
         statistic: `"distance"` or `"likelihood_ratio"`.
         scale_free: whether samples may differ in scale under the null.
     """
@@ -40,7 +41,7 @@ class SeparabilityTest:
 
     @property
     def ratio(self) -> float:
-        """The statistic in units of what a separable covariance gives by chance; 1 for a separable one."""
+        """The statistic over its mean for a separable covariance: about 1 for a separable one."""
         return self.value / float(self.null.mean())
 
     def text(self) -> str:
@@ -75,17 +76,17 @@ def separability_test(
     """Test Cov(vec W) = A (x) B from N samples of W (p, n), whose mean is estimated.
 
     The samples are whitened by the factors that fit them best, Z_k = A^(-1/2) W_k B^(-1/2), and S is the second moment
-    of vec(Z_k), which A (x) B would make the identity:
+    of vec(Z_k), the identity for a covariance A (x) B:
 
         distance:          |S - I|_F^2,
         likelihood_ratio:  -N log det S, with maximum-likelihood factors; needs N > p n.
 
-    Both are unchanged when all W_k become G W_k H for invertible G and H. So their distribution under the null does not
-    depend on A and B, and samples of A = I, B = I simulate it *exactly*: the false-alarm rate at level a is
+    Both are invariant under W_k -> G W_k H for invertible G and H. So their distribution under the null does not depend
+    on A and B, and samples with A = I, B = I simulate it *exactly*: the false-alarm rate at level a is
     floor(a (draws + 1)) / (draws + 1) for Gaussian W, for every N, without asymptotics (Mitchell, Genton and Gumpertz
-    2006; Barnard 1963). The chi-squared approximation of the ratio would be wrong by orders for N near p n.
+    2006; Barnard 1963). The chi-squared approximation of the ratio is wrong by orders of magnitude for N near p n.
 
-    Trained filters differ in norm and have heavy tails, which a Gaussian test takes for dependence (Student tails with
+    Trained filters differ in norm and have heavy tails, which a Gaussian test reports as dependence (Student tails with
     3 degrees of freedom: false alarms in 98 of 100 tests). `scale_free=True` weights each sample by the inverse of its
     squared length, p n / |Z_k|^2, and centres at the spatial median that goes with it (Tyler 1987; Hettmansperger and
     Randles 2002; here for A (x) B). The null is then W_k = M + s_k A^(1/2) G_k B^(1/2) with G_k Gaussian and *any*
@@ -93,23 +94,24 @@ def separability_test(
 
     Args:
         matrices: (N, p, n).
-        statistic: `"distance"` works from a few samples on; `"likelihood_ratio"` is the classic one.
+        statistic: `"distance"` needs only a few samples; `"likelihood_ratio"` is the classical one.
         scale_free: see above; only for `"distance"`.
-        draws: simulated samples; p is a multiple of 1 / (draws + 1).
+        draws: number of simulated samples; p is a multiple of 1 / (draws + 1).
         seed: of the simulation.
 
     Raises:
-        DataError: if the matrices are not (N, p, n) and finite, too few, or dependent.
-        UsageError: if an option makes no sense.
+        DataError: if the matrices are not (N, p, n) and finite, too few, or linearly dependent.
+        UsageError: if an option is invalid.
 
     Example:
         >>> separability_test(filters).p_value    # filters (N, k, k)
         0.005
     """
-    if statistic not in get_args(Statistic):
-        raise UsageError(f"statistic must be one of {get_args(Statistic)}, found {statistic!r}")
+    choice("statistic", statistic, get_args(Statistic))
     if statistic == "likelihood_ratio" and scale_free:
-        raise UsageError("a likelihood ratio is one of Gaussian samples; give scale_free=False with it")
+        raise UsageError(
+            "scale_free: expected False for the likelihood ratio, which assumes Gaussian samples, found True"
+        )
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 19:
         raise UsageError(f"draws: expected at least 19 (p = 0.05), found {draws!r}")
     w = _checked(matrices, statistic)
@@ -131,14 +133,14 @@ def _checked(matrices: np.ndarray, statistic: str) -> np.ndarray:
         raise DataError(f"expected matrices (N, p, n), found {w.shape}")
     bad = ~np.isfinite(w).all(axis=(1, 2))
     if bad.any():
-        raise DataError(f"{int(bad.sum())} of {len(w)} matrices hold numbers that are not finite; leave them out")
+        raise DataError(f"{int(bad.sum())} of {len(w)} matrices contain non-finite numbers; leave them out")
     samples, p, n = w.shape
     if min(p, n) == 1:
-        raise DataError(f"every covariance of {p} x {n} matrices is separable; there is nothing to test")
+        raise DataError(f"expected matrices with at least 2 rows and columns, found {p} x {n}: always separable")
     least = p * n + 1 if statistic == "likelihood_ratio" else max(math.ceil(p / n), math.ceil(n / p)) + 3
     if samples <= least:
         raise DataError(
-            f"the {statistic.replace('_', ' ')} of {p} x {n} matrices needs more than {least}, found {samples}"
+            f"{statistic.replace('_', ' ')} of {p} x {n} matrices: expected more than {least}, found {samples}"
         )
     return w
 
@@ -154,7 +156,7 @@ def _statistic(w: np.ndarray, statistic: str, scale_free: bool, what: str) -> np
     if statistic == "likelihood_ratio":
         sign, log = np.linalg.slogdet(flat.mT @ flat / samples)
         if (sign <= 0).any():
-            raise DataError(f"{what} are linearly dependent, so there is no likelihood ratio")
+            raise DataError(f"{what} are linearly dependent; the likelihood ratio is undefined")
         return -samples * log
     # |S - I|^2 = |S|^2 - 2 tr S + p n, from whichever of the two products of the samples is smaller.
     gram = flat.mT @ flat if p * n < samples else flat @ flat.mT
@@ -165,7 +167,7 @@ def _statistic(w: np.ndarray, statistic: str, scale_free: bool, what: str) -> np
 def _factors(w: np.ndarray, scale_free: bool, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The mean (m, 1, p, n), A (m, p, p), B (m, n, n) and the samples' weights (m, N), by the flip-flop for all sets.
 
-    Sets that have converged stay where they are, so a set's result does not depend on the others.
+    Sets that have converged are not changed further, so a set's result does not depend on the others.
     """
     m, samples, p, n = w.shape
     rows, columns = np.tile(np.eye(p), (m, 1, 1)), np.tile(np.eye(n), (m, 1, 1))
@@ -184,7 +186,7 @@ def _factors(w: np.ndarray, scale_free: bool, what: str) -> tuple[np.ndarray, np
             return mean, rows, columns, weights
     why = f"{samples} matrices are too few, or nearly dependent"
     hint = "; scale_free=False needs fewer" if scale_free else ""
-    raise DataError(f"no A (x) B could be fitted to {what} in {_STEPS} steps: {why}{hint}")
+    raise DataError(f"fitting A (x) B to {what} did not converge in {_STEPS} steps: {why}{hint}")
 
 
 def _step(
@@ -198,7 +200,7 @@ def _step(
     rows = half @ by_row.reshape(m, p, samples * n).mT / (samples * n)
     traces = np.trace(rows, axis1=1, axis2=2)
     if not (traces > 0).all():
-        raise DataError(f"no A (x) B fits {what}: they are all equal")
+        raise DataError(f"A (x) B cannot be fitted to {what}: they are all equal")
     rows *= (p / traces)[:, None, None]  # the scale is the columns'
     by_column = w.transpose(0, 3, 1, 2)  # (m, n, N, p)
     flat = by_column.reshape(m, n, samples * p)
@@ -208,7 +210,7 @@ def _step(
         solved = (_inverse(columns, what) @ flat).reshape(half.shape)
         lengths = np.einsum("mjkp,mjkp->mk", solved, half)
         if not (lengths > 0).all():
-            raise DataError(f"a matrix among {what} equals their centre, so it has no scale; leave such out")
+            raise DataError(f"a matrix among {what} equals their centre and has no scale; leave such matrices out")
         weights = p * n / lengths
     return rows, columns, weights
 
@@ -216,5 +218,5 @@ def _step(
 def _inverse(matrix: np.ndarray, what: str) -> np.ndarray:
     values = np.linalg.eigvalsh(matrix)
     if not (values[:, 0] > 1e-13 * values[:, -1]).all():
-        raise DataError(f"no A (x) B fits {what}: rows or columns are linearly dependent, or all zero")
+        raise DataError(f"A (x) B cannot be fitted to {what}: rows or columns are linearly dependent or zero")
     return np.linalg.inv(matrix)

@@ -2,11 +2,11 @@
 
 Order throughout: the covariance is of vec(W), row-major, for matrices W (p, n), and A (x) B means `np.kron(A, B)` with
 A (p, p) between rows and B (n, n) between columns: `Cov(W_ij, W_kl) = A_ik B_jl`. For filters this is Sigma' of thesis
-Eq. 3.1, whose row `k*i + j` belongs to pixel (i, j), and not the block form that its figures show.
+Eq. 3.1, whose row `k*i + j` belongs to pixel (i, j), not the block form of its figures.
 
 The rearrangement of Van Loan and Pitsianis (1993), `R[(i, k), (j, l)] = Sigma[(i, j), (k, l)]` (p^2, n^2), turns
-A (x) B into vec(A) vec(B)^T, and keeps the Frobenius norm. A symmetric Sigma maps symmetric matrices to symmetric ones
-and antisymmetric to antisymmetric, so R falls into two blocks of about half its size, which are decomposed apart.
+A (x) B into vec(A) vec(B)^T, and preserves the Frobenius norm. A symmetric Sigma maps symmetric matrices to symmetric
+and antisymmetric to antisymmetric ones, so R splits into two blocks of about half its size, decomposed separately.
 """
 
 import math
@@ -19,8 +19,8 @@ from scipy.sparse.linalg import LinearOperator, eigsh, svds
 
 from weightscope.errors import DataError, UsageError
 
-_DENSE = 400  # rows up to which a block is decomposed whole; beyond it by Lanczos, if few terms are wanted
-_EQUAL = 1e-10  # relative distance of singular values that count as equal
+_DENSE = 400  # rows up to which a block is decomposed fully; beyond it by Lanczos if few terms are needed
+_EQUAL = 1e-10  # relative distance of singular values that are treated as equal
 _ZERO = 1e-13  # singular values below this share of |Sigma|_F are rounding errors
 _POWERS, _CONVERGED = 40, 3e-15
 _SYMMETRY = 1e-6  # largest difference across the diagonal, as a share of the largest entry
@@ -32,8 +32,8 @@ class KroneckerSum:
 
     Attributes:
         rows: A_i, (r, p, p), each symmetric or antisymmetric.
-        columns: B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` where `same`.
-        values: (r,), the norms of the terms, `|A_i|_F |B_i|_F`, falling. Terms are orthogonal to each other.
+        columns: B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` if `same`.
+        values: (r,), the norms of the terms, `|A_i|_F |B_i|_F`, descending. Terms are orthogonal to each other.
         norm: |Sigma|_F.
         same: whether each term is A_i (x) A_i.
     """
@@ -46,7 +46,7 @@ class KroneckerSum:
 
     @property
     def terms(self) -> int:
-        """r; less than asked for where fewer terms are exact (or, for A (x) A, where no further one helps)."""
+        """r; smaller than requested if fewer terms are exact (or, for A (x) A, no further term reduces the error)."""
         return len(self.values)
 
     @property
@@ -60,12 +60,12 @@ class KroneckerSum:
         return min(1.0, float(self.shares.sum()))
 
     def matrix(self) -> np.ndarray:
-        """The sum, (p n, p n). Only a single term is positive semi-definite by necessity."""
+        """The sum, (p n, p n). Only the first term is guaranteed to be positive semi-definite."""
         p, n = self.rows.shape[1], self.columns.shape[1]
         return np.einsum("rik,rjl->ijkl", self.rows, self.columns).reshape(p * n, p * n)
 
     def text(self) -> str:
-        """One line for each term, and one for all."""
+        """One line for each term, and one for their sum."""
         kind = "A (x) A" if self.same else "A (x) B"
         p, n = self.rows.shape[1], self.columns.shape[1]
         lines = [f"{kind}, A {p} x {p} between rows, B {n} x {n} between columns:"]
@@ -98,11 +98,11 @@ def kronecker_sum(
     `same=True`: `min |Sigma - sum_i A_i (x) A_i|_F` over all A_i (p, p). With a_i = vec(A_i) this is
     `min |R - sum_i a_i a_i^T|_F`, of which only the symmetric part of R takes part, and the optimum is its positive
     semi-definite truncation: a_i = sqrt(lambda_i) v_i with the r largest positive eigenvalues. It is the global
-    optimum, over factors that need not be symmetric; the part of Sigma that changes when W is transposed stays.
+    optimum, over factors that need not be symmetric; the part of Sigma that is odd under transposition of W remains.
 
     For a positive semi-definite Sigma the A and B of the first term are positive semi-definite: R and its symmetric
-    part map positive semi-definite matrices to such, so a leading singular vector is one (Krein and Rutman 1948), and
-    where it is not unique, the projection of the identity is taken. Signs: traces are not negative.
+    part preserve positive semi-definite matrices, so a leading singular vector is one (Krein and Rutman 1948); if it is
+    not unique, the projection of the identity is taken. Signs are chosen so that traces are not negative.
 
     Args:
         covariance: (p n, p n), symmetric; it need not be positive semi-definite.
@@ -113,7 +113,7 @@ def kronecker_sum(
 
     Raises:
         DataError: if the covariance is not square, finite and symmetric, has no such factors, or is zero.
-        UsageError: if `terms` is out of range, or `same` is asked for W that are not square.
+        UsageError: if `terms` is out of range, or `same` is given for W that are not square.
 
     Source: thesis section 3.1.1 (Fig. 3.5), which minimises the same error by gradient descent.
 
@@ -125,12 +125,12 @@ def kronecker_sum(
     sigma = _checked(covariance)
     p, n = _sizes(len(sigma), p, n)
     if same and p != n:
-        raise UsageError(f"A (x) A needs square matrices, found {p} x {n}; leave `same` out for A (x) B")
+        raise UsageError(f"same: A (x) A needs square matrices, found {p} x {n}; use same=False for A (x) B")
     if isinstance(terms, bool) or not isinstance(terms, int | np.integer) or not 1 <= terms <= min(p, n) ** 2:
         raise UsageError(f"terms: expected an integer from 1 to {min(p, n) ** 2} for {p} x {n} matrices, found {terms}")
     norm = float(np.linalg.norm(sigma))
     if norm == 0:
-        raise DataError("a covariance that is zero has no Kronecker factors")
+        raise DataError("expected a covariance other than zero for its Kronecker factors")
     even, odd = _blocks(sigma / norm, p, n)
     found = _matrices(_decomposed(even, terms, same, _identity(p), _identity(n)), p, n, 1)
     last = found[0][terms - 1] if len(found[0]) >= terms else 0.0
@@ -151,11 +151,11 @@ def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, dia
     Args:
         covariance: Sigma (D, D).
         approximation: S (D, D).
-        diagonal: count the variances too. Without them the number says what S knows of the dependence alone:
-            a diagonal Sigma is a Kronecker product to a large part whatever it is.
+        diagonal: include the variances. Without them the number describes the dependence alone: a large part of any
+            diagonal Sigma is a Kronecker product.
 
     Raises:
-        DataError: if the shapes differ, or nothing is left to explain.
+        DataError: if the shapes differ, or all entries of Sigma in question are zero.
 
     Example:
         >>> explained_variance(sigma, kronecker_sum(sigma).matrix(), diagonal=False)
@@ -167,7 +167,9 @@ def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, dia
     counted = np.ones(sigma.shape, dtype=bool) if diagonal else ~np.eye(len(sigma), dtype=bool)
     total = float(np.sum(sigma[counted] ** 2))
     if not total > 0:
-        raise DataError("there is nothing to explain: the covariance has no entry other than zero that counts")
+        raise DataError(
+            "expected a covariance with entries other than zero, found none" + " off the diagonal" * (not diagonal)
+        )
     return 1.0 - float(np.sum((sigma - other)[counted] ** 2)) / total
 
 
@@ -175,7 +177,7 @@ _Triples = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (r,), left (r, ..
 
 
 def _matrices(triples: _Triples, p: int, n: int, sign: int) -> _Triples:
-    """Vectors as matrices, left (r, p, p) and right (r, n, n), with the sign that both are free to change decided."""
+    """Vectors as matrices, left (r, p, p) and right (r, n, n), with their common sign fixed."""
     values, left, right = triples[0], _unpacked(triples[1], p, sign), _unpacked(triples[2], n, sign)
     flat = right.reshape(len(right), n * n)
     deciding = np.take_along_axis(flat, np.abs(flat).argmax(axis=1)[:, None], axis=1)[:, 0]
@@ -186,7 +188,7 @@ def _matrices(triples: _Triples, p: int, n: int, sign: int) -> _Triples:
 
 
 def _merged(one: _Triples, other: _Triples, terms: int) -> _Triples:
-    """The largest `terms` of both, those of `one` first among equals."""
+    """The largest `terms` triples of both, those of `one` first among equals."""
     order = np.argsort(-np.concatenate([one[0], other[0]]), kind="stable")[:terms]
     values, left, right = (np.concatenate(pair)[order] for pair in zip(one, other, strict=True))
     return values, left, right
@@ -198,23 +200,25 @@ def _checked(covariance: np.ndarray) -> np.ndarray:
         raise DataError(f"expected a covariance (D, D), found {sigma.shape}")
     largest = float(np.abs(sigma).max())
     if not math.isfinite(largest):
-        raise DataError(f"the covariance has {int((~np.isfinite(sigma)).sum())} entries that are not finite")
+        raise DataError(f"the covariance has {int((~np.isfinite(sigma)).sum())} non-finite entries")
     asymmetry = float(np.abs(sigma - sigma.T).max())
     if asymmetry > _SYMMETRY * largest:
-        raise DataError(f"expected a symmetric covariance, found entries that differ by {asymmetry:.3g} across")
+        raise DataError(f"expected a symmetric covariance, found an asymmetry of {asymmetry:.3g}")
     return sigma if asymmetry == 0 else 0.5 * (sigma + sigma.T)
 
 
 def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
     for name, value in (("p", p), ("n", n)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-            raise UsageError(f"{name}: expected a positive number of entries, found {value!r}")
+            raise UsageError(f"{name}: expected an integer >= 1, found {value!r}")
     if p is None and n is None:
         p = math.isqrt(size)
         if p * p != size:
-            raise DataError(f"{size} is no square, so this is no covariance of square matrices; give p and n")
-    p = int(size // n if p is None else p)
-    n = int(size // p if n is None else n)
+            raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
+    if p is None and n is not None:
+        p = size // n
+    assert p is not None  # given, or derived above
+    p, n = int(p), int(size // p if n is None else n)
     if p * n != size:
         raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {(size, size)}")
     return p, n
@@ -222,7 +226,7 @@ def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def _pairs(p: int, n: int, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Flat places in Sigma of (ik, jl) and (ik, lj) for pairs i <= k, j <= l (i < k, j < l), and the weights."""
+    """Flat indices in Sigma of (ik, jl) and (ik, lj) for pairs i <= k, j <= l (i < k, j < l), and the weights."""
     shift = 0 if sign > 0 else 1
     (i, k), (j, l) = np.triu_indices(p, shift), np.triu_indices(n, shift)  # noqa: E741 - the formula's letter
     size = p * n
@@ -256,7 +260,7 @@ def _unpacked(vectors: np.ndarray, p: int, sign: int) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def _places(p: int, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry of a (p, p) matrix its place in the basis, and its weight there, both (p^2,)."""
+    """For each entry of a (p, p) matrix its index in the basis, and its weight there, both (p^2,)."""
     i, k = np.triu_indices(p, 0 if sign > 0 else 1)
     places, weights = np.zeros((p, p), dtype=np.intp), np.zeros((p, p))
     places[i, k] = places[k, i] = np.arange(len(i))
@@ -268,7 +272,7 @@ def _places(p: int, sign: int) -> tuple[np.ndarray, np.ndarray]:
 def _decomposed(
     block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
 ) -> _Triples:
-    """The leading singular triples (eigenpairs with positive values where `same`), vectors in rows."""
+    """The leading singular triples (eigenpairs with positive values if `same`), vectors in rows."""
     if terms == 1 and right_identity is not None:
         found = _dominant(0.5 * (block + block.T) if same else block, right_identity, same)
         if found is not None:
@@ -291,10 +295,10 @@ def _decomposed(
 
 
 def _dominant(block: np.ndarray, identity: np.ndarray, same: bool) -> _Triples | None:
-    """The leading triple by powers, where it holds more than half of the squared norm, so that no other can be larger.
+    """The leading triple by power iteration, if it has more than half of the squared norm: no other can be larger.
 
-    That is so for most covariances of filters. For a symmetric block it is the eigenpair, if its value is positive.
-    None where it cannot be certain, or is slow.
+    This holds for most covariances of filters. For a symmetric block it is the eigenpair, if its value is positive.
+    None if it is uncertain, or converges slowly.
     """
     right = identity / np.linalg.norm(identity)
     for _ in range(_POWERS):
@@ -320,7 +324,7 @@ def _dominant(block: np.ndarray, identity: np.ndarray, same: bool) -> _Triples |
 def _lanczos(
     block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
 ) -> _Triples:
-    """By Lanczos from the identity, which finds its projection where the leading vector is not unique."""
+    """By Lanczos from the identity, which finds its projection if the leading vector is not unique."""
     start = left_identity if block.shape[0] <= block.shape[1] else right_identity
     if start is None:
         start = np.random.default_rng(0).standard_normal(min(block.shape))
@@ -335,7 +339,7 @@ def _lanczos(
 def _aligned(
     values: np.ndarray, left: np.ndarray, right: np.ndarray, identity: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the leading value is not simple, turn its vectors so that the first is the identity's projection."""
+    """If the leading value is not simple, rotate its vectors so that the first is the identity's projection."""
     equal = int((values >= values[:1].max(initial=0.0) * (1 - _EQUAL)).sum())
     weights = left[:equal] @ identity
     if equal < 2 or np.linalg.norm(weights) < 1e-8 * np.linalg.norm(identity):

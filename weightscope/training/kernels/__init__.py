@@ -1,1 +1,5 @@
-"""Kernels of the training step: PyTorch's, C's and Triton's, behind one set of differentiable functions."""
+"""Kernels of the training step.
+
+`functions` has the differentiable functions and chooses the backend; `pytorch`, `c` (CPU) and `triton` (GPU) implement
+them. Only `functions` is imported from outside; the backends do not import it.
+"""

@@ -1,14 +1,16 @@
-"""What a training step spends its time on, as kernels of our own: convolutions, norms, and LayerNorm with the MLP.
+"""Differentiable functions of the training step, and the choice of the backend that computes them.
 
-One pass over memory takes the place of the dozen that separate operations make: of a block's MLP only the input is kept
-for the backward pass, and all that lies between is computed again. Two sets of kernels stand behind the functions here,
-which are differentiable once:
+Each function makes one pass over memory where separate operations make a dozen: of a block's MLP only the input is kept
+for the backward pass, and everything else is recomputed. Backends:
 
-- "c" (`on_cpu.py`, `kernels.c`) on a CPU; activations and weights are of one type, float32 or float64.
-- "triton" (`on_gpu/`) on a GPU; activations bfloat16 or float32, weights and their gradients float32.
+- "torch" (`pytorch.py`): any device and type; only the depthwise convolution.
+- "c" (`c/`): CPU; activations and weights of one type, float32 or float64.
+- "triton" (`triton/`): GPU; activations bfloat16 or float32, weights and their gradients float32.
+
+All functions are differentiable once. They raise ValueError if shapes or types do not match, and UsageError if the
+backend is not available (no C compiler, no Triton).
 """
 
-import importlib
 from types import ModuleType
 from typing import Any, Literal
 
@@ -17,92 +19,106 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weightscope.errors import UsageError
+from weightscope.training.kernels import c, pytorch
 
 Pair = tuple[Tensor, Tensor]  # weight and bias
-Kernels = Literal["c", "triton"]
+Kernels = Literal["torch", "c", "triton"]
 
 
 def backend(kernels: Kernels) -> ModuleType:
-    """The module of one set of kernels.
+    """The module that implements "c" or "triton".
 
     Raises:
-        UsageError: if Triton is wanted and not installed.
+        UsageError: if Triton is not installed.
     """
     if kernels == "c":
-        return importlib.import_module("weightscope.training.kernels.c")
+        return c
+    if kernels == "torch":
+        raise ValueError("expected kernels 'c' or 'triton', found 'torch', which has no compiled functions")
     try:
-        return importlib.import_module("weightscope.training.kernels.triton")
+        import weightscope.training.kernels.triton as triton  # only here: most machines have no Triton
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"kernels = 'compiled' need Triton on a GPU, and {error}; install it (torch for CUDA on Linux brings it "
-            "along) or use kernels = 'torch'"
+            f"kernels = 'compiled' need Triton on a GPU: {error}; `pip install triton` (part of torch for CUDA on "
+            "Linux), or use kernels = 'torch'"
         ) from error
+    return triton
 
 
-def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int = 1, kernels: Kernels = "c") -> Tensor:
-    """What `weightscope.training.kernels.pytorch.depthwise_conv2d` calls: x (C, H, W, B), weight (C, k, k), bias (C,).
+def depthwise_conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1, kernels: Kernels = "torch"
+) -> Tensor:
+    """Stride-1 depthwise convolution with zero padding that keeps the size.
 
-    Raises:
-        ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
-        UsageError: if there is no C compiler, or no Triton.
+    Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
+
+    Args:
+        x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
+        weight: (C, k, k), k odd.
+        bias: (C,) or None.
+        dilation: the distance between taps, in pixels.
+        kernels: the backend.
+
+    Returns:
+        (C, H, W, B).
     """
     _check_filters(x, weight, bias)
+    if kernels == "torch":
+        y = pytorch.depthwise_conv2d(x, weight, dilation=dilation)
+        return y if bias is None else y + bias[:, None, None, None]
+    if bias is None:
+        bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
     return _DepthwiseConv2d.apply(backend(kernels), x, weight, bias, dilation)
 
 
-def norm_mlp(x: Tensor, norm: Pair, first: Pair, second: Pair, eps: float, *, kernels: Kernels = "c") -> Tensor:
-    """`W2 gelu(W1 norm(x) + b1) + b2` of T networks, norm being LayerNorm over the channels.
+def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
+    """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels.
 
     Args:
         x: (T, c, P), P positions.
         norm: gain and shift, (T, c) each.
-        first: W1 (T, m, c) and b1 (T, m).
-        second: W2 (T, c, m) and b2 (T, c).
+        fc1: weight (T, m, c) and bias (T, m).
+        fc2: weight (T, c, m) and bias (T, c).
         eps: added to the variance.
         kernels: "c" or "triton".
 
     Returns:
         (T, c, P).
-
-    Raises:
-        ValueError: if shapes do not fit, or types differ.
-        UsageError: if there is no C compiler, or no Triton.
     """
-    _check_mlp((x.shape[0], x.shape[1]), norm, first, second, eps)
-    return _NormMlp.apply(backend(kernels), x, *norm, *first, *second, eps)
+    _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
+    return _NormMlp.apply(backend(kernels), x, *norm, *fc1, *fc2, eps)
 
 
 def convnext_block(
-    x: Tensor, filters: Pair, norm: Pair, first: Pair, second: Pair, eps: float, *, kernels: Kernels = "c"
+    x: Tensor, filters: Pair, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels
 ) -> Tensor:
-    """`x + W2 gelu(W1 norm(conv(x)) + b1) + b2`, the block of T ConvNeXts without their layer scale.
+    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale.
 
     Args:
         x: (T c, H, W, B).
         filters: weight (T c, k, k) and bias (T c,).
         norm: gain and shift, (T, c) each.
-        first: W1 (T, m, c) and b1 (T, m).
-        second: W2 (T, c, m) and b2 (T, c).
+        fc1: weight (T, m, c) and bias (T, m).
+        fc2: weight (T, c, m) and bias (T, c).
         eps: added to the variance.
         kernels: "c" or "triton".
 
-    Raises:
-        ValueError: if a kernel is not square and odd, shapes do not fit, or types differ.
-        UsageError: if there is no C compiler, or no Triton.
+    Returns:
+        (T c, H, W, B).
     """
     networks = len(norm[0])
     _check_filters(x, *filters)
-    _check_mlp((networks, len(x) // networks), norm, first, second, eps)
-    return _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *first, *second, eps)
+    _check_mlp((networks, len(x) // networks), norm, fc1, fc2, eps)
+    return _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *fc1, *fc2, eps)
 
 
 def layer_norm(x: Tensor, norm: Pair, eps: float) -> Tensor:
-    """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each; by Triton."""
+    """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each; Triton only."""
     return _LayerNorm.apply(backend("triton"), x, *norm, eps)
 
 
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
-    """`more + batch_norm(gelu(x))`, the norm over the positions of x (T, c, P) with its own statistics; by Triton.
+    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions; Triton only.
 
     Args:
         x: (T, c, P).
@@ -113,19 +129,24 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
     return _GeluBatchNorm.apply(backend("triton"), x, *norm, eps, more)
 
 
-def _check_filters(x: Tensor, weight: Tensor, bias: Tensor) -> None:
+def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     channels, k = x.shape[0], weight.shape[-1]
-    if x.ndim != 4 or weight.shape != (channels, k, k) or k % 2 == 0 or bias.shape != (channels,):
+    if (
+        x.ndim != 4
+        or weight.shape != (channels, k, k)
+        or k % 2 == 0
+        or (bias is not None and bias.shape != (channels,))
+    ):
         raise ValueError(
             f"expected images (C, H, W, B), odd square kernels (C, k, k) and biases (C,), found {tuple(x.shape)}, "
-            f"{tuple(weight.shape)} and {tuple(bias.shape)}"
+            f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
 
 
-def _check_mlp(sizes: tuple[int, int], norm: Pair, first: Pair, second: Pair, eps: float) -> None:
-    (t, c), m = sizes, first[0].shape[1]
+def _check_mlp(sizes: tuple[int, int], norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> None:
+    (t, c), m = sizes, fc1[0].shape[1]
     expected = [(t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)]
-    found = [tuple(value.shape) for value in (*norm, *first, *second)]
+    found = [tuple(value.shape) for value in (*norm, *fc1, *fc2)]
     if expected != found or not eps > 0:
         raise ValueError(f"expected weights of shapes {expected} and a positive eps, found {found} and {eps}")
 

@@ -1,4 +1,4 @@
-"""Depthwise convolution of many stacked networks as batched matrix products.
+"""Depthwise convolution of the channels of many networks as batched matrix products.
 
 With the batch innermost, an image of one channel is a column of H*W pixels and a batch is the matrix
 X (H*W, B). A depthwise convolution is then one small banded Toeplitz matrix for each channel, applied from the
@@ -11,52 +11,30 @@ around it, which are contiguous, so a block's operand is a view and nothing is c
 """
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from weightscope.training.kernels import functions
 
 # Up to this many pixels one dense (H*W, H*W) matrix for each channel is the fastest form; measured on AVX-512.
 _DENSE_PIXELS = 64
 _BLOCK_ROWS = 2
 
 
-def depthwise_conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    dilation: int = 1,
-    kernels: Literal["torch", "c", "triton"] = "torch",
-) -> Tensor:
-    """Stride-1 depthwise convolution with zero padding that keeps the size.
+def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
+    """Stride-1 depthwise convolution with zero padding that keeps the size, differentiable.
 
-    Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
+    Equal to `F.conv2d(x, weight, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
 
     Args:
         x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
         weight: (C, k, k), k odd.
-        bias: (C,) or None.
         dilation: the distance between taps, in pixels.
-        kernels: "torch" here, or those of `functions.py`: "c" on a CPU (everything of one type, float32 or float64),
-            "triton" on a GPU (images bfloat16 or float32, filters float32).
 
     Returns:
         (C, H, W, B).
-
-    Raises:
-        ValueError: if the kernel is not square and odd, the channels differ, or types do not fit.
     """
-    if kernels != "torch":
-        none = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device) if bias is None else bias
-        return functions.depthwise_conv2d(x, weight, none, dilation=dilation, kernels=kernels)
-    k = weight.shape[-1]
-    if weight.shape != (x.shape[0], k, k) or k % 2 == 0:
-        raise ValueError(f"expected odd square kernels ({x.shape[0]}, k, k), found {tuple(weight.shape)}")
-    y = _DepthwiseConv2d.apply(x, weight, dilation)
-    return y if bias is None else y + bias[:, None, None, None]
+    return _DepthwiseConv2d.apply(x, weight, dilation)
 
 
 class _DepthwiseConv2d(torch.autograd.Function):
@@ -89,7 +67,7 @@ def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: tor
     """One-hot map (k*k, N*K) from taps to the entries of a block's Toeplitz matrix.
 
     N = rows*width output pixels; K = window*width input pixels, the window being the block's rows and `reach`
-    rows above and below (all rows when the block is the whole image).
+    rows above and below (all rows if the block is the whole image).
     """
     reach = dilation * (k - 1) // 2
     above, window = (0, height) if rows == height else (reach, rows + 2 * reach)
@@ -119,7 +97,7 @@ def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int
 
 
 def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
-    """The convolution without its derivative."""
+    """The forward pass of `depthwise_conv2d`."""
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
@@ -138,18 +116,18 @@ def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
 
 
 def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
-    """The derivative of the filters, (C, k, k)."""
+    """The gradient of the filters, (C, k, k)."""
     channels, height, width, batch = x.shape
     rows = _block_rows(height, width)
     taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
     x = x.contiguous()
     entries = taps.shape[1] // (rows * width)
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
-    total = x.new_zeros(channels, rows * width, entries) if len(blocks) > 1 else None
+    total = x.new_zeros(channels, rows * width, entries) if len(blocks) > 1 else x.new_empty(0)
     for top, low, high, offset in blocks:
         g = grad[:, top : top + rows].view(channels, rows * width, batch)
         xt = x[:, low:high].view(channels, -1, batch).transpose(1, 2)
-        if total is None:
+        if len(blocks) == 1:
             total = torch.bmm(g, xt)
         elif (high - low) * width == entries:
             total.baddbmm_(g, xt)

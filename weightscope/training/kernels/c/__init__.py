@@ -1,6 +1,6 @@
-"""The compiled functions on a CPU: calls into `kernels.c`, which `building.py` compiles.
+"""Kernels for a CPU: calls into `kernels.c`, which `build.py` compiles on first use.
 
-Contiguous tensors of one type, float32 or float64. `compiled.py` makes differentiable functions of them.
+They take contiguous tensors of one type, float32 or float64; `functions.py` makes them differentiable.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from weightscope.training.kernels.c.build import library
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
-    """As `depthwise.depthwise_conv2d`."""
+    """The depthwise convolution of x (C, H, W, B) with weight (C, k, k) and bias (C,)."""
     y = torch.empty_like(x)
     _call("depthwise_forward", (x, weight, bias, y), (*x.shape, weight.shape[-1], dilation))
     return y
@@ -22,21 +22,21 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
 def convolve_backward(
     x: Tensor, weight: Tensor, grad: Tensor, dilation: int, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of input, filters and bias; `more` is added to the first."""
+    """Gradients of input, filters and bias; `more` is added to the first."""
     found = torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x))
     _call("depthwise_backward", (x, weight, grad, more, *found), (*x.shape, weight.shape[-1], dilation))
     return found
 
 
 def mlp(x: Tensor, weights: list[Tensor], eps: float, more: Tensor | None = None) -> Tensor:
-    """As `compiled.norm_mlp`, plus `more`."""
+    """`more + fc2(gelu(fc1(norm(x))))` of x (T, c, P); `weights` are weight and bias of norm, fc1 and fc2."""
     y = torch.empty_like(x)
     _call("mlp_forward", (x, *weights, more, y), (*_sizes(x, weights), float(eps)))
     return y
 
 
 def mlp_backward(x: Tensor, weights: list[Tensor], grad: Tensor, eps: float) -> list[Tensor]:
-    """Derivatives of the input and of the six weights."""
+    """Gradients of the input and of the six weights."""
     found = [torch.empty_like(value) for value in (x, *weights)]
     _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_sizes(x, weights), float(eps)))
     return found
@@ -57,4 +57,4 @@ def _call(name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
     if getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)(*pointers, *values):
-        raise MemoryError(f"{name}: no memory for the workspace")
+        raise MemoryError(f"{name}: cannot allocate the workspace")

@@ -1,8 +1,8 @@
-"""Compiles `kernels.c` for this machine when it is first needed, and keeps the result in a cache folder.
+"""Compile `kernels.c` for this machine on first use, and cache the library.
 
-The compiler is $CC, or else cc, gcc or clang. A file of the cache is named after everything that its code depends on
-(compiler, its version, flags, the processor's abilities, the source) and after its own content, so that a damaged one
-is recognised before it is loaded, and made anew.
+The compiler is $CC, or else cc, gcc or clang. The name of a cached file contains a hash of everything that its code
+depends on (compiler, compiler version, flags, processor features, source) and a hash of its content, so that a damaged
+file is detected before it is loaded, and rebuilt.
 """
 
 import atexit
@@ -20,25 +20,25 @@ from weightscope.errors import UsageError
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
-_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+_MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts
 _TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
 _OTHERWISE = "or use kernels = 'torch'"
 
 
 def library(real: str = "float") -> ctypes.CDLL:
-    """The compiled functions for numbers of type `float` or `double`; compiles them where that was not done before.
+    """The library for `float` or `double`, compiled if it is not in the cache.
 
     Raises:
-        UsageError: if there is no C compiler here, or it fails.
+        UsageError: if there is no C compiler, or it fails.
     """
     return _built(real)[0]
 
 
 def build_id() -> str:
-    """Eight hex digits that tell builds apart which may round differently.
+    """Eight hex digits that identify the build; different builds may round differently.
 
     Raises:
-        UsageError: as `library`.
+        UsageError: if there is no C compiler, or it fails.
     """
     return _built("float")[1][:8]
 
@@ -60,7 +60,7 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None with what the compiler says, or with nothing where the folder allows no library."""
+    """The library, or None and the compiler's message, which is empty if the folder does not allow executables."""
     for file in folder.glob(f"kernels-{identity}-*.so"):
         if _content(file) == file.stem.rpartition("-")[2]:
             return _loaded(file), ""
@@ -71,14 +71,14 @@ def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[c
         if done.returncode:
             return None, done.stderr.strip() or f"exit status {done.returncode}"
         file = folder / f"kernels-{identity}-{_content(made)}.so"
-        os.replace(made, file)  # another process may have put the same there a moment ago
+        os.replace(made, file)  # atomic: another process may be writing the same file
     return _loaded(file), ""
 
 
 def _loaded(file: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(file))
-    except OSError:  # a file system whose files must not be executed
+    except OSError:  # a file system mounted with noexec
         return None
 
 
@@ -107,11 +107,11 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _folder() -> Path:
-    """Where compiled kernels are kept; a temporary folder of this process where that cannot be written."""
+    """The cache folder, or a temporary folder of this process if it is not writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightscope"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # there may be no home
+    except (OSError, RuntimeError):  # no home directory
         return _temporary_folder()
     return folder if os.access(folder, os.W_OK) else _temporary_folder()
 
@@ -124,7 +124,7 @@ def _temporary_folder() -> Path:
 
 
 def _processor() -> str:
-    """What tells machines apart that share a cache folder: the processor's abilities."""
+    """The processor's features, which differ between machines that share a cache folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), " ".join(os.uname()[3:]))

@@ -1,7 +1,7 @@
-/* Forward and backward passes of stacked networks for one thread of a CPU; see compiled.py, which builds and calls them.
+/* Forward and backward passes of many networks on one CPU thread; built by build.py and called from __init__.py.
 
    Compiled once for float and once for double (REAL). The batch is innermost and fills the vector registers. Nothing is
-   kept between calls; every function returns 0, or 1 where memory is short. */
+   kept between calls; every function returns 0, or 1 if memory allocation fails. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #define REAL float
 #endif
 #if defined(__AVX512F__)
-#define WIDTH 64 /* bytes of a vector register; wider vectors than the machine has are many times slower */
+#define WIDTH 64 /* bytes of a vector register; vectors wider than the machine's are many times slower */
 #elif defined(__AVX__)
 #define WIDTH 32
 #else
@@ -51,15 +51,15 @@ static shape shape_of(long height, long width, long batch, long k, long dilation
   return s;
 }
 
-/* One channel with `reach` columns of zeros on both sides; what lies around it was cleared once. */
+/* Copy one channel between `reach` columns of zeros, which the caller cleared once. */
 static void pad(const REAL *from, REAL *to, shape s) {
   for (long y = 0; y < s.height; y++)
     for (long x = 0; x < s.width; x++)
       memcpy(to + (y * s.padded + s.reach + x) * s.lanes, from + (y * s.width + x) * s.batch, s.batch * sizeof(REAL));
 }
 
-/* out = convolution of `in`, plus bias and, unless it is NULL, plus `more`. With `dense`, k is known when this is
-   compiled and the dilation is 1: each input is loaded once for all the outputs of a row that it belongs to. With
+/* out = convolution of `in`, plus bias and, unless it is NULL, plus `more`. With `dense`, k is known at
+   compile time and the dilation is 1: each input is loaded once for all the outputs of a row that it belongs to. With
    `narrow`, a row has COLUMNS pixels, and the zeros around it are left out. */
 INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more, REAL *out, shape s, const long k,
                      const int flip, const int dense, const int narrow) {
@@ -153,7 +153,7 @@ INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, s
   for (long j = 0; j < k * k; j++) out[j] = total(get(sums + j * LANES));
 }
 
-/* A number of taps that is known when this is compiled makes several times faster code. */
+/* Code for a number of taps known at compile time is several times faster. */
 #define KNOWN(k, call) \
   case k: { \
     enum { K = k, DENSE = 1 }; \
@@ -183,7 +183,7 @@ int depthwise_forward(const REAL *x, const REAL *w, const REAL *bias, REAL *y, l
   return 0;
 }
 
-/* The derivatives grad_x, grad_w and grad_bias, given grad = that of y; `more` (C, H, W, B) is added to grad_x. */
+/* The gradients grad_x, grad_w and grad_bias, given grad, the gradient of y; `more` (C, H, W, B) is added to grad_x. */
 int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REAL *more, REAL *grad_x, REAL *grad_w, REAL *grad_bias,
                        long channels, long height, long width, long batch, long k, long dilation) {
   const shape s = shape_of(height, width, batch, k, dilation);
@@ -209,7 +209,7 @@ int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REA
 /* (rows, BLOCK) += or = a (rows, n) x (n, BLOCK), 4 vectors of columns at a time. */
 INLINE void some_rows(const REAL *a, const REAL *x, REAL *y, const REAL *bias, long n, const int rows) {
   for (long v = 0; v < BLOCK; v += 4 * LANES) {
-    vec sum[4][4]; /* of which `rows` are used; they are registers, as a fixed size is needed for */
+    vec sum[4][4]; /* of which `rows` are used; the size is fixed so that they stay in registers */
     for (int r = 0; r < rows; r++)
       for (int u = 0; u < 4; u++) sum[r][u] = (vec){} + (bias ? bias[r] : 0);
     for (long j = 0; j < n; j++) {
@@ -406,7 +406,7 @@ int mlp_forward(const REAL *x, const REAL *gain, const REAL *shift, const REAL *
   return 0;
 }
 
-/* All derivatives, given grad = that of y; what lies between x and y is computed again, block by block. */
+/* All gradients, given grad, the gradient of y; intermediate values are recomputed block by block. */
 int mlp_backward(const REAL *x, const REAL *gain, const REAL *shift, const REAL *w1, const REAL *b1, const REAL *w2,
                  const REAL *grad, REAL *grad_x, REAL *grad_gain, REAL *grad_shift, REAL *grad_w1, REAL *grad_b1,
                  REAL *grad_w2, REAL *grad_b2, long networks, long c, long m, long positions, double eps) {

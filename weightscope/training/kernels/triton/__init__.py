@@ -1,9 +1,9 @@
-"""What a training step on a GPU spends its time on, as Triton kernels; `compiled.py` makes them differentiable.
+"""Kernels for a GPU, in Triton; `functions.py` makes them differentiable.
 
 Activations are bfloat16, float32, or (in Triton's interpreter) float64; weights and their gradients keep their own
-type, float32 in training. Products take the activations' type and are summed in at least float32; everything between
-load and store is at least float32. No kernel adds with atomic operations: sums over the batch go through partial sums
-in a fixed order, so a step has the same bits every time.
+type, float32 in training. Matrix products have operands of the activations' type and accumulate in at least float32;
+everything else between load and store is at least float32. No kernel uses atomic additions: sums over the batch are
+partial sums in a fixed order, so a step is deterministic.
 """
 
 import torch
@@ -36,11 +36,12 @@ def probe(device: torch.device) -> None:
     """Launch the smallest kernel.
 
     Raises:
-        UsageError: if Triton cannot build or launch it, for want of a C compiler, say.
+        UsageError: if Triton cannot build or launch it, for example without a C compiler.
     """
     try:
-        norm(torch.zeros(1, 1, 1, device=device), *torch.zeros(2, 1, 1, device=device), 1.0)
+        gain, shift = torch.zeros(2, 1, 1, device=device)
+        norm(torch.zeros(1, 1, 1, device=device), gain, shift, 1.0)
     except RuntimeError as error:
         raise UsageError(
-            f"kernels = 'compiled' need Triton on a GPU, and it does not work here: {error}; use kernels = 'torch'"
+            f"kernels = 'compiled' need Triton on a GPU, which does not work here: {error}; use kernels = 'torch'"
         ) from error

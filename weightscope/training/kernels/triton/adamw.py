@@ -1,4 +1,4 @@
-"""AdamW over the stacked weights in one pass."""
+"""AdamW over the weights of all networks in one pass."""
 
 import triton
 import triton.language as tl
@@ -57,7 +57,7 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One step of `StackedAdamW` in place.
+    """One step of `BatchedAdamW` in place.
 
     Args:
         weights: (T, D).
@@ -66,7 +66,7 @@ def adamw(
         trained: (D,) bool.
         rates: learning rate and decay, (T,) each.
         clip: the factor of each network's gradient, (T,).
-        scalars: (3,), the factor of the rates, 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t).
+        scalars: (3,), the rates' factor, 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t).
         betas: b1 and b2.
         eps: added to the root of the second moment.
     """

@@ -1,4 +1,4 @@
-"""GELU and the BatchNorm after it, as a ConvMixer has them."""
+"""GELU followed by BatchNorm, as in a ConvMixer."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from weightscope.training.kernels.triton.common import gelu, gelu_and_slope, pad
 def _gelu_norm_forward(
     x, gain, shift, more, y, mean, factor, P, eps, BLOCK: tl.constexpr, MORE: tl.constexpr, SUM: tl.constexpr
 ):
-    """One channel of one network: its GELU, normalised over all P positions. Read three times, from the cache."""
+    """One channel of one network: its GELU, normalised over all P positions. x is read three times, from the cache."""
     row = tl.program_id(0).to(tl.int64)
     x += row * P
     y += row * P
@@ -83,7 +83,7 @@ def _gelu_norm_backward(
 def gelu_norm(
     x: Tensor, gain: Tensor, shift: Tensor, eps: float, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """GELU, then normalisation over P, of contiguous x (T, c, P), plus `more`; also mean and factor, (T, c) each."""
+    """GELU, then normalisation over P, of contiguous x (T, c, P), plus `more`; and mean and factor, (T, c) each."""
     count, c, positions = x.shape
     y = torch.empty_like(x)
     mean, factor = (torch.empty(count, c, dtype=gain.dtype, device=x.device) for _ in range(2))
@@ -96,7 +96,7 @@ def gelu_norm(
 def gelu_norm_backward(
     x: Tensor, gain: Tensor, mean: Tensor, factor: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of input, gain and shift."""
+    """Gradients of input, gain and shift."""
     count, c, positions = x.shape
     of_x, of_gain, of_shift = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
     options = {"BLOCK": padded(positions, 1024), "SUM": sum_type(x)}

@@ -1,25 +1,26 @@
-"""What the kernels share: functions of Triton, and how work is cut into programs."""
+"""Functions shared by the kernels, and how work is divided into programs."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# A product of float32 as three of TF32 on tensor cores: nearly as accurate as one in float32.
+# A float32 product as three TF32 products on tensor cores: nearly as accurate as float32.
 PRECISION = tl.constexpr("tf32x3")
-SMALLEST = 16  # side of what `tl.dot` takes
-PROGRAMS = 1024  # enough for every multiprocessor of today's GPUs to hold several
-_SHARED = 232_448  # bytes of shared memory that a program can have on an H100
+SMALLEST = 16  # smallest side of an operand of `tl.dot`
+PROGRAMS = 1024  # enough for several on every multiprocessor of current GPUs
+_SHARED = 232_448  # bytes of shared memory per program on an H100
 
 
 @triton.jit
 def normal_cdf(h, SUM: tl.constexpr):
-    """The standard normal's distribution function at h, and exp(-h^2 / 2), of which its density is a multiple.
+    """The standard normal distribution function at h, and exp(-h^2 / 2), which is proportional to the density.
 
-    Exact in float64; else by Abramowitz and Stegun, formula 7.1.26, whose error of 0.75e-7 is near float32's rounding
-    and which shares the exponential.
+    Exact in float64; otherwise Abramowitz and Stegun, formula 7.1.26, whose error of 0.75e-7 is close to float32's
+    rounding error and which uses the same exponential.
     """
     if SUM == tl.float64:  # noqa: SIM300
         e = tl.exp(-0.5 * h * h)
@@ -48,7 +49,7 @@ def gelu_and_slope(h, SUM: tl.constexpr):
 
 @triton.jit
 def standardised(x, inside, c, eps):
-    """The columns of x (C, P) at mean 0 and variance 1 over their first c rows, and the factors (P,) of that."""
+    """The columns of x (C, P), standardised over their first c rows, and the scale factors (P,)."""
     centred = tl.where(inside, x - (tl.sum(x, 0) / c)[None, :], 0.0)
     factor = tl.rsqrt(tl.sum(centred * centred, 0) / c + eps)
     return centred * factor[None, :], factor
@@ -56,7 +57,7 @@ def standardised(x, inside, c, eps):
 
 @triton.jit
 def standardised_backward(grad, normal, factor, inside, c):
-    """The derivative of `standardised`'s input from that of its value."""
+    """The gradient of the input of `standardised`, given that of its output."""
     along = tl.sum(grad * normal, 0) / c
     return tl.where(inside, grad - (tl.sum(grad, 0) / c)[None, :] - normal * along[None, :], 0.0) * factor[None, :]
 
@@ -70,42 +71,43 @@ def vector(at, size, SIZE: tl.constexpr, SUM: tl.constexpr):
 
 @triton.jit
 def square(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of a (rows, columns) matrix padded to (ROWS, COLUMNS), and which are within."""
+    """Offsets of a (rows, columns) matrix padded to (ROWS, COLUMNS), and a mask of its entries."""
     i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     return i * columns + j, (i < rows) & (j < columns)
 
 
 @triton.jit
 def columns(positions, c, P, C: tl.constexpr):
-    """Offsets of some positions of (c, P), and which are within."""
+    """Offsets of some positions of (c, P), and a mask of those within it."""
     i = tl.arange(0, C)[:, None]
     return i.to(tl.int64) * P + positions[None, :], (i < c) & (positions < P)[None, :]
 
 
 @cache
 def shared_memory() -> int:
-    """Bytes that one program can have on this device; an H100's without one."""
+    """Bytes of shared memory per program on this device; those of an H100 if there is no GPU."""
     if not torch.cuda.is_available():
         return _SHARED
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())  # torch's stub lacks the field
+    return int(properties.shared_memory_per_block_optin)
 
 
 def sum_type(x: Tensor) -> tl.dtype:
-    """The type in which sums over activations of x's type are taken."""
+    """The type in which sums over activations of x's type accumulate."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def padded(size: int, most: int | None = None) -> int:
-    """The power of two from `size` up, within what `tl.dot` takes and `most`."""
+    """The next power of two, at least SMALLEST and at most `most`."""
     power = max(SMALLEST, triton.next_power_of_2(size))
     return power if most is None else min(power, most)
 
 
 def cut_positions(x: Tensor, width: int, entries: int) -> tuple[tuple[int, int], dict[str, object]]:
-    """The grid (S, T) for x (T, c, P), and the sizes that all kernels over positions take.
+    """The grid (S, T) for x (T, c, P), and the size arguments of all kernels over positions.
 
-    A program works on as many positions at a time as make `entries` of what is `width` wide, and the positions of a
-    network are cut into S parts so that there are programs enough.
+    A program works on `entries / width` positions at a time, and the positions of a network are divided into S parts so
+    that there are enough programs.
     """
     count, c, positions = x.shape
     size = padded(positions, max(SMALLEST, min(256, entries // padded(width))))

@@ -15,9 +15,9 @@ from torch import Tensor
 from weightscope.training.kernels import pytorch
 from weightscope.training.kernels.triton.common import PRECISION, PROGRAMS, SMALLEST, padded, shared_memory, sum_type
 
-_MATRIX = 8192  # entries of a Toeplitz matrix, which lies in registers
-_TAPS = 1 << 17  # entries of what the taps' gradients are gathered from
-_SHARED_BYTES = 16  # for each entry of a padded matrix in float32, read off the compiled kernels, rounded up
+_MATRIX = 8192  # entries of a Toeplitz matrix, which is kept in registers
+_TAPS = 1 << 17  # entries of the matrix that the taps' gradients are gathered from
+_SHARED_BYTES = 16  # for each entry of a padded matrix in float32, measured on the compiled kernels, rounded up
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _toeplitz(
     N: tl.constexpr,
     FLIP: tl.constexpr,
 ):
-    """(M, N), from the pixels of WINDOW rows to those of ROWS rows, the first of which is the window's row ABOVE."""
+    """(M, N), from the pixels of WINDOW rows to those of ROWS rows, the first of which is row ABOVE of the window."""
     to, source = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     reach = DILATION * (K - 1) // 2
     dy = source // W - ABOVE - to // W + reach  # distance from the kernel's first tap, in pixels
@@ -49,7 +49,7 @@ def _toeplitz(
 
 @triton.jit
 def _pixels(image, top, rows, batch, H: tl.constexpr, W: tl.constexpr, B, COUNT: tl.constexpr):
-    """Pointers to COUNT pixels of (H, W, B) from row `top` on, and which of them lie in the image and in `rows`."""
+    """Pointers to COUNT pixels of (H, W, B) from row `top` on, and a mask of those in the image and in `rows`."""
     pixel = tl.arange(0, COUNT)
     row = top + pixel // W
     inside = (row >= 0) & (row < H) & (pixel < rows * W)
@@ -143,7 +143,7 @@ def _depthwise_backward(
             rows = tl.load(where, mask=kept, other=0.0)
             total = tl.dot(rows, tl.trans(window), total, input_precision=PRECISION, out_dtype=SUM)
             of_bias += tl.sum(rows.to(SUM), 1)
-    # Entry (to, source) of `total` belongs to the tap that leads from one to the other.
+    # Entry (to, source) of `total` is part of the gradient of the tap that connects the two pixels.
     to, tap = tl.arange(0, M)[:, None], tl.arange(0, TAPS)[None, :]
     reach = DILATION * (K - 1) // 2
     row = to // W + tap // K * DILATION - reach + ABOVE
@@ -159,9 +159,9 @@ def _depthwise_backward(
 
 @dataclass(frozen=True)
 class Blocks:
-    """How images are cut for the convolution: ROWS rows from the WINDOW rows around them, of which ABOVE precede.
+    """How images are divided: `rows` rows are computed from the `window` rows around them, `above` of which precede.
 
-    M and N are the pixels of both, padded to powers of two.
+    `m` and `n` are the numbers of pixels of both, padded to powers of two.
     """
 
     rows: int
@@ -173,14 +173,14 @@ class Blocks:
 
 @lru_cache(maxsize=64)
 def blocks(height: int, width: int, k: int, dilation: int, half: bool = True) -> Blocks | None:
-    """The cut that multiplies least for a pixel; None where no matrix is small enough.
+    """The division with the fewest multiplications per pixel; None if no matrix is small enough.
 
     Args:
         height: of the images.
         width: of the images.
         k: side of the filters.
         dilation: the distance between taps.
-        half: whether activations take 16 bits; float32 leaves room for smaller windows only.
+        half: whether activations have 16 bits; float32 needs smaller windows.
     """
     reach = dilation * (k - 1) // 2
     found = []
@@ -194,7 +194,7 @@ def blocks(height: int, width: int, k: int, dilation: int, half: bool = True) ->
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
-    """As `pytorch.depthwise_conv2d` of contiguous x (C, H, W, B)."""
+    """The depthwise convolution of contiguous x (C, H, W, B) with weight (C, k, k) and bias (C,)."""
     channels, height, width, batch = x.shape
     cut = blocks(height, width, weight.shape[-1], dilation, x.element_size() == 2)
     if cut is None:
@@ -210,7 +210,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
 def convolve_backward(
     x: Tensor, weight: Tensor, grad: Tensor, dilation: int, more: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of input, filters and bias; `more` is added to the first."""
+    """Gradients of input, filters and bias; `more` is added to the first."""
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     cut = blocks(height, width, k, dilation, x.element_size() == 2)

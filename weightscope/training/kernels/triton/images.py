@@ -1,4 +1,4 @@
-"""The images of a step: gathered, augmented, normalised, mixed and laid out in one pass."""
+"""The images of a step: gathered, augmented, normalised, mixed and transposed in one pass."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _whole(draws, below):
-    """As `weightscope.data.augment.whole`."""
+    """Same as `weightscope.data.augment.whole`."""
     return tl.minimum((draws * below).to(tl.int32), below - 1)
 
 
@@ -37,7 +37,7 @@ def _image_row(
     FLIP: tl.constexpr,
     CUTOUT: tl.constexpr,
 ):
-    """Row `y` of some augmented images, (images, WIDTH) in [0, 1]; as `weightscope.data.augment.augment`."""
+    """Row `y` of some augmented images, (images, WIDTH) in [0, 1]; same as `weightscope.data.augment.augment`."""
     which = tl.load(index + image, mask=within, other=0)
     draws += image * P
     x = tl.arange(0, WIDTH)[None, :]
@@ -86,7 +86,7 @@ def _load_images(
     first = net * B
     row = _image_row(images, index, draws, first + batch, within, channel, y, H, W, C, P, WIDTH, CROP, FLIP, CUTOUT)
     row = (row - m) / s
-    if MIXUP:  # with the image as far from the batch's end as this one is from its start
+    if MIXUP:  # with the batch in reverse order
         other = first + B - 1 - batch
         more = _image_row(images, index, draws, other, within, channel, y, H, W, C, P, WIDTH, CROP, FLIP, CUTOUT)
         share = tl.load(shares + net)
@@ -105,13 +105,13 @@ def load_images(
     config: "AugmentConfig",
     dtype: torch.dtype,
 ) -> Tensor:
-    """Augmented, normalised and mixed images as the networks take them, in one pass over memory.
+    """Augmented, normalised and mixed images in network-stacked channels, in one pass over memory.
 
     Args:
-        images: uint8 (n, C, H, W), all that there are.
-        index: (T, B), which images each network sees.
-        draws: (T, B, P) uniform numbers as `augment` takes them, or None where nothing is random.
-        shares: (T,) of mixup, or None without it.
+        images: uint8 (n, C, H, W), the whole training set.
+        index: (T, B), the images of each network's batch.
+        draws: (T, B, P) uniform numbers for `augment`, or None without augmentation.
+        shares: (T,), the mixup coefficients, or None without mixup.
         moments: mean and standard deviation of the channels, (C,) each.
         config: crop, flip and cutout; no operations.
         dtype: of the result.

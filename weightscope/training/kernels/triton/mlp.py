@@ -1,4 +1,4 @@
-"""LayerNorm over channels, alone and with the MLP after it."""
+"""LayerNorm over channels, alone and followed by an MLP."""
 
 import torch
 import triton
@@ -19,12 +19,12 @@ from weightscope.training.kernels.triton.common import (
     vector,
 )
 
-_SHARED_BYTES = 34  # for each entry of a padded weight matrix in float32, read off the compiled kernels, rounded up
+_SHARED_BYTES = 34  # for each entry of a padded weight matrix in float32, measured on the compiled kernels, rounded up
 
 
 @triton.jit
 def _maps(x, gain, shift, w1, b1, w2, net, c, m, C: tl.constexpr, HIDDEN: tl.constexpr, SUM: tl.constexpr):
-    """A network's maps in x's type: W1 (gain n + shift) + b1 as W1 diag(gain) and b1 + W1 shift, and W2."""
+    """A network's linear maps in x's type: fc1 with gain and shift folded in (W diag(gain), b + W shift), and fc2."""
     at, within = square(m, c, HIDDEN, C)
     raw = tl.load(w1 + net * m * c + at, mask=within, other=0.0).to(SUM)
     bias = vector(b1 + net * m, m, HIDDEN, SUM) + tl.sum(raw * vector(shift + net * c, c, C, SUM)[None, :], 1)
@@ -97,7 +97,7 @@ def _mlp_backward(
     POSITIONS: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """One network and one of S parts of the positions; the weights' derivatives go into partial sums (T, S, ...)."""
+    """One network and one of S parts of the positions; weight gradients are partial sums (T, S, ...)."""
     net = tl.program_id(1).to(tl.int64)
     x += net * c * P
     grad += net * c * P
@@ -105,7 +105,7 @@ def _mlp_backward(
     kind = x.dtype.element_ty
     first, bias, second = _maps(x, gain, shift, w1, b1, w2, net, c, m, C, HIDDEN, SUM)
     of_first, of_second = tl.zeros((HIDDEN, C), SUM), tl.zeros((C, HIDDEN), SUM)
-    # Sums over positions as products with ones: tensor cores add without exchanges between threads.
+    # Sums over positions as products with ones: tensor cores need no exchange between threads.
     ones = tl.full((POSITIONS, 16), 1.0, kind)
     of_bias, of_y_sum = tl.zeros((HIDDEN, 16), SUM), tl.zeros((C, 16), SUM)
     for start in range(tl.program_id(0) * POSITIONS, P, tl.num_programs(0) * POSITIONS):
@@ -114,7 +114,7 @@ def _mlp_backward(
         rounded = normal.to(kind)
         hidden = tl.dot(first, rounded, input_precision=PRECISION, out_dtype=SUM) + bias[:, None]
         of_y = tl.load(grad + at, mask=inside, other=0.0)
-        # Positions beyond the last have no gradient, so what is computed for them adds nothing.
+        # Positions beyond the last have zero gradient and add nothing.
         active, slope = gelu_and_slope(hidden, SUM)
         of_second = tl.dot(of_y, tl.trans(active.to(kind)), of_second, input_precision=PRECISION, out_dtype=SUM)
         of_y_sum = tl.dot(of_y, ones, of_y_sum, input_precision=PRECISION, out_dtype=SUM)
@@ -124,8 +124,8 @@ def _mlp_backward(
         of_bias = tl.dot(of_hidden, ones, of_bias, input_precision=PRECISION, out_dtype=SUM)
         of_normal = tl.dot(tl.trans(first), of_hidden, input_precision=PRECISION, out_dtype=SUM)
         tl.store(grad_x + at, standardised_backward(of_normal, normal, factor, inside, c).to(kind), mask=inside)
-    # Unfold: with F the derivative of W1 diag(gain) and f that of the bias, W1 has F diag(gain) + f shift^T, gain has
-    # the columns' sums of W1 * F, and shift has W1^T f.
+    # With W the weight of fc1, F the gradient of W diag(gain) and f that of b + W shift, the gradients are
+    # F diag(gain) + f shift^T for W, the column sums of W * F for gain, and W^T f for shift.
     here = net * tl.num_programs(0) + tl.program_id(0)
     channels, units = tl.arange(0, C), tl.arange(0, HIDDEN)
     f, of_b2 = tl.sum(of_bias, 1) / 16, tl.sum(of_y_sum, 1) / 16
@@ -186,12 +186,12 @@ def _norm_backward(
 
 
 def fits(channels: int, hidden: int) -> bool:
-    """Whether an MLP of these sizes is small enough for `mlp`."""
+    """Whether an MLP of these sizes fits into shared memory."""
     return padded(channels) * padded(hidden) <= shared_memory() // _SHARED_BYTES
 
 
 def mlp(x: Tensor, weights: list[Tensor], eps: float, more: Tensor | None = None) -> Tensor:
-    """As `compiled.norm_mlp` of contiguous x (T, c, P), plus `more`."""
+    """`more + fc2(gelu(fc1(norm(x))))` of contiguous x (T, c, P); `weights` are those of norm, fc1 and fc2."""
     y = torch.empty_like(x)
     m = weights[2].shape[1]
     grid, sizes = cut_positions(x, max(x.shape[1], m), 4096)
@@ -203,7 +203,7 @@ def mlp(x: Tensor, weights: list[Tensor], eps: float, more: Tensor | None = None
 
 
 def mlp_backward(x: Tensor, weights: list[Tensor], grad: Tensor, eps: float) -> list[Tensor]:
-    """Derivatives of the input and of the six weights."""
+    """Gradients of the input and of the six weights."""
     count, c, positions = x.shape
     m = weights[2].shape[1]
     wide, half = padded(c) * padded(m) > 1024, x.element_size() == 2
@@ -225,7 +225,7 @@ def norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 
 def norm_backward(x: Tensor, gain: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of input, gain and shift."""
+    """Gradients of input, gain and shift."""
     count, c, positions = x.shape
     grid, sizes = cut_positions(x, c, 2048)
     of_x = torch.empty_like(x)

@@ -1,0 +1,112 @@
+"""A user's own networks, images and initialisers, for tests."""
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Cnn(nn.Sequential):
+    """Layers that all have batched versions."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int, width: int = 4) -> None:
+        super().__init__(
+            nn.Conv2d(in_channels, width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(width * (image_size // 2) ** 2, num_classes),
+        )
+
+
+class Residual(nn.Module):
+    """A forward of its own, with a parameter on the channel axis."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(in_channels, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.relu(self.stem(x)))
+        x = x + torch.relu(self.conv(x))
+        return self.head(x.mean((2, 3)) * self.scale)
+
+
+class Gru(nn.Module):
+    """Rows of an image as a sequence, with dropout; no batched version."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int, hidden: int = 6) -> None:
+        super().__init__()
+        self.gru = nn.GRU(in_channels * image_size, hidden, batch_first=True)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.gru(x.permute(0, 2, 1, 3).flatten(2))
+        return self.head(self.dropout(states[:, -1]))
+
+
+class Mixing(Cnn):
+    """Wrong on the channels of many networks, without an error."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int, how: str) -> None:
+        super().__init__(in_channels, image_size, num_classes)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x)
+        if self.how == "softmax":
+            y = y.softmax(1)
+        elif self.how == "mean":
+            y = y - 1e-3 * y.mean(1, keepdim=True)
+        elif self.how == "cat":
+            y = torch.cat([y, 2 * y], 1)[:, ::2]
+        elif self.how == "random":
+            y = y + torch.rand_like(y)
+        elif self.how == "branch" and y.mean() > 100:
+            y = -y
+        elif self.how == "error":
+            raise RuntimeError("no")
+        elif self.how == "shape":
+            y = y.view(len(y), 4, -1)
+        return self[4](self[3](self[2](torch.relu(y))))
+
+
+class Unused(Cnn):
+    """A parameter without effect."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__(in_channels, image_size, num_classes)
+        self[0].extra = nn.Parameter(torch.zeros(2))
+
+
+def wrong_logits(in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes + 1))
+
+
+def no_module(in_channels: int, image_size: int, num_classes: int) -> str:
+    return "a network"
+
+
+def partly_frozen(in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    network = Cnn(in_channels, image_size, num_classes)
+    network[0].weight.requires_grad_(False)
+    return network
+
+
+def images() -> tuple[np.ndarray, ...]:
+    """Two classes that differ in brightness."""
+    random = np.random.default_rng(0)
+    labels = np.arange(60) % 2
+    pixels = (random.integers(0, 100, (60, 1, 8, 8)) + 100 * labels[:, None, None, None]).astype(np.uint8)
+    return pixels[:40], labels[:40], pixels[40:], labels[40:]
+
+
+def half(module: nn.Module, *, generator: torch.Generator, factor: float = 0.5) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(factor)
+    return module

@@ -1,0 +1,171 @@
+"""Batched networks against the plain modules that they stand for."""
+
+import pytest
+import torch
+from torch import nn
+
+from weightscope.errors import UsageError
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.spec import WeightSpec
+from weightscope.training.batched_networks import BatchedNetworks
+
+NETWORKS = {
+    "convnext": lambda: ConvNeXt(8, 2, 7, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
+    "convnext-stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 5, in_channels=1, layer_scale=None),
+    "convnext-large-image": lambda: ConvNeXt(4, 1, 7, 1, 5, in_channels=1, layer_scale=None),
+    "convmixer": lambda: ConvMixer(8, 2, 5, 2, 5, in_channels=1),
+    "convmixer-dilated": lambda: ConvMixer(8, 4, 3, 1, 5, in_channels=1, dilations="D"),
+    "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
+    "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
+    "cnn": lambda: _cnn(),
+    "conv-variants": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, (3, 5), stride=2, padding=1),
+        nn.Conv2d(4, 6, 3, groups=2, dilation=2, padding=2, bias=False),
+        nn.Conv2d(6, 6, (3, 1), groups=6, padding="same"),
+        nn.Conv2d(6, 4, (2, 1), stride=(2, 1)),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    ),
+}
+
+
+def _cnn() -> nn.Sequential:
+    """What a tutorial trains."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3, stride=2),
+        nn.LeakyReLU(0.1),
+        nn.AvgPool2d(2, padding=1),
+        nn.Flatten(),
+        nn.Linear(32, 12),
+        nn.Sigmoid(),
+        nn.Linear(12, 5),
+    )
+
+
+def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[BatchedNetworks, list[nn.Module]]:
+    torch.manual_seed(0)
+    plain = [NETWORKS[name]().double() for _ in range(count)]
+    for network in plain:  # running statistics and scales away from their defaults
+        for value in network.state_dict().values():
+            if value.is_floating_point():
+                value.add_(0.1 * torch.rand_like(value))
+    return batch_in_float64(plain, kernels), plain
+
+
+def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
+    finally:
+        torch.set_default_dtype(before)
+    for row, network in zip(batched.weights, plain, strict=True):
+        values = {name: network.state_dict()[name].numpy() for name in batched.spec.names}
+        row.copy_(torch.from_numpy(batched.spec.pack(values, "float64")))
+    return batched
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:
+    check_against_plain(*make(name, kernels=kernel_set), mode, batch=6)
+
+
+def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: str, batch: int) -> None:
+    images = torch.randn(len(plain), batch, 1, 16, 16, dtype=torch.float64)
+    direction = torch.randn(len(plain), batch, 5, dtype=torch.float64)
+    getattr(batched, mode)()
+    logits = batched(images)
+    batched.backward((logits * direction).sum())
+    for t, network in enumerate(plain):
+        getattr(network, mode)()
+        expected = network(images[t])
+        torch.testing.assert_close(logits[t], expected, rtol=1e-10, atol=1e-12)
+        (expected * direction[t]).sum().backward()
+        gradient = batched.spec.unpack(batched.gradient[t])
+        for parameter_name, parameter in network.named_parameters():
+            torch.testing.assert_close(gradient[parameter_name], parameter.grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
+def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernel_set: str) -> None:
+    results = []
+    for poison in (False, True):
+        batched, _ = make(name, kernels=kernel_set)
+        if poison:
+            batched.weights[1] = float("nan")
+        logits = batched(torch.linspace(-1, 1, 4 * 256, dtype=torch.float64).view(4, 1, 16, 16))
+        batched.backward(logits.sum())
+        results.append((logits.detach(), batched.gradient.clone()))
+    (clean, clean_gradient), (poisoned, poisoned_gradient) = results
+    assert poisoned[1].isnan().all()
+    assert torch.equal(clean[[0, 2]], poisoned[[0, 2]])
+    assert torch.equal(clean_gradient[[0, 2]], poisoned_gradient[[0, 2]])
+
+
+def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> None:
+    batched, plain = make("convmixer", count=2)
+    batches = [torch.randn(5, 1, 16, 16, dtype=torch.float64) + shift for shift in range(3)]
+    batched.calibrate(batches)
+    for t, network in enumerate(plain):
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+                module.momentum = None  # a cumulative, equally weighted average
+        network.train()
+        for batch in batches:
+            network(batch)
+        found = batched.spec.unpack(batched.weights[t])
+        for name, buffer in network.named_buffers():
+            if "running" in name:
+                torch.testing.assert_close(found[name], buffer)
+
+
+def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
+    batched, _ = make("convnext", kernels=kernel_set)
+    batched.freeze(("stages.0.blocks.0.conv_dw.weight",))
+    batched.backward(batched(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
+    gradient = batched.spec.unpack(batched.gradient)
+    assert not gradient["stages.0.blocks.0.conv_dw.weight"].any()
+    assert gradient["stages.0.blocks.1.conv_dw.weight"].any()
+
+
+class _MyLinear(nn.Linear):
+    """May compute anything."""
+
+
+class _Scaled(nn.Module):
+    def __init__(self, shape: tuple[int, ...], buffer: bool) -> None:
+        super().__init__()
+        value = torch.ones(shape)
+        self.register_buffer("scale", value) if buffer else self.register_parameter("scale", nn.Parameter(value))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.LSTM(2, 2), r"`1` \(LSTM\) has no batched version"),
+        (nn.Dropout(), r"`1` \(Dropout\) has no batched version"),
+        (_MyLinear(2, 2), r"`1` \(_MyLinear\) has no batched version"),
+        (nn.ParameterList([torch.ones(2)]), r"`1` \(ParameterList\) has no batched version"),
+        (nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), "`1`: Conv2d.* pads with zeros"),
+        (nn.BatchNorm2d(2, affine=False), "`1`: BatchNorm2d.* needs a weight and a bias"),
+        (nn.LayerNorm((2, 2)), "`1`: LayerNorm.* one axis"),
+        (_Scaled((2,), buffer=True), r"`1.scale`, a buffer of _Scaled, cannot be batched"),
+        (_Scaled((), buffer=False), "`1.scale` is a scalar"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_without_a_batched_version_is_named(layer: nn.Module, message: str) -> None:
+    with pytest.raises(UsageError, match=message + '.*use training.engine = "loop"'):
+        BatchedNetworks(nn.Sequential(nn.Linear(2, 2), layer), 2)
+
+
+def test_the_rows_are_in_spec_order() -> None:
+    network = NETWORKS["convnext"]()
+    assert BatchedNetworks(network, 2).spec == WeightSpec.of(network)

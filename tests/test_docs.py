@@ -1,0 +1,283 @@
+"""The documentation is true: its code runs, its commands and options exist, its tables are complete, the site builds.
+
+The code of a page is run as one script, block after block, in a folder of its own:
+
+    ```python                       runs
+    ```python title="spread.py"     is written to that file (so are ```toml blocks with a title)
+    ```sh                           runs the lines that begin with `weightscope`
+    <!-- not run: reason -->        on the line before a block: it only has to be valid Python, or valid commands
+"""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+import yaml
+
+import weightscope
+from weightscope._util import toml
+from weightscope.cli import cli
+from weightscope.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+# What needs the network, a big download or another project's models.
+NOT_RUN = {"CONTRIBUTING.md": 8, "look-into-a-model.md": 3, "own-model.md": 2, "initialisers.md": 1, "tutorial.md": 1}
+
+# What is smaller here than on the pages, whose numbers are those of their tables and figures.
+SMALLER = {
+    "docs/tutorial.md": {
+        '"training.epochs": 6}': '"training.epochs": 1}',
+        "networks=256": "networks=16",
+        "epochs=[1, 3], seeds=24": "epochs=[1], seeds=2",
+    },
+    "README.md": {"networks=64": "networks=16"},
+}
+SMALL_RECIPE = {"data.train": 128, "data.test": 50, "population.tile": 4}
+
+_BLOCK = re.compile(
+    r"(?:^ *<!-- not run: (?P<why>.+?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+_COMMAND = """\
+import shlex
+from weightscope.cli import main
+try:
+    main(shlex.split({line!r})[1:])
+except SystemExit as stop:
+    assert not stop.code, {line!r}
+"""
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    language: str
+    title: str | None
+    code: str
+    why: str | None
+
+    @property
+    def commands(self) -> list[str]:
+        """The `weightscope` commands of a shell block, continued lines joined."""
+        lines = self.code.replace("\\\n", " ").splitlines() if self.language == "sh" else []
+        return [line for line in lines if line.startswith("weightscope ")]
+
+
+def blocks(page: Path) -> list[Block]:
+    found = _BLOCK.finditer(page.read_text())
+    return [Block(m["language"], m["title"], textwrap.dedent(m["code"]), m["why"]) for m in found]
+
+
+def script(page: Path) -> str:
+    """What a reader would type who follows the page from top to bottom."""
+    parts = []
+    for block in blocks(page):
+        if block.why is not None:
+            continue
+        if block.title is not None:
+            parts.append(f"import pathlib; pathlib.Path({block.title!r}).write_text({block.code!r})")
+        elif block.language == "python":
+            parts.append(block.code)
+        parts += [_COMMAND.format(line=line) for line in block.commands]
+    text = "\n".join(parts)
+    for large, small in SMALLER.get(named(page), {}).items():
+        assert large in text, f"{named(page)} has no longer {large}"
+        text = text.replace(large, small)
+    return text.replace("digits-convnext", "small.toml")
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+RUN = [page for page in PAGES if script(page)]
+
+
+def test_the_pages_that_must_have_code_have_some():
+    assert {named(page) for page in RUN} >= {
+        "README.md",
+        "docs/tutorial.md",
+        "docs/own-model.md",
+        "docs/own-initialiser.md",
+        "docs/look-into-a-model.md",
+        "docs/initialisers.md",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(SMALL_RECIPE)
+    (tmp_path / "small.toml").write_text(toml.dumps(recipe.to_dict()))
+    file = tmp_path / "page.py"
+    file.write_text(script(page))
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
+    done = subprocess.run(
+        [sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _paths() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def test_blocks_that_are_not_run_are_counted_and_sound():
+    there = {page.name: [block for block in blocks(page) if block.why is not None] for page in PAGES}
+    for page, skipped in there.items():
+        for block in skipped:
+            print(f"{page}: not run: {block.why}")
+            if block.language == "python":
+                ast.parse(block.code)
+    assert {page: len(skipped) for page, skipped in there.items() if skipped} == NOT_RUN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_and_options_exist(page):
+    for block in blocks(page):
+        if block.language == "toml":
+            tomllib.loads(block.code)
+        for line in block.commands:
+            _check_command(shlex.split(line.split(" #")[0]))
+
+
+def _check_command(words: list[str]) -> None:
+    assert words[1] in cli.commands, words
+    command = cli.commands[words[1]]
+    known = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
+    used = {word for word in words[2:] if re.fullmatch(r"--?[a-z][a-z-]*", word)}
+    assert used <= known | {"--help"}, (words, used - known)
+
+
+def test_a_wrong_option_would_be_found():
+    with pytest.raises(AssertionError):
+        _check_command(["weightscope", "collect", "digits-convnext", "--onetwork", "3"])
+
+
+def test_the_readme_lists_every_command():
+    table = re.findall(r"^\| `weightscope ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(table) == sorted(cli.commands)
+
+
+def test_the_readme_is_short_and_has_no_placeholder():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 130
+    assert not re.search(r"https?://\.\.\.|<[a-z-]*url>|example\.(com|org)|TODO", text, re.IGNORECASE)
+    assert len([b for b in blocks(ROOT / "README.md") if b.language == "python"]) == 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text()):
+        # mkdocs_hooks.py adds the figures and CONTRIBUTING.md to the site.
+        here = [page.parent / target]
+        if DOCS in page.parents:
+            added = {
+                "contributing.md": "CONTRIBUTING.md",
+                "notebooks/first-steps.md": "docs/notebooks/first-steps.ipynb",
+            }
+            here += [ROOT / added.get(target, "-")] + [ROOT / target] * target.startswith("figures/")
+        assert any(path.exists() for path in here), f"{named(page)}: {target}"
+
+
+def test_nothing_tells_to_install_from_an_index():
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        assert not re.search(r"pip install [\"']?weightscope", page.read_text()), page
+
+
+def test_the_architecture_names_every_package():
+    text = (DOCS / "architecture.md").read_text()
+    package = Path(weightscope.__file__).parent
+    rooms = [p.name for p in package.iterdir() if (p / "__init__.py").exists()]
+    rooms += [p.stem for p in package.glob("*.py") if not p.stem.startswith("_")]
+    assert len(rooms) > 15
+    missing = [name for name in rooms if f"`{name}" not in text]
+    assert not missing, missing
+
+
+def test_the_architecture_has_the_order_of_the_import_rules():
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(rule["layers"] for rule in rules if rule["type"] == "layers")
+    diagram = re.search(r"^```text title=\"imports\"\n(.*?)^```$", (DOCS / "architecture.md").read_text(), re.M | re.S)
+    found = [" | ".join(re.split(r" +\| +", line.split("  ")[0].strip())) for line in diagram[1].splitlines()]
+    assert found == [" | ".join(part.strip() for part in layer.split("|")) for layer in layers]
+
+
+def test_every_public_package_has_a_reference_page():
+    package = Path(weightscope.__file__).parent
+    public = [p.name for p in package.iterdir() if (p / "__init__.py").exists() and not p.name.startswith("_")]
+    for name in public:
+        if name in ("cli", "demo"):  # commands: the README's table and `--help`
+            continue
+        assert f"::: weightscope.{name}" in (DOCS / "reference" / f"{name}.md").read_text(), name
+    assert "::: weightscope\n" in (DOCS / "reference" / "index.md").read_text()
+
+
+def test_every_initialiser_is_in_the_table():
+    from weightscope.init.registry import INITIALISERS
+
+    text = (DOCS / "initialisers.md").read_text()
+    assert not [name for name in INITIALISERS if f"`{name}`" not in text]
+
+
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"[\w/-]+\.(?:md|ipynb)", text))
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert there <= listed
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 20
+    loads = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=[\"']?(https?:|//)[^\"' >]*")
+    for page in pages:
+        found = [m[0] for m in loads.finditer(page.read_text()) if 'rel="canonical"' not in m[0]]
+        assert not found, (page, found)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install -e '.[docs]'")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install -e '.[docs]'")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install -e '.[docs]'")
+    notebook = nbformat.read(DOCS / "notebooks" / "first-steps.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert not cell.get("outputs"), "outputs are stripped"
+    monkeypatch.setenv("PYTHONPATH", _paths())
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
+def test_the_citation_file_is_valid():
+    values = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert values["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors", "license", "type"} <= values.keys()
+    assert values["license"] == "Apache-2.0"
+    assert all(a.get("name") or {"family-names", "given-names"} <= a.keys() for a in values["authors"])
+    assert len(values["references"]) >= 5
+    for reference in values["references"]:
+        assert {"type", "title", "authors", "year", "url"} <= reference.keys(), reference["title"]
+        assert isinstance(reference["year"], int)
+        # The README cites the same.
+        assert reference["url"] in (ROOT / "README.md").read_text(), reference["url"]
+    json.dumps(values, default=str)

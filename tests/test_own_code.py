@@ -1,0 +1,165 @@
+"""Populations of one's own networks, images and initialisers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import own_code
+import pytest
+import torch
+from torch import nn
+
+import weightscope
+from weightscope.errors import DataError, UsageError
+from weightscope.networks import build_for
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.training import spec_of, train_tile
+from weightscope.training.collection import collect
+
+BASE = {
+    "data": {"name": "digits", "train": 64, "test": 40},
+    "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
+    "population": {"networks": 3, "tile": 2, "seed": 7},
+}
+
+
+def recipe(network: object, **changes: object) -> Recipe:
+    values = {key.replace("__", "."): value for key, value in changes.items()}
+    return Recipe.parse({**BASE, "network": network}).replace(values)
+
+
+@pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen])
+def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network: object) -> None:
+    plan = recipe(network)
+    batched, loop = (train_tile(plan.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
+    np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=2e-5)
+    for metric, values in loop.metrics.items():
+        np.testing.assert_allclose(batched.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
+
+
+def test_what_needs_no_gradient_is_not_trained() -> None:
+    plan = recipe(own_code.partly_frozen)
+    tile = train_tile(plan, 0, device="cpu")
+    torch.manual_seed(int(tile.seeds[0]))
+    start = build_for(plan).state_dict()
+    found = spec_of(plan).unpack(tile.weights[0])
+    assert np.array_equal(found["0.weight"], start["0.weight"].numpy())
+    assert not np.array_equal(found["4.weight"], start["4.weight"].numpy())
+
+
+def test_a_network_without_batched_layers_trains_by_loop(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'`gru` \(GRU\) has no batched version; use training.engine = "loop"'):
+        collect(recipe(own_code.Gru), tmp_path / "a.pop")
+    assert not (tmp_path / "a.pop").exists()
+    plan = recipe({"type": own_code.Gru, "hidden": 5}, training__engine="loop")
+    population = collect(plan, tmp_path / "a.pop", workers=1, device="cpu")
+    assert population.spec["head.weight"].shape == (10, 5)
+    assert not population.diverged.any()
+    network = population.network(2)
+    assert isinstance(network, own_code.Gru)
+    np.testing.assert_array_equal(network.head.weight.detach(), population.weights("head.weight")[2].reshape(10, 5))
+
+
+def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
+    plan = recipe(own_code.Gru, training__engine="loop")
+    wide, narrow = (train_tile(plan.replace({"population.tile": t}), 0, device="cpu").weights for t in (2, 1))
+    assert wide[0].tobytes() == narrow[0].tobytes()
+    plain = train_tile(plan.replace({"population.seed": 8}), 0, device="cpu").weights
+    assert not np.array_equal(plain[0], wide[0])
+
+
+@pytest.mark.parametrize("how", ["softmax", "mean", "cat", "random", "branch", "shape"])
+def test_a_forward_that_mixes_networks_is_refused(how: str) -> None:
+    plan = recipe({"type": own_code.Mixing, "how": how})
+    message = {"branch": "depends on values", "shape": "does not run on"}.get(how, "batched and plain networks differ")
+    with pytest.raises(UsageError, match=f'own_code:Mixing.*{message}.*use training.engine = "loop"'):
+        train_tile(plan, 0, device="cpu")
+    if how != "shape":
+        train_tile(plan.replace({"training.engine": "loop", "training.epochs": 1}), 0, device="cpu")
+
+
+def test_a_forward_that_does_not_mix_is_not_refused() -> None:
+    """The same code without the step that mixes."""
+    train_tile(recipe({"type": own_code.Mixing, "how": "not"}), 0, device="cpu")
+
+
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ("own_code:Missing", "no name 'Missing'"),
+        ("own_codes:Cnn", "cannot import own_codes"),
+        ({"type": "own_code:Cnn", "depth": 3}, r"called with \(in_channels, image_size, num_classes, \*\*numbers\)"),
+        ("own_code:no_module", "expected an nn.Module from own_code:no_module, found str"),
+        ("own_code:wrong_logits", r"expected logits \(4, 10\) from the network, found \(4, 11\)"),
+        ("own_code:Unused", "`0.extra` does not affect the logits"),
+        ({"type": "own_code:Mixing", "how": "error"}, r"failed on images \(4, 1, 8, 8\): RuntimeError: no"),
+    ],
+)
+def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, message: str, engine: str) -> None:
+    network = network if isinstance(network, dict) else {"type": network}
+    plan = recipe(network, training__engine=engine)
+    with pytest.raises(UsageError, match=message):
+        collect(plan, tmp_path / "a.pop", device="cpu")
+    assert not (tmp_path / "a.pop").exists()
+
+
+def test_own_code_everywhere_and_in_workers(tmp_path: Path) -> None:
+    """Functions that a worker can import, and one that it cannot; the same bits as here."""
+
+    def quarter(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+        return own_code.half(module, generator=generator, factor=0.25)
+
+    values = {**BASE, "network": own_code.Cnn, "data": own_code.images, "init": [own_code.half, quarter]}
+    here = collect(values, tmp_path / "here.pop", workers=1, device="cpu")
+    there = collect(values, tmp_path / "there.pop", workers=2, device="cpu")
+    assert here.weights().tobytes() == there.weights().tobytes()
+    assert here.metrics["init"].tolist() == [0, 1, 0]
+    inputs = Population(tmp_path / "here.pop")._manifest.inputs
+    assert set(inputs) == {
+        "network own_code:Cnn",
+        "data own_code:images",
+        "init own_code:half",
+        f"init {__name__}:{test_own_code_everywhere_and_in_workers.__name__}.quarter",
+    }
+
+
+MODULE = """
+from torch import nn
+
+def network(in_channels, image_size, num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+"""
+RECIPE = """
+[network]
+type = "my_network:network"
+[data]
+name = "digits"
+train = 64
+test = 40
+[training]
+epochs = 1
+[population]
+networks = 2
+tile = 1
+"""
+
+
+def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path) -> None:
+    """The command line in the folder of the module; workers find it as well."""
+    (tmp_path / "my_network.py").write_text(MODULE)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    call = [sys.executable, "-m", "weightscope", "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
+    code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
+    call = [sys.executable, "-c", code, *call[3:]]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": str(Path(weightscope.__file__).parents[1])}
+    done = subprocess.run(call, **options)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "my_network.py").write_text(MODULE + "\n# a change\n")
+    done = subprocess.run([*call, "-n", "3"], **options)
+    assert done.returncode == DataError.exit_code
+    assert "the source of network my_network:network has changed since the population was created" in done.stderr

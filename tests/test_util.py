@@ -1,0 +1,252 @@
+"""Names, tables, results, checks and plug-ins: what all packages build on."""
+
+import functools
+import importlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from weightscope._util import checks, plugins
+from weightscope._util.names import listing, matching, nearest_first, split_patterns, unknown, unwrapped
+from weightscope._util.results import Result
+from weightscope._util.sources import is_population
+from weightscope._util.tables import html_table, text_table
+from weightscope.errors import UsageError
+
+# -- names ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [
+        ("fc1.weight", "fc1.weight"),
+        ("module.module.blocks.0.mlp._orig_mod.fc1.weight", "blocks.0.mlp.fc1.weight"),
+        ("_orig_mod.module.a._fsdp_wrapped_module.b._checkpoint_wrapped_module.c", "a.b.c"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("module", "module"),
+    ],
+)
+def test_wrappers_are_stripped_wherever_they_are(name: str, bare: str) -> None:
+    assert unwrapped(name) == bare
+
+
+def test_patterns_keep_the_order_of_the_names_and_refuse_what_matches_nothing() -> None:
+    names = ["b.fc1.weight", "a.fc2.weight", "a.fc1.bias"]
+    assert matching("*.bias, b.*", names) == ["b.fc1.weight", "a.fc1.bias"]
+    assert matching(["*fc[12].weight"], names) == names[:2]
+    with pytest.raises(UsageError, match=r"frozen: no tensor matches 'a.fc2.weigth'; the 3 names are `a.fc2.weight`,"):
+        matching("*, a.fc2.weigth", names, "frozen")
+    for bad in ("", "a,", [], ["a", 1], ["a", " "]):
+        with pytest.raises(UsageError, match="select: expected a pattern such as"):
+            split_patterns(bad)
+
+
+def test_messages_name_the_nearest() -> None:
+    assert listing(["a", "b"]) == "`a`, `b`"
+    assert listing(map(str, range(5)), most=2) == "`0`, `1` and 3 more"
+    assert nearest_first("fc2", ["x", "fc1", "y"]) == ["fc1", "x", "y"]
+    assert unknown("animal", "hores", ["cow", "horse"]) == "no animal 'hores'; did you mean 'horse'?"
+    assert unknown("animal", "x", ["cow", "horse"]) == "no animal 'x'; there are cow, horse"
+    assert unknown("animal", 3, ["cow"]) == "no animal 3; there are cow"
+
+
+# -- tables and results -----------------------------------------------------------------------------------------
+
+
+def test_text_tables_are_aligned() -> None:
+    assert text_table(("name", "n"), [("a", 10), ("long name", 5)]).splitlines() == [
+        "name        n",
+        "a          10",
+        "long name   5",
+    ]
+    assert text_table(("n", "name"), [(1, "a")], left=(1,)) == "n  name\n1  a"
+    with pytest.raises(ValueError):
+        text_table(("a", "b"), [(1, 2, 3)])
+
+
+def test_html_tables_are_escaped_and_end() -> None:
+    html = html_table([{"a<b": "<script>", "x": 0.123456, "y": None}] * 3, most=2)
+    assert "<script>" not in html
+    assert "a&lt;b" in html
+    assert "<td>0.1235</td><td></td>" in html
+    assert html.count("<tr>") == 3
+    assert "1 more row" in html
+    assert html_table([]) == "<p>no rows</p>"
+
+
+class Squares(Result):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def text(self) -> str:
+        return text_table(("n", "square"), [tuple(r.values()) for r in self.rows()])
+
+    def rows(self) -> list[dict[str, int]]:
+        return [{"n": n, "square": n * n} for n in range(self.count)]
+
+    def summary(self) -> str:
+        return f"{self.count} squares & more"
+
+
+def test_results_have_a_table_a_short_repr_and_html() -> None:
+    pytest.importorskip("pandas")
+    result = Squares(1000)
+    assert repr(result) == "<Squares: 1000 squares & more>"
+    assert str(result) == result.text()
+    assert result.to_pandas()["square"].sum() == sum(n * n for n in range(1000))
+    assert result._repr_html_().startswith("<p>1000 squares &amp; more</p><table>")
+    assert len(result._repr_html_()) < 3000
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="`pip install pandas`"):
+        Squares(2).to_pandas()
+
+
+# -- checks -----------------------------------------------------------------------------------------------------
+
+
+def test_checks_return_the_value_or_name_the_argument() -> None:
+    assert checks.number("x", 2, least=0, most=2) == 2.0
+    assert checks.positive("x", 0.5) == 0.5
+    assert checks.count("n", 3) == 3
+    assert checks.choice("k", "a", ("a", "b")) == "a"
+    assert checks.flag("f", False) is False
+    for check, message in (
+        (lambda: checks.number("x", float("nan")), "x: expected a finite number, found nan"),
+        (lambda: checks.number("x", True), "x: expected a finite number, found True"),
+        (lambda: checks.number("x", "1"), "x: expected a finite number, found '1'"),
+        (lambda: checks.number("x", -1, least=0), "x: expected a number >= 0, found -1"),
+        (lambda: checks.number("x", 3, least=0, most=2), r"x: expected a number in \[0, 2\], found 3"),
+        (lambda: checks.positive("x", 0), "x: expected a number > 0, found 0"),
+        (lambda: checks.count("n", 0), "n: expected an integer >= 1, found 0"),
+        (lambda: checks.count("n", 2.0), "n: expected an integer >= 1, found 2.0"),
+        (lambda: checks.choice("k", "c", ("a", "b")), "k: expected one of 'a', 'b', found 'c'"),
+        (lambda: checks.flag("f", 1), "f: expected true or false, found 1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check()
+
+
+def test_what_a_path_is(tmp_path: Path) -> None:
+    assert is_population("a.pop")
+    assert not is_population("hf://org/a.pop")
+    assert not is_population(tmp_path)
+    (tmp_path / "population.json").touch()
+    assert is_population(tmp_path)
+    assert not is_population(3)
+
+
+# -- plug-ins ---------------------------------------------------------------------------------------------------
+
+
+def free(x: int) -> int:
+    return x + 1
+
+
+class Holder:
+    @staticmethod
+    def inner() -> str:
+        return "inner"
+
+
+def test_a_registry_finds_names_references_and_objects() -> None:
+    registry: plugins.Registry = plugins.Registry("operation")
+
+    @registry.register("double", source="arithmetic")
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert registry.find("double") is registry["double"] is double
+    assert registry.find(f"{__name__}:free") is free
+    assert registry.find(free) is free
+    assert (list(registry), len(registry), "double" in registry) == (["double"], 1, True)
+    assert registry.details["double"] == {"source": "arithmetic"}
+    assert registry.register("double")(double) is double
+    with pytest.raises(ValueError, match="two operations with the name 'double'"):
+        registry.register("double")(free)
+    with pytest.raises(UsageError, match=r"no operation 'duoble'; did you mean 'double'.*'package.module:name'"):
+        registry.find("duoble")
+
+
+def test_references() -> None:
+    for text, yes in (("a:b", True), ("a.b:c.d", True), ("a.b", False), ("a:", False), (":a", False), ("a b:c", False)):
+        assert plugins.is_reference(text) is yes
+    assert not plugins.is_reference(3)
+    assert plugins.imported(f"{__name__}:Holder.inner")() == "inner"
+    assert plugins.reference_to(free) == f"{__name__}:free"
+    assert plugins.imported(plugins.reference_to(Holder)) is Holder
+    with pytest.raises(UsageError, match="no name 'fre'; did you mean 'free'"):
+        plugins.imported(f"{__name__}:fre")
+    with pytest.raises(UsageError, match=r"cannot import no_such_module \(ModuleNotFoundError"):
+        plugins.imported("no_such_module:f")
+    for nameless in (lambda: 0, functools.partial(free, 1)):
+        with pytest.raises(UsageError, match="a name of its own"):
+            plugins.reference_to(nameless)
+
+
+def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    (tmp_path / "mine_for_this_test.py").write_text("def f():\n    return 7\n")
+    (tmp_path / "broken_for_this_test.py").write_text("1 / 0\n")
+    importlib.invalidate_caches()
+    before = list(sys.path)
+    assert plugins.imported("mine_for_this_test:f")() == 7
+    with pytest.raises(UsageError, match=r"cannot import broken_for_this_test .ZeroDivisionError"):
+        plugins.imported("broken_for_this_test:f")
+    assert sys.path == before
+
+
+def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_passed", {})
+
+    def local() -> int:
+        return 5
+
+    reference = plugins.reference_to(local)
+    assert plugins.imported(reference) is local
+    assert plugins.passed() == {reference: local}
+    handed_over = plugins.passed()
+    plugins._passed.clear()
+    with pytest.raises(UsageError):
+        plugins.imported(reference)
+    plugins.restore(handed_over)
+    assert plugins.imported(reference)() == 5
+
+
+def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_script(tmp_path: Path) -> None:
+    def hashes(text: str) -> str:
+        (tmp_path / "hashed.py").write_text(text)
+        code = "import hashed; from weightscope._util.plugins import source_hash; print(source_hash(hashed.f))"
+        environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    first = hashes("def f():\n    return g()\ndef g():\n    return 1\n")
+    assert len(first) == 16
+    assert first != hashes("def f():\n    return g()\ndef g():\n    return 2\n")
+    script = textwrap.dedent("""
+        from weightscope._util.plugins import source_hash
+        def f():
+            return 1
+        print(source_hash(f))
+    """)
+    found = set()
+    for i, text in enumerate((script, script + "print('other work')\n", script.replace("return 1", "return 2"))):
+        (tmp_path / f"script{i}.py").write_text(text)
+        environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, tmp_path / f"script{i}.py"], env=environment, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout.split()[0])
+    assert len(found) == 2
+    with pytest.raises(UsageError, match="its source cannot be read"):
+        plugins.source_hash(len)

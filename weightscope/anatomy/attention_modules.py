@@ -1,0 +1,348 @@
+"""Queries, keys, values and output projections, per layer and head, independent of their names and packing.
+
+An adapter is a row of `attention_schemes.SCHEMES`: the names that a model family gives to the three input projections,
+and how they are packed. Head counts come from attributes or the config; they are never guessed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
+from weightscope.anatomy.slots import Rows, Slot
+from weightscope.anatomy.tensors import NamedTensors
+from weightscope.errors import AnatomyError, SpecError, UsageError
+
+PartName = Literal["q", "k", "v", "o"]
+
+
+_CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^attn_pool", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPart:
+    """One attention module: its four projections, as tensors with an axis for the heads.
+
+    Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
+    `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
+    key/value head that query head h uses (`kv_head`).
+
+    Attributes:
+        layer: number of the layer over the whole model, from 0; self- and cross-attention of one block share it.
+        name: path of the attention module, including the components that wrappers add.
+        kind: "self" or "cross".
+        heads: H, number of query heads.
+        kv_heads: number of key/value heads; less than H for grouped queries.
+        width: d, of the residual stream that queries read.
+        kv_width: of the stream that keys and values read; d, except in some cross-attention.
+        head_width: k, of queries and keys.
+        value_width: of values; usually k.
+        rotary: queries and keys are rotated by position, so that `q k^T` is the product at relative position 0.
+        causal: whether later tokens are masked; None if unknown.
+        normalised: queries and keys are normalised before the product (`q_norm`), so that its scale is arbitrary.
+        scale: factor on the logits; 1/sqrt(k), unless the module states another.
+    """
+
+    layer: int
+    name: str
+    kind: Literal["self", "cross"]
+    heads: int
+    kv_heads: int
+    width: int
+    kv_width: int
+    head_width: int
+    value_width: int
+    rotary: bool
+    causal: bool | None
+    normalised: bool
+    scale: float
+    _tensors: NamedTensors = field(repr=False)
+    _weights: dict[str, Slot] = field(repr=False)
+    _biases: dict[str, Slot] = field(repr=False)
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tensors that each part reads and writes: part -> names."""
+        return {part: (slot.name,) for part, slot in self._weights.items()}
+
+    @property
+    def bias_parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the bias tensors, for the parts that have one."""
+        return {part: (slot.name,) for part, slot in self._biases.items()}
+
+    def kv_head(self, head: int) -> int:
+        """The key/value head that query head `head` uses."""
+        return head // (self.heads // self.kv_heads)
+
+    def _groups(self, part: str) -> tuple[int, int]:
+        if part not in ("q", "k", "v", "o"):
+            raise UsageError(f"part: expected one of 'q', 'k', 'v', 'o', found {part!r}")
+        heads = self.heads if part in "qo" else self.kv_heads
+        return heads, self.head_width if part in "qk" else self.value_width
+
+    def read(self, part: PartName) -> Tensor:
+        """A copy of one projection, float32 or better.
+
+        Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
+        """
+        heads, inner = self._groups(part)
+        matrix = self._weights[part].read(self._tensors)  # (out, in)
+        if part == "o":
+            return matrix.T.reshape(heads, inner, -1)
+        return matrix.reshape(heads, inner, -1).mT
+
+    def write(self, part: PartName, value: Tensor) -> None:
+        """Write a projection in place; the exact inverse of `read`, same shapes.
+
+        Raises:
+            SpecError: if the shape differs from that of `read`.
+            DataError: if a finite number overflows in the parameter's data type, or the model is a read-only file.
+        """
+        heads, inner = self._groups(part)
+        if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
+            raise SpecError(
+                f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
+            )
+        matrix = value.reshape(heads * inner, -1).T if part == "o" else value.mT.reshape(heads * inner, -1)
+        self._weights[part].write(self._tensors, matrix)
+
+    def read_bias(self, part: PartName) -> Tensor | None:
+        """A copy of a part's bias: (heads, width of a head) for q, k and v, (d,) for o; None if the model has none."""
+        heads, inner = self._groups(part)
+        if part not in self._biases:
+            return None
+        vector = self._biases[part].read(self._tensors)
+        return vector if part == "o" else vector.reshape(heads, inner)
+
+    def write_bias(self, part: PartName, value: Tensor) -> None:
+        """Write a bias in place; the exact inverse of `read_bias`.
+
+        Raises:
+            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
+        """
+        heads, inner = self._groups(part)
+        if part not in self._biases:
+            raise SpecError(f"`{self.name}` has no bias for {part}")
+        if part != "o" and tuple(value.shape) != (heads, inner):
+            raise SpecError(f"`{self.name}` {part} bias: expected ({heads}, {inner}), found {tuple(value.shape)}")
+        self._biases[part].write(self._tensors, value if part == "o" else value.reshape(-1))
+
+
+def find(tensors: NamedTensors) -> list[AttentionPart]:
+    """All attention modules, in order."""
+    parts: list[AttentionPart] = []
+    seen: set[Any] = set()
+    for prefix, scheme in _anchors(tensors):
+        slots = _slots(tensors, prefix, scheme)
+        if slots is None:
+            continue
+        key = tuple((tensors.identity(s.name), str(s.rows)) for s in slots[0].values())
+        if key in seen:
+            continue
+        seen.add(key)
+        kind = _kind(tensors, prefix, *slots[:1])
+        layer = parts[-1].layer + (not _same_block(parts[-1], prefix, kind)) if parts else 0
+        parts.append(_part(tensors, prefix, layer, kind, *slots))
+    return parts
+
+
+def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
+    """Prefix and scheme of each attention module, in order; the first matching scheme is used."""
+    taken: set[str] = set()
+    for name in tensors.names:
+        for scheme in SCHEMES:
+            keys = {scheme.q, scheme.k, scheme.v}
+            prefix = next((name.removesuffix(key) for key in keys if name.endswith(key)), None)
+            if prefix is None or (prefix and not prefix.endswith(".")) or prefix in taken:
+                continue
+            if all(prefix + key in tensors for key in keys):
+                taken.add(prefix)
+                yield prefix, scheme
+                break
+
+
+def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
+    parent = prefix[:-1].rpartition(".")[0]
+    for candidate in OUTPUTS:
+        base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
+        name = base + candidate.lstrip("^")
+        if name in tensors:
+            shape = tensors.shape(name)
+            if len(shape) >= 2 and columns in (None, shape[0 if transposed else 1]):
+                return name
+    return None
+
+
+def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
+    """Weight slots, bias slots and the number of query rows; None if the names are not those of an attention module."""
+    if f"{prefix}temperature" in tensors:  # XCiT attends between channels, not between tokens
+        return None
+    names = {"q": prefix + scheme.q, "k": prefix + scheme.k, "v": prefix + scheme.v}
+    shapes = {part: tensors.shape(name) for part, name in names.items()}
+    if any(len(shape) < 2 or any(n != 1 for n in shape[2:]) for shape in shapes.values()):
+        return None
+    packed_shape = shapes["k"]
+    transposed = scheme.conv1d and packed_shape[1] > packed_shape[0]
+    rows = {part: shape[1 if transposed else 0] for part, shape in shapes.items()}
+    triple, pair = names["q"] == names["k"] == names["v"], names["q"] != names["k"] == names["v"]
+    out = _output(tensors, prefix, None if triple or pair else rows["v"], transposed)
+    if out is None:
+        out = _output(tensors, prefix, None, transposed)
+    if out is None:
+        return None
+    columns = tensors.shape(out)[0 if transposed else 1]
+    spans: list[Rows] = [None, None, None]
+    if triple:
+        spans = [*_spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))]
+    elif pair:
+        spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
+    if scheme.interleaved and triple:
+        spans = [*_interleaved(rows["q"], tensors.hint(prefix[:-1], HEADS), prefix)]
+    weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
+    weights["o"] = Slot(out, None, transposed)
+    query_rows = columns if triple else rows["q"]
+    return weights, _biases(tensors, prefix, scheme, weights, rows), query_rows
+
+
+def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _interleaved(rows: int, heads: int | None, prefix: str) -> tuple[Tensor, ...]:
+    if heads is None or rows % (3 * heads):
+        raise AnatomyError(
+            f"`{prefix[:-1]}`: unpacking {rows} rows needs the number of heads, found {heads}; "
+            "pass config={'num_attention_heads': H}"
+        )
+    return tuple(torch.arange(rows).reshape(heads, 3, -1).transpose(0, 1).reshape(3, -1))
+
+
+def _biases(
+    tensors: NamedTensors, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
+) -> dict[str, Slot]:
+    out = {}
+    whole = _spans((rows["q"], rows["k"], rows["v"]))
+    for i, part in enumerate("qkvo"):
+        weight = weights[part]
+        name = weight.name.removesuffix("weight") + "bias"
+        span = weight.rows
+        if part != "o" and scheme.bias is not None:
+            name = prefix + scheme.bias[i]
+            span = weight.rows if weight.rows is not None else whole[i]
+        elif part in "qv" and name not in tensors:
+            name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
+        if name in tensors and len(tensors.shape(name)) == 1:
+            out[part] = Slot(name, span, vector=True)
+    return out
+
+
+def _kind(tensors: NamedTensors, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
+    words = prefix[:-1].split(".") if prefix else [""]
+    parent = ".".join(words[:-1])
+    beside = f"{parent}.self_attn." if parent else "self_attn."
+    if any(_CROSS.search(word) for word in words[-2:]) or f"{prefix}latent" in tensors:
+        return "cross"
+    if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in tensors.names):
+        return "cross"
+    if any(f"{parent}.{probe}" in tensors for probe in ("probe", "latent")):
+        return "cross"  # a learned query pools the tokens
+    q, k = (tensors.shape(weights[p].name)[0 if weights[p].transposed else 1] for p in "qk")
+    return "self" if q == k else "cross"
+
+
+def _same_block(last: AttentionPart, prefix: str, kind: str) -> bool:
+    if kind == "self" or last.kind == "cross":
+        return False
+    mine, other = prefix[:-1], last.name
+    beside = mine.rpartition(".")[0] == other.rpartition(".")[0]
+    return beside or (_block(mine) != "" and _block(mine) == _block(other))
+
+
+def _block(path: str) -> str:
+    """The path up to and including its last number: the block of an attention module."""
+    found = re.match(r"(.*(?:^|\.)\d+)(?:\.|$)", path)
+    return found.group(1) if found else ""
+
+
+def _part(
+    tensors: NamedTensors,
+    prefix: str,
+    layer: int,
+    kind: Literal["self", "cross"],
+    weights: dict[str, Slot],
+    biases: dict[str, Slot],
+    query_rows: int,
+) -> AttentionPart:
+    path = prefix.removesuffix(".")
+    sizes = {part: slot.size(tensors) for part, slot in weights.items()}
+    heads, kv_heads, k, values = _heads(tensors, path, query_rows, sizes)
+    return AttentionPart(
+        layer=layer,
+        name=path,
+        kind=kind,
+        heads=heads,
+        kv_heads=kv_heads,
+        width=sizes["q"][1],
+        kv_width=sizes["k"][1],
+        head_width=k,
+        value_width=values,
+        rotary=kind == "self" and tensors.rope(path),
+        causal=_causal(tensors, path),
+        normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
+        or f"{prefix}logit_scale" in tensors,
+        scale=_scale(tensors, path, k),
+        _tensors=tensors,
+        _weights=weights,
+        _biases=biases,
+    )
+
+
+def _heads(
+    tensors: NamedTensors, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]
+) -> tuple[int, int, int, int]:
+    """(heads, kv_heads, head width, value width) from hints, checked against the shape of every projection."""
+    heads = tensors.hint(path, HEADS)
+    if not heads:
+        width = tensors.hint(path, HEAD_WIDTHS)
+        if not width:
+            raise AnatomyError(
+                f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
+                "pass config={'num_attention_heads': H}"
+            )
+        heads = query_rows // width
+    k = query_rows // heads
+    counted = {part: rows for part, (rows, _) in sizes.items()}
+    kv_heads = counted["k"] // k if k else 0
+    good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
+    values = counted["v"] // kv_heads if good else 0
+    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][1]:
+        raise AnatomyError(
+            f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
+            f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
+        )
+    return heads, kv_heads, k, values
+
+
+_QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
+
+
+def _causal(tensors: NamedTensors, path: str) -> bool | None:
+    stated = tensors.own(path, "is_causal")
+    if stated is True or (f"{path}.bias" in tensors and len(tensors.shape(f"{path}.bias")) == 4):
+        return True
+    # CLIP's text tower is causal by a mask that is passed to it.
+    return False if stated is False and "text_model" not in path.split(".") else None
+
+
+def _scale(tensors: NamedTensors, path: str, k: int) -> float:
+    for key in ("scaling", "scale"):
+        value = tensors.own(path, key)
+        if isinstance(value, float):
+            return value
+    unscaled = tensors.hint(path, ("model_type",), str) in ("t5", "mt5", "umt5")  # T5 folds the scale into its weights
+    return 1.0 if unscaled else k**-0.5

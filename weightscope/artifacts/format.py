@@ -1,0 +1,103 @@
+"""The file format of artifacts: a safetensors file with arrays and, in its metadata, one JSON header.
+
+`{"format": FORMAT, "version": 1, ...}`: the format says what was fitted, the rest is described by the class of that
+format. Everything that a file states is checked before it is used, and reading executes nothing.
+"""
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from weightscope._util import atomic
+from weightscope._util.results import Result
+from weightscope.errors import DataError
+
+KEY = "weightscope"  # of the header in the file's metadata
+VERSION = 1
+
+H = TypeVar("H", bound=BaseModel)
+
+
+class Artifact(Result):
+    """A fitted initialiser that can be saved; `load_artifact` reads it."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the arrays, in JSON types; the header of the artifact."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the artifact by name."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the artifact atomically.
+
+        Raises:
+            WeightscopeError: if the file cannot be written.
+        """
+        header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
+        # Not `ascontiguousarray`, which makes a scalar a vector.
+        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
+        atomic.write(path, to_bytes(arrays, metadata={KEY: header}))
+        return Path(path)
+
+
+def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """The JSON header and the arrays of an artifact of any format.
+
+    Raises:
+        DataError: if the file is missing, damaged, or not an artifact.
+    """
+    from weightscope.checkpoint.safetensors_header import read_header  # that package imports torch
+
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
+        with safe_open(str(path), framework="numpy") as tensors:
+            text = (tensors.metadata() or {}).get(KEY)
+            arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if text else {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
+    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found an invalid safetensors file: {error}"
+        ) from error
+    if text is None:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found a safetensors file without its header; "
+            "`weightscope fit-init` writes artifacts"
+        )
+    try:
+        return json.loads(text), arrays
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its header is not JSON: {error}") from error
+
+
+def checked_header(values: Any, model: type[H]) -> H:
+    """The header as a pydantic model.
+
+    Raises:
+        DataError: if the version differs or a value is invalid; names the first invalid field.
+    """
+    if isinstance(values, Mapping) and values.get("version") != VERSION:
+        raise DataError(
+            f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"
+        )
+    try:
+        # From JSON, because there a list is accepted as a tuple although types are strict.
+        return model.model_validate_json(json.dumps(values))
+    except RecursionError as error:
+        raise DataError(f"its header is nested too deeply: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "header"
+        raise DataError(f"invalid header: {where}: {first['msg'].lower()}") from None

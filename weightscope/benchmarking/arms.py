@@ -1,0 +1,133 @@
+"""What a benchmark compares: arms, one for each initialiser, training length and choice of frozen tensors."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightscope._util.checks import count
+from weightscope._util.plugins import reference_to
+from weightscope._util.sources import is_population
+from weightscope.errors import UsageError
+from weightscope.population import Population
+from weightscope.recipe import InitConfig, Recipe
+
+Init = str | Path | InitConfig | Callable[..., Any]
+FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One initialiser at one training length.
+
+    Attributes:
+        init: label: the initialiser's name, the function's name or the file's stem, with ` (frozen)` if it is.
+        epochs: training length, a full schedule.
+        recipe: what `collect` trains.
+    """
+
+    init: str
+    epochs: int
+    recipe: Recipe
+
+    @property
+    def folder(self) -> str:
+        """Name of the arm's population."""
+        return f"{_file_name(f'{self.init}-{self.epochs}-epochs')}.pop"
+
+
+def plan_arms(
+    recipe: Recipe,
+    inits: Sequence[Init],
+    *,
+    epochs: Sequence[int] = (),
+    seeds: int | None = None,
+    frozen: str | None = None,
+) -> list[Arm]:
+    """The arms of a benchmark, initialiser by initialiser within each length.
+
+    Args:
+        recipe: network, data and training; its own [init] is not used.
+        inits: registered names (several joined by `+` are applied in turn), functions
+            `f(module, *, generator) -> module`, references `"package.module:function"`, artifacts (.safetensors),
+            and [init] tables, as `InitConfig` or as .toml files: a name with its parameters.
+        epochs: training lengths; the recipe's if empty.
+        seeds: networks in each arm; the recipe's if None.
+        frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
+
+    Raises:
+        UsageError: if there is no initialiser, two have the same label, or there are fewer than 2 seeds.
+    """
+    configs = [labelled(init) for init in inits]
+    labels = [label for label, _ in configs]
+    repeated = [label for label, times in Counter(labels).items() if times > 1]
+    if not configs or repeated:
+        found = f"{', '.join(repeated)} more than once" if repeated else "none"
+        raise UsageError(f"inits: expected initialisers with different names, found {found}")
+    networks = recipe.population.networks if seeds is None else count("seeds", seeds)
+    if networks < 2:
+        raise UsageError(f"seeds: a paired comparison needs at least 2 seeds, found {networks}")
+    variants: list[tuple[str, tuple[str, ...]]] = [("", ())] + ([] if frozen is None else [(FROZEN, (frozen,))])
+    out = []
+    for length in epochs or (recipe.training.epochs,):
+        for suffix, patterns in variants:
+            for label, config in configs:
+                changes: dict[str, Any] = {
+                    "training.epochs": length,
+                    "init": config.model_dump(exclude_none=True),
+                    "population.networks": networks,
+                }
+                if patterns:
+                    changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
+                out.append(Arm(label + suffix, length, recipe.replace(changes)))
+    return out
+
+
+def recipe_of(source: Recipe | str | Path) -> Recipe:
+    """A recipe: itself, that of a population's folder, or the one that `Recipe.load` finds by name or path."""
+    if isinstance(source, Recipe):
+        return source
+    if is_population(source):
+        return Population(source, partial=True).recipe
+    return Recipe.load(source)
+
+
+def default_folder(source: Recipe | str | Path) -> Path:
+    """Where results go unless told otherwise: `digits-convnext-bench` for the recipe `digits-convnext.toml`."""
+    stem = f"{source.network.type}-{source.data.name}" if isinstance(source, Recipe) else Path(source).stem
+    return Path(f"{_file_name(stem)}-bench")
+
+
+def labelled(init: Init) -> tuple[str, InitConfig]:
+    """The label of an initialiser and its [init] table.
+
+    Raises:
+        UsageError: if it is neither a name, a file, a function nor an `InitConfig`; for a function without a name.
+        RecipeError: if a .toml file is not an [init] table.
+    """
+    if isinstance(init, InitConfig):
+        if init.artifact is not None:
+            return Path(init.artifact).stem, init
+        numbers = ", ".join(f"{key}={value}" for key, value in init.parameters.items())
+        return _short(init.name) + (f" ({numbers})" if numbers else ""), init
+    if isinstance(init, str | Path):
+        path = Path(init)
+        if path.suffix == ".safetensors":
+            return path.stem, InitConfig(artifact=str(init))
+        if path.suffix == ".toml":
+            return path.stem, InitConfig.load(path)
+        return _short(str(init)), InitConfig(name=str(init))
+    if not callable(init):
+        raise UsageError(f"inits: expected a name, a file, a function or an InitConfig, found {init!r}")
+    return labelled(reference_to(init))
+
+
+def _short(name: str) -> str:
+    """`my_init` for `package.module:my_init`; names joined by `+` stay joined."""
+    return "+".join(part.strip().rpartition(":")[2].rpartition(".")[2] for part in name.split("+"))
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")

@@ -1,0 +1,65 @@
+"""Statistics of a benchmark: means with intervals, paired t-tests, and Holm's correction."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from weightscope.benchmarking.arms import FROZEN
+
+
+def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Means, Student t intervals and paired t-tests of the rows of `BenchResult.runs`.
+
+    A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
+    initialiser at its length, that of a frozen arm the first frozen one. p-values are two-sided; `p_holm` controls
+    the family-wise error rate of the whole table (Holm 1979).
+    """
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["epochs"], run["init"]), []).append(run)
+    rows: list[dict[str, Any]] = []
+    reference: dict[tuple[int, bool], tuple[str, dict[int, float]]] = {}
+    for (epochs, init), group in groups.items():
+        accuracy = {run["seed"]: run["accuracy"] for run in group}
+        losses = [run["loss"] for run in group if run["loss"] is not None]
+        row: dict[str, Any] = {"init": init, "epochs": epochs, **mean_interval(np.array(list(accuracy.values())))}
+        row["loss"] = float(np.mean(losses)) if losses else None
+        row["diverged"] = sum(run["diverged"] for run in group)
+        row |= {"reference": None, "difference": None, "difference_ci95": None, "p": None, "p_holm": None}
+        name, base = reference.setdefault((epochs, init.endswith(FROZEN)), (init, accuracy))
+        if name != init:
+            row |= {"reference": name} | paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
+        rows.append(row)
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
+    return rows
+
+
+def mean_interval(values: np.ndarray) -> dict[str, Any]:
+    """`n`, `mean`, and `ci95` by Student's t, of values (n,); the interval of one value is infinite."""
+    n, mean = len(values), float(values.mean())
+    half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("inf")
+    return {"n": n, "mean": mean, "ci95": [mean - half, mean + half]}
+
+
+def paired(differences: np.ndarray) -> dict[str, Any]:
+    """The mean of paired differences (n,), its interval, and the p-value of the paired t-test."""
+    found = mean_interval(differences)
+    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    if error > 0:
+        p = float(2 * stats.t.sf(abs(found["mean"]) / error, len(differences) - 1))
+    else:  # t is 0/0 for arms that agree in every run, which is no evidence of a difference
+        p = float(found["mean"] == 0)
+    return {"difference": found["mean"], "difference_ci95": found["ci95"], "p": p}
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment (1979) of m p-values, in their order: max over j <= i of (m - j) p_(j), at most 1."""
+    adjusted, running = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted

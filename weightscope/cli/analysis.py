@@ -1,0 +1,153 @@
+"""Commands that analyse: `inspect`, `export`, `products`, `audit`, `list`."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from weightscope.cli.shared import OutputFile, figure_option, json_option, out_option, population_of, write_json
+
+
+@click.command()
+@click.argument("source")
+@json_option
+def inspect(source: str, json_file: Path | None) -> None:
+    """Describe the contents of a population, an artifact or a checkpoint.
+
+    \b
+    Examples:
+      weightscope inspect digits.pop
+      weightscope inspect vit/model.safetensors
+    """
+    from weightscope.analysis.inspection import inspect as contents
+
+    description = contents(source)
+    click.echo(description.text())
+    write_json(json_file, description.to_dict())
+
+
+@click.command()
+@click.argument("source")
+@out_option("The HDF5 file to write.", type=OutputFile())
+@click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
+def export(source: str, out: Path, select: str) -> None:
+    """Write the weights of a population as one (N, D) matrix with its spec.
+
+    \b
+    Example:
+      weightscope export digits.pop -o digits.h5 --select "*.mlp.*"
+    """
+    from weightscope.population import export as write
+
+    click.echo(f"wrote {write(population_of(source), out, select)}")
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@figure_option("products.png")
+@click.option(
+    "--view",
+    type=click.Choice(["auto", "grid", "depth"]),
+    default="auto",
+    show_default=True,
+    help="Matrices in a grid, or alpha and beta against depth.",
+)
+@click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeatable.")
+@click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
+@click.option("--clip", type=int, default=64, show_default=True, help="Rows and columns drawn, from the upper left.")
+@click.option("--draw-heads", type=int, default=8, show_default=True, help="Maximum number of heads drawn.")
+@click.option("--cross", is_flag=True, help="Include cross-attention.")
+@click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
+@click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
+@click.option("--biases", is_flag=True, help="Add columns for the contribution of biases.")
+@click.option("--rotary", default="zero", show_default=True, help="zero, average, or a relative position.")
+@click.option(
+    "--spectra",
+    type=click.Choice(["heads", "all", "none"]),
+    default="heads",
+    show_default=True,
+    help="Which singular values are computed.",
+)
+@json_option
+def products(
+    sources: tuple[str, ...],
+    out: Path,
+    view: Literal["auto", "grid", "depth"],
+    draw_heads: int,
+    num_heads: int | None,
+    layers: tuple[int, ...],
+    rotary: str,
+    json_file: Path | None,
+    **options: Any,
+) -> None:
+    """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
+
+    SOURCE is a .safetensors or .pt file, a model folder or hf://org/name[@revision], from which only the attention's
+    tensors are fetched. One model is drawn as a grid of matrices, several are compared by depth. In
+    W ~ alpha Z + beta I, beta is the mean of the diagonal; z compares it with that of independent Gaussian factors.
+
+    \b
+    Examples:
+      weightscope products vit/ -o products.png --json rows.json
+      weightscope products hf://openai-community/gpt2 --fold-norms
+      weightscope products vit/ mimetic.pt default.pt --num-heads 6 -o depth.png
+    """
+    from weightscope.analysis.attention_products import products as compute
+
+    config = None if num_heads is None else {"num_attention_heads": num_heads}
+    position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
+    found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
+    click.echo(found.text())
+    found.plot(out, view, heads=draw_heads)
+    click.echo(f"wrote {out}")
+    write_json(json_file, found.to_dict())
+
+
+@click.command()
+@click.argument("source")
+@click.option("--init", help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.")
+@json_option
+def audit(source: str, init: str | None, json_file: Path | None) -> None:
+    """Check whether a checkpoint has the structure that an initialiser produces.
+
+    SOURCE is a .safetensors or .pt file or a model folder. Tests the effective operators layer by layer and head by
+    head, and exits with 1 if a check fails.
+
+    \b
+    Example:
+      weightscope audit vit/ --init mimetic_attention
+    """
+    from weightscope.auditing import audit as run
+    from weightscope.benchmarking.arms import labelled
+    from weightscope.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(source)
+    name, parameters = init, {}
+    if init is not None and init.endswith(".toml"):
+        config = labelled(init)[1]
+        name, parameters = config.name, config.parameters
+    report = run(checkpoint, name, config=checkpoint.config, **parameters)
+    click.echo(str(report))
+    write_json(json_file, report.to_dict())
+    if not report.passed:
+        raise SystemExit(1)
+
+
+@click.command("list")
+@click.argument("kind", required=False)
+@json_option
+def list_(kind: str | None, json_file: Path | None) -> None:
+    """List initialisers, structures, networks, data sets and recipes, with their parameters and sources.
+
+    KIND is initialisers, structures, networks, datasets or recipes; everything by default.
+
+    \b
+    Examples:
+      weightscope list
+      weightscope list initialisers --json initialisers.json
+    """
+    from weightscope.cli.catalogue import catalogue
+
+    found = catalogue(kind)
+    click.echo(found.text())
+    write_json(json_file, found.to_dict())

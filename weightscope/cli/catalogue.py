@@ -1,0 +1,216 @@
+"""Everything that is available by name: initialisers, structures, networks, data sets and recipes."""
+
+import inspect
+import itertools
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from weightscope._util.names import unknown
+from weightscope._util.results import Result
+from weightscope.errors import UsageError
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A component that is available by name.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: as recipes and the command line spell it.
+        description: one line.
+        parameters: name -> default of its optional parameters; for a recipe its main settings.
+        required: names of its required parameters.
+        source: the paper, or where to get a data set.
+    """
+
+    kind: str
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    required: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def signature(self) -> str:
+        """`name(parameter, parameter=default)`."""
+        given = [*self.required, *(f"{key}={value!r}" for key, value in self.parameters.items())]
+        return f"{self.name}({', '.join(given)})" if given else self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        parameters = {key: _json(value) for key, value in self.parameters.items()}
+        values = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {**values, "required": list(self.required), "source": self.source}
+
+
+@dataclass(frozen=True, repr=False)
+class Catalogue(Result):
+    """Entries by kind.
+
+    Attributes:
+        entries: in the order of their kinds.
+    """
+
+    entries: tuple[Entry, ...]
+
+    def __getitem__(self, name: str) -> Entry:
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise UsageError(unknown("entry", name, [entry.name for entry in self.entries]))
+
+    def text(self) -> str:
+        """Signature, description and source of every entry, under headings."""
+        lines: list[str] = []
+        for kind in dict.fromkeys(entry.kind for entry in self.entries):
+            lines += ([""] if lines else []) + [kind]
+            for entry in (entry for entry in self.entries if entry.kind == kind):
+                lines += textwrap.wrap(entry.signature, _WIDTH, initial_indent="  ", subsequent_indent=" " * 8)
+                for text in (entry.description, f"source: {entry.source}" if entry.source else ""):
+                    lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        return "\n".join(lines)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per entry: `kind`, `name`, `signature`, `description`, `source`."""
+        keys = ("kind", "name", "signature", "description", "source")
+        return [{key: getattr(entry, key) for key in keys} for entry in self.entries]
+
+    def summary(self) -> str:
+        """The number of entries of each kind."""
+        kinds = [entry.kind for entry in self.entries]
+        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: kind -> entries."""
+        kinds = dict.fromkeys(entry.kind for entry in self.entries)
+        return {kind: [entry.to_dict() for entry in self.entries if entry.kind == kind] for kind in kinds}
+
+
+def catalogue(kind: str | None = None) -> Catalogue:
+    """What is available by name, with parameters and sources.
+
+    Args:
+        kind: "initialisers", "structures", "networks", "datasets" or "recipes"; all of them if None.
+
+    Raises:
+        UsageError: for another kind.
+
+    Example:
+        >>> print(catalogue("initialisers"))
+        >>> catalogue("networks")["convnext"].parameters["kernel_size"]
+        7
+    """
+    if kind is not None and kind not in KINDS:
+        raise UsageError(unknown("kind of entry", kind, KINDS))
+    return Catalogue(tuple(entry for name in ([kind] if kind else KINDS) for entry in KINDS[name]()))
+
+
+def _initialisers() -> Iterator[Entry]:
+    from weightscope.init import INITIALISERS
+
+    for name, function in INITIALISERS.items():
+        defaults, required = _parameters(function, skip=("module", "generator"))
+        source = _source(INITIALISERS, name, function)
+        yield Entry("initialisers", name, _first_line(function), defaults, required, source)
+
+
+def _structures() -> Iterator[Entry]:
+    from weightscope.fitting.network import NETWORK_FITS
+    from weightscope.structures import STRUCTURES
+
+    for name, structure in STRUCTURES.items():
+        defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
+        source = _source(STRUCTURES, name, structure)
+        yield Entry("structures", name, _first_line(structure), defaults, required, source)
+    for name, function in NETWORK_FITS.items():
+        first = next(iter(inspect.signature(function).parameters))
+        defaults, required = _parameters(function, skip=(first,))
+        source = _source(NETWORK_FITS, name, function)
+        yield Entry("structures", name, f"Of one network. {_first_line(function)}", defaults, required, source)
+
+
+def _networks() -> Iterator[Entry]:
+    from weightscope.recipe import NetworkConfig
+
+    for config in _models(NetworkConfig):
+        named = config.model_fields["type"].annotation
+        if get_origin(named) is not Literal:
+            continue  # a user's own factory
+        fields = {key: field for key, field in config.model_fields.items() if key != "type"}
+        defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+        required = tuple(key for key in fields if key not in defaults)
+        yield Entry("networks", get_args(named)[0], _first_line(config), defaults, required)
+
+
+def _datasets() -> Iterator[Entry]:
+    from weightscope.data.catalog import DATASETS, dataset_info
+
+    for name in DATASETS:
+        info = dataset_info(name)
+        text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
+        text += f"{info.train:,} training and {info.test:,} test images"
+        yield Entry("datasets", name, text, {}, source=info.how_to_get)
+
+
+def _recipes() -> Iterator[Entry]:
+    from weightscope._util.recipes import recipes
+
+    for name, shipped in recipes().items():
+        text = shipped.path.read_text(encoding="utf-8")
+        lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        comment = " ".join(line.lstrip("# ") for line in lines)
+        values = tomllib.loads(text)
+        settings = {"network": values["network"]["type"], "data": values["data"]["name"]}
+        settings |= {"epochs": values["training"]["epochs"]}
+        settings |= {"networks": values.get("population", {}).get("networks")}
+        yield Entry("recipes", name, re.split(r"(?<=\.)\s(?=[A-Z])", comment)[0], settings)
+
+
+KINDS: dict[str, Callable[[], Iterator[Entry]]] = {
+    "initialisers": _initialisers,
+    "structures": _structures,
+    "networks": _networks,
+    "datasets": _datasets,
+    "recipes": _recipes,
+}
+
+
+def _parameters(function: Callable[..., Any], skip: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Defaults of the optional parameters, and names of the required ones."""
+    known = inspect.signature(function).parameters.values()
+    chosen = [p for p in known if p.name not in skip and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = tuple(p.name for p in chosen if p.default is p.empty)
+    return {p.name: p.default for p in chosen if p.default is not p.empty}, required
+
+
+def _source(registry: Any, name: str, item: Any) -> str:
+    """What the registry records, or the docstring's section `Source:`."""
+    recorded = getattr(registry, "details", {}).get(name, {}).get("source")
+    found = re.search(r"^Source: (.*?)(?:\n\n|\Z)", inspect.getdoc(item) or "", flags=re.MULTILINE | re.DOTALL)
+    return recorded or ("" if found is None else " ".join(found[1].split()).removesuffix("."))
+
+
+def _first_line(item: Any) -> str:
+    return (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_json(item) for item in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)

@@ -1,0 +1,34 @@
+"""`Recipe`: a population of networks, or one arm of a benchmark, as data.
+
+A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`. It is
+validated strictly: an unknown key, a wrong type or a value out of range is an error that names the field's path.
+
+`[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
+recipe is parsed without importing it; what depends on it is checked when it is used.
+"""
+
+from weightscope.data.config import AugmentConfig
+from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
+from weightscope.recipe.recipe import Recipe
+from weightscope.recipe.sections import (
+    DataConfig,
+    InitConfig,
+    PopulationConfig,
+    Range,
+    TrainingConfig,
+)
+
+__all__ = [
+    "AugmentConfig",
+    "ConvMixerConfig",
+    "ConvNeXtConfig",
+    "DataConfig",
+    "InitConfig",
+    "NetworkConfig",
+    "OwnNetworkConfig",
+    "PopulationConfig",
+    "Range",
+    "Recipe",
+    "TrainingConfig",
+    "ViTConfig",
+]

@@ -1,0 +1,129 @@
+"""[network]: one class per network type."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from weightscope._util.names import unknown
+from weightscope._util.plugins import is_reference
+from weightscope.recipe.base import Count, Positive, Section, check_numbers
+
+
+class ConvMixerConfig(Section):
+    """ConvMixer-width/depth (thesis 2.1.1)."""
+
+    type: Literal["convmixer"]
+    width: Count
+    depth: Count
+    kernel_size: Count = 7
+    patch_size: Count = 2
+    dilations: Literal["A", "B", "C", "D", "E", "F", "G", "H"] = "A"
+
+
+class ConvNeXtConfig(Section):
+    """ConvNeXt: isotropic if `width` and `depth` are numbers, hierarchical if they are lists of equal length."""
+
+    type: Literal["convnext"]
+    width: Count | tuple[Count, ...]
+    depth: Count | tuple[Count, ...]
+    kernel_size: Count = 7
+    patch_size: Count = 2
+    expansion: Count = 2
+    layer_scale: Positive | None = None
+
+    @field_validator("width", "depth", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _same_stages(self) -> "ConvNeXtConfig":
+        stages = [len(v) if isinstance(v, tuple) else None for v in (self.width, self.depth)]
+        if stages[0] != stages[1]:
+            raise ValueError("width and depth must both be numbers, or lists with one entry per stage")
+        return self
+
+    @property
+    def reduction(self) -> int:
+        """The factor between the image's side length and the last stage's."""
+        return self.patch_size * 2 ** (len(self.width) - 1 if isinstance(self.width, tuple) else 0)
+
+
+class ViTConfig(Section):
+    """Vision transformer."""
+
+    type: Literal["vit"]
+    width: Count
+    depth: Count
+    heads: Count
+    patch_size: Count = 4
+    expansion: Count = 4
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    position_scale: Positive = 1.0
+    pool: Literal["average", "token"] = "average"
+    layer_scale: Positive | None = None
+
+    @model_validator(mode="after")
+    def _heads(self) -> "ViTConfig":
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width, found width {self.width} and heads {self.heads}")
+        return self
+
+
+class OwnNetworkConfig(BaseModel):
+    """A network of one's own: `type = "package.module:factory"`, and numbers for the factory.
+
+    The factory is called as `factory(in_channels, image_size, num_classes, **numbers)` and returns an `nn.Module`.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    type: str
+
+    @model_validator(mode="after")
+    def _numbers(self) -> "OwnNetworkConfig":
+        check_numbers(self.numbers)
+        return self
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The keyword arguments of the factory."""
+        return dict(self.model_extra or {})
+
+
+NETWORK_TYPES = ("convmixer", "convnext", "vit")
+
+
+def _network_type(value: Any) -> str:
+    """The tag of a [network] section, for the union's discriminator."""
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "own" if is_reference(kind) else str(kind)
+
+
+def _network(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, Mapping) and _network_type(value) not in (*NETWORK_TYPES, "own"):
+        if "type" not in value:
+            raise ValueError(f"type is missing; expected one of {', '.join(map(repr, NETWORK_TYPES))}")
+        known = unknown("network type", value["type"], map(repr, NETWORK_TYPES))
+        raise ValueError(f"{known}; or 'package.module:factory' for a network of your own")
+    return handler(value)
+
+
+NetworkConfig = Annotated[
+    Annotated[ConvMixerConfig, Tag("convmixer")]
+    | Annotated[ConvNeXtConfig, Tag("convnext")]
+    | Annotated[ViTConfig, Tag("vit")]
+    | Annotated[OwnNetworkConfig, Tag("own")],
+    Discriminator(_network_type),
+    WrapValidator(_network),
+]

@@ -1,0 +1,137 @@
+"""`Recipe`: all sections together."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from weightscope._util.plugins import is_reference, reference_to
+from weightscope._util.recipes import recipe_path
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import RecipeError
+from weightscope.recipe.base import Section
+from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
+from weightscope.recipe.parsing import explain, parse_toml, read_toml
+from weightscope.recipe.sections import DataConfig, InitConfig, PopulationConfig, TrainingConfig
+
+
+class Recipe(Section):
+    """A population as data, made by `Recipe.load(path)` or `Recipe.parse(text_or_dict)`.
+
+    Example:
+        >>> recipe = Recipe.load("populations/digits-convnext.toml")
+        >>> recipe.replace({"population.networks": 64, "training.epochs": 3})
+    """
+
+    network: NetworkConfig
+    data: DataConfig
+    training: TrainingConfig
+    init: Annotated[tuple[InitConfig, ...], Field(min_length=1)] = (InitConfig(),)
+    population: PopulationConfig = PopulationConfig()
+
+    @field_validator("init", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+    @model_validator(mode="after")
+    def _patches(self) -> "Recipe":
+        if isinstance(self.network, OwnNetworkConfig) or is_reference(self.data.name):
+            return self
+        size = dataset_info(self.data.name).size
+        step = getattr(self.network, "reduction", self.network.patch_size)
+        if size % step:
+            raise ValueError(
+                f"network.patch_size: the network reduces the image by a factor of {step}, which must divide "
+                f"{self.data.name}'s {size} pixels"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """Parse TOML text or nested dictionaries.
+
+        Callables are accepted as `network`, `data` and `init` (or as the `type` or `name` in them) and stored as
+        references.
+
+        Raises:
+            RecipeError: naming the field's path, what is allowed and what was found.
+            UsageError: for a callable without a name, such as a lambda.
+        """
+        values = parse_toml(source, where) if isinstance(source, str) else source
+        try:
+            return cls.model_validate(_with_references(values))
+        except ValidationError as error:
+            raise RecipeError(f"{where}: " + "; ".join(explain(e) for e in error.errors())) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recipe":
+        """Read a recipe from a TOML file, or one of the package by its name (`weightscope list recipes`).
+
+        Raises:
+            RecipeError: if the file is missing, is not TOML, or is not a valid recipe; or no recipe has this name.
+
+        Example:
+            >>> Recipe.load("digits-convnext").population.networks
+            384
+        """
+        return cls.parse(read_toml(recipe_path(path)), where=str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of JSON types, defaults included; `Recipe.parse` is the inverse."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def replace(self, changes: dict[str, Any]) -> "Recipe":
+        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`."""
+        values = self.to_dict()
+        for path, value in changes.items():
+            *parents, last = path.split(".")
+            section = values
+            for key in parents:
+                section = section.setdefault(key, {})
+            section[last] = value
+        return Recipe.parse(values)
+
+    def differences(self, other: "Recipe") -> list[str]:
+        """One line `path: mine -> theirs` for each field in which two recipes differ."""
+        mine, theirs = _flatten(self.to_dict()), _flatten(other.to_dict())
+        return [
+            f"{path}: {mine.get(path, 'absent')} -> {theirs.get(path, 'absent')}"
+            for path in sorted(mine.keys() | theirs.keys())
+            if mine.get(path, "absent") != theirs.get(path, "absent")
+        ]
+
+
+def _with_references(values: Any) -> Any:
+    """The values of a recipe with callables replaced by references."""
+
+    def named(value: Any, key: str) -> Any:
+        if callable(value):
+            return {key: reference_to(value)}
+        if isinstance(value, Mapping) and callable(value.get(key)):
+            return {**value, key: reference_to(value[key])}
+        return value
+
+    if not isinstance(values, Mapping):
+        return values
+    out = dict(values)
+    for section, key in (("network", "type"), ("data", "name"), ("init", "name")):
+        if isinstance(out.get(section), list | tuple):
+            out[section] = [named(item, key) for item in out[section]]
+        elif section in out:
+            out[section] = named(out[section], key)
+    return out
+
+
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
+        items = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {path: value}
+    out: dict[str, Any] = {}
+    for key, inner in items:
+        out |= _flatten(inner, f"{path}.{key}" if path else key)
+    return out

@@ -1,0 +1,157 @@
+"""Checks of a user's own network when it is first used.
+
+Its forward code may do anything, and code that mixes channels outside of leaf layers would train wrong networks without
+an error. So the batched engine is compared with the plain modules, values and gradients in float64, and refused unless
+they agree.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightscope import networks
+from weightscope._util import plugins
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import UsageError, WeightscopeError
+from weightscope.recipe import OwnNetworkConfig, Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training.batched_networks import USE_LOOP, BatchedNetworks
+from weightscope.training.kernels.functions import Kernels
+
+_NETWORKS, _IMAGES = 3, 4
+_TOLERANCE = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
+_checked: set[tuple[Any, str]] = set()
+
+
+def check(recipe: Recipe, kernels: Kernels) -> None:
+    """Check that a recipe's own network can be trained by the recipe's engine; once per process and network.
+
+    Raises:
+        UsageError: if the network does not return logits (B, classes) or has parameters without effect; for the batched
+            engine also if a layer has no batched version, the forward code reads values on the host, or batched and
+            plain networks do not agree.
+    """
+    config = recipe.network
+    if not isinstance(config, OwnNetworkConfig):
+        return
+    settings = [recipe.network.model_dump(), recipe.data.name, recipe.training.engine, recipe.training.frozen, kernels]
+    key = (plugins.imported(config.type), json.dumps(settings))
+    if key in _checked:
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
+    _check_plain(plain[0], recipe)
+    if recipe.training.engine == "batched":
+        with _float64():
+            _check_batched([network.double() for network in plain], recipe, "c" if kernels == "c" else "torch")
+    _checked.add(key)
+
+
+def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The tensors that are not trained: those that match a pattern, and parameters that need no gradient.
+
+    Raises:
+        UsageError: if a pattern matches no tensor.
+    """
+    names = WeightSpec.of(network).select(patterns).names if patterns else ()
+    return (*names, *(name for name, p in network.named_parameters() if not p.requires_grad and name not in names))
+
+
+def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
+    left_out = frozen(network, recipe.training.frozen)
+    return {name: p for name, p in network.named_parameters() if name not in left_out}
+
+
+def _check_plain(network: nn.Module, recipe: Recipe) -> None:
+    info, name = dataset_info(recipe.data.name), recipe.network.type
+    images = torch.rand(_IMAGES, info.channels, info.size, info.size, generator=torch.Generator().manual_seed(1))
+    with torch.random.fork_rng(devices=[]):
+        logits = _run(
+            lambda: network.train()(images), f"{name}: the forward pass failed on images {tuple(images.shape)}"
+        )
+    if not isinstance(logits, Tensor) or logits.shape != (_IMAGES, info.classes):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UsageError(f"{name}: expected logits {(_IMAGES, info.classes)} from the network, found {found}")
+    parameters = _trained(network, recipe)
+    gradients = torch.autograd.grad(logits.sum(), list(parameters.values()), allow_unused=True)
+    unused = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    if unused:
+        raise UsageError(f"{name}: `{unused[0]}` does not affect the logits; freeze it (training.frozen) or remove it")
+
+
+def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
+    info, name = dataset_info(recipe.data.name), recipe.network.type
+    batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for network, row in zip(plain, batched.weights, strict=True):
+        state = network.state_dict()
+        for tensor, view in batched.spec.unpack(row).items():  # away from zeros and ones, which hide mistakes
+            view.copy_(state[tensor].add_(0.1 * torch.rand(state[tensor].shape, generator=generator)))
+    batched.freeze(frozen(plain[0], recipe.training.frozen))
+    where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
+    for training in (False, True):
+        images, direction = draw(len(plain), _IMAGES, info.channels, info.size, info.size), draw(_IMAGES, info.classes)
+        with _NoHostReads(name):
+            logits = _run(lambda: batched.train(training)(images), where, hint)  # noqa: B023 - called at once
+        expected = torch.stack([n.train(training)(part) for n, part in zip(plain, images, strict=True)])
+        _compare(logits, expected, f"{name}: logits")
+        _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
+        for network, row, part in zip(plain, batched.gradient, expected, strict=True):
+            parameters = _trained(network, recipe)
+            gradients = torch.autograd.grad((part * direction).sum(), list(parameters.values()), retain_graph=True)
+            found = batched.spec.unpack(row)
+            for tensor, gradient in zip(parameters, gradients, strict=True):
+                _compare(found[tensor], gradient, f"{name}: the gradient of `{tensor}`")
+
+
+@torch.no_grad()
+def _compare(found: Tensor, expected: Tensor, what: str) -> None:
+    error = float("inf")
+    if found.shape == expected.shape:
+        error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3)) if found.numel() else 0.0
+    if not error <= _TOLERANCE:  # NaN is not
+        raise UsageError(
+            f"{what}: batched and plain networks differ (relative error {error:.2g}): the forward code mixes channels "
+            f"or draws random numbers outside of the layers; {USE_LOOP}"
+        )
+
+
+def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
+    try:
+        return work()
+    except Exception as error:
+        why = str(error) if isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{what}: {why}" + ("" if USE_LOOP in why else hint)) from error
+
+
+class _NoHostReads(TorchDispatchMode):
+    """Refuses operations whose result the host reads: a branch on it would be taken for all networks at once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"):
+            raise UsageError(f"the forward code depends on values of activations; {USE_LOOP}")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
