@@ -21,11 +21,12 @@ from weightscope.statistics.exchangeable import (
     invariant_parts,
 )
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.structures.base import Structure, checked, checked_data, checked_names, require_variation
+from weightscope.structures.base import STRUCTURES, Structure, checked, checked_names, require_variation
 
 _LOG_2PI = float(np.log(2.0 * np.pi))
 
 
+@STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")
 class Exchangeable(Structure):
     r"""x = mean + sum over types S of L_S Z_S, with one covariance L_S L_S^T (C_S x C_S) for each type.
 
@@ -52,7 +53,8 @@ class Exchangeable(Structure):
     name = "exchangeable"
     form = "exchangeable"
     summary = "whole network: one covariance for each type of invariant part, within and across layers"
-    options = ("gain", "permutations")
+    options = ("gain",)
+    needs_samples = False
 
     def __init__(
         self,
@@ -73,32 +75,35 @@ class Exchangeable(Structure):
         )
 
     @classmethod
-    def fit(
-        cls,
-        data: np.ndarray,
-        spec: WeightSpec,
-        *,
-        gain: float | None = None,
-        permutations: PermutationSpec | None = None,
-    ) -> Self:
-        """Fit to (N, D).
+    def context(cls, network: WeightSpec, part: WeightSpec) -> dict[str, Any]:
+        """The permutation specification of the tensors that are fitted, as part of that of their network.
+
+        Raises:
+            AnatomyError: if the network's architecture is not known.
+        """
+        from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+
+        return {"permutations": permutation_spec(network).restrict(part.names)}
+
+    @classmethod
+    def accumulator(
+        cls, spec: WeightSpec, *, gain: float | None = None, permutations: PermutationSpec | None = None
+    ) -> "_Accumulator":
+        """An accumulator of moments.
 
         Args:
-            data: (N, D).
             spec: of the D entries.
             gain: amplify correlations beyond 4 standard errors by this factor and drop the others, see
                 `weightscope.statistics.correlation.amplified`; None takes them as they are, shrunk.
             permutations: of the same tensors; by default that of their names.
         """
-        data = checked_data(data, spec)
-        moments = ExchangeableMoments(spec, permutations or _by_name(spec)).update(data)
-        return cls.of_moments(moments, gain=gain)
+        if gain is not None:
+            positive("gain", gain)
+        return _Accumulator(spec, permutations or cls.context(spec, spec)["permutations"], gain)
 
     @classmethod
     def of_moments(cls, moments: ExchangeableMoments, *, gain: float | None = None) -> Self:
-        """Fit to what `ExchangeableMoments` has seen, see `fit`."""
-        if gain is not None:
-            positive("gain", gain)
+        """Fit to what `ExchangeableMoments` has taken up; `gain` as in `accumulator`."""
         permutations = moments.permutations
         found = moments.covariances()
         factors, parameters, notes, means = [], 0, {}, {}
@@ -180,17 +185,24 @@ class Exchangeable(Structure):
     ) -> Self:
         """The inverse of `to_tensors`."""
         if "permutations" not in tensors:
-            raise DataError("`permutations`: expected the permutation specification as JSON, found none")
+            raise DataError("a structure's arrays do not fit: missing ['permutations']")
         permutations = _parsed(tensors["permutations"], spec)
         names = [f"factor.{i}" for i in range(len(permutations.types))]
         checked_names(tensors, ["mean", "permutations", *names])
         return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics)
 
 
-def _by_name(spec: WeightSpec) -> PermutationSpec:
-    from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+class _Accumulator:
+    """Takes up blocks of networks and fits to their moments."""
 
-    return permutation_spec(spec)
+    def __init__(self, spec: WeightSpec, permutations: PermutationSpec, gain: float | None) -> None:
+        self._moments, self._gain = ExchangeableMoments(spec, permutations), gain
+
+    def update(self, rows: np.ndarray) -> None:
+        self._moments.update(rows)
+
+    def finish(self) -> Exchangeable:
+        return Exchangeable.of_moments(self._moments, gain=self._gain)
 
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
@@ -233,8 +245,10 @@ def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:
 
 def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
     """A stored specification, checked against the tensors that it is about."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`permutations`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
     try:
-        views = json.loads(bytes(np.asarray(array, dtype=np.uint8)))["views"]
+        views = json.loads(array.tobytes())["views"]
         permutations = PermutationSpec(
             tuple(View(v["name"], v["tensor"], tuple(v["shape"]), tuple(v["axes"]), v["start"]) for v in views)
         )
