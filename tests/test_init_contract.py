@@ -1,6 +1,7 @@
 """One contract for every initialiser on every family where it applies.
 
-The effective operators are as published, nothing else changes, the generator determines the bits, and forward and backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
+The effective operators are as published, nothing else changes, the generator determines the bits, and forward and
+backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
 """
 
 import copy

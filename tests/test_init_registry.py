@@ -108,7 +108,7 @@ def test_refusals(name, numbers, message):
 def test_compose_refusals():
     with pytest.raises(UsageError, match="at least one"):
         wi.compose()
-    with pytest.raises(UsageError, match="expected the name of an initialiser, .* found 3"):
+    with pytest.raises(UsageError, match=r"expected the name of an initialiser, .* found 3"):
         wi.compose("default", 3)
 
 
