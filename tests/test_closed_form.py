@@ -338,7 +338,7 @@ def test_weights_that_are_not_finite():
         fit_network(source, "identity_product")
     source = mixer(16, 2, 3)
     with torch.no_grad():
-        depthwise(source)[0]._source.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
+        depthwise(source)[0]._tensors.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
     with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
         fit_network(source, "conv_schedule")
 
