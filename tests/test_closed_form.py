@@ -514,7 +514,10 @@ def test_options_of_a_structure(models, tmp_path, capsys):
         (("MIXER", "--structure", "dense"), "'dense' is fitted to a population"),
         (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
-        (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone writes initialisers of popul"),
+        (
+            ("MIXER", "--structure", "filters", "--standalone", "x.py"),
+            "--standalone: expected a population",
+        ),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),
         (("POP", "--structure", "filters"), "'filters' is fitted to one network, and .* is a population: auto, iso"),
