@@ -452,9 +452,9 @@ def test_rank_condition_draws_means_and_bounds():
 
 def test_bad_pictures():
     good = np.full((1, 1, 4, 4), 0.25)
-    with pytest.raises(DataError, match="negative or not finite"):
+    with pytest.raises(DataError, match="negative or non-finite"):
         plots.attention_grid(-good, uniform=0.25)
-    with pytest.raises(DataError, match="negative or not finite"):
+    with pytest.raises(DataError, match="negative or non-finite"):
         plots.attention_grid(good * np.nan, uniform=0.25)
     with pytest.raises(UsageError, match="a probability > 0"):
         plots.attention_grid(good, uniform=0)

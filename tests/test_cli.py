@@ -211,10 +211,10 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("covariance", "none.pop"), 2, "expected the folder of a population"),
+        (("covariance", "none.pop"), 2, "expected a population's folder"),
         (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
         (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
-        *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch sees no GPU")]),
+        *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch finds no GPU")]),
         (("fit-init", "TINY", "-o", "a.safetensors", "--structure", "dens"), 2, "dense"),
         (("bench", "TINY", "--init", "defalt"), 2, "default"),
         (("bench", "TINY"), 2, "Missing option '--init'"),
@@ -222,7 +222,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         (("collcet",), 2, "no command 'collcet'; did you mean 'collect'?"),
         (("list", "initialiser"), 2, "no kind of entry 'initialiser'; did you mean 'initialisers'?"),
         (("covariance", "TINY", "--kind", "correlations"), 2, "'covariance', 'correlation'"),
-        (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "--kind: applies to the folder of one population"),
+        (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "kind: applies to a population"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -338,7 +338,7 @@ def test_weights_that_are_not_finite():
         fit_network(source, "identity_product")
     source = mixer(16, 2, 3)
     with torch.no_grad():
-        depthwise(source)[0]._source.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
+        depthwise(source)[0]._tensors.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
     with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
         fit_network(source, "conv_schedule")
 
@@ -514,7 +514,10 @@ def test_options_of_a_structure(models, tmp_path, capsys):
         (("MIXER", "--structure", "dense"), "'dense' is fitted to a population"),
         (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
-        (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone writes initialisers of popul"),
+        (
+            ("MIXER", "--structure", "filters", "--standalone", "x.py"),
+            "--standalone: expected a population",
+        ),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),
         (("POP", "--structure", "filters"), "'filters' is fitted to one network, and .* is a population: auto, iso"),

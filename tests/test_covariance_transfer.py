@@ -471,7 +471,7 @@ def test_arrays_are_never_trusted(path, change, message):
 @pytest.mark.parametrize("cut", [1, 100, 3000])
 def test_a_truncated_artifact_is_refused(path, cut):
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(DataError, match="an invalid safetensors file"):
+    with pytest.raises(DataError, match="found an invalid safetensors file"):
         wi.load_init(path)
 
 

@@ -473,7 +473,7 @@ def set_positions(codes: Callable[[], Tensor]) -> Callable[..., None]:
 
 
 def row_codes() -> Tensor:
-    return wi.positions.sinusoidal_codes(16, None, D)
+    return sinusoidal_positions(16, None, D)
 
 
 def interleaved_codes() -> Tensor:
@@ -486,7 +486,7 @@ POSITIONS = {
     "a sequence's codes on a grid": Mutant(set_positions(row_codes), ("distance of inner products",)),
     "gamma squared": Mutant(set_positions(lambda: 4 * sinusoidal_positions(4, 4, D)), ("gamma",), {"gamma": 2.0}),
     "other temperature": Mutant(
-        set_positions(lambda: wi.positions.sinusoidal_codes(4, 4, D, 100.0)), ("distance of inner products",)
+        set_positions(lambda: sinusoidal_positions(4, 4, D, 100.0)), ("distance of inner products",)
     ),
     "learned instead": Mutant(set_positions(lambda: torch.randn(16, D)), ("distance of inner products",)),
 }

@@ -423,7 +423,7 @@ def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_p
         assert (row["beta"] is None) == (not row["finite"])
     assert found.count("qk").n == 5
     assert "warning:" in found.text()
-    assert "`blocks.0.attn.qkv.weight` holds 5 numbers" in found.text()
+    assert "`blocks.0.attn.qkv.weight` contains 5 NaN" in found.text()
     json.dumps(found.to_dict(), allow_nan=False)
     for view in ("grid", "depth"):
         found.plot(tmp_path / f"{view}.png", view)

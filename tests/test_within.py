@@ -461,9 +461,9 @@ def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.Capture
     [
         (("--part", "heads"), 2, "expected one of 'filters'"),
         (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
-        (("--select", "*"), 2, "--select: for one population's folder alone"),
-        (("--fold-norms", "--means"), 2, "--fold-norms, --means"),
-        (("--network", "1"), 2, "--network: chooses within a population"),
+        (("--select", "*"), 2, "select: applies to a population"),
+        (("--fold-norms", "--means"), 2, "fold_norms: applies to a population"),
+        (("--network", "1"), 2, "network: selects within a population's folder"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
         (("--picture", "heads"), 2, "picture: expected one of 'maps'"),
         (("nothing.pth",), 3, "no such file"),

@@ -83,6 +83,10 @@ def covariance(
 
     across = {key: options[key] for key in _ACROSS if options[key]}
     within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
+    if options["device"] == "cuda":
+        from weightscope.training.devices import resolve_device
+
+        across["device"] = resolve_device("cuda")
     drawing = {key: given.pop(key) for given in (across, within) for key in ("means", "picture") if key in given}
     if matrix is not None and matrix.suffix == ".npy":
         across["file"] = matrix

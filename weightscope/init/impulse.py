@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from weightscope.anatomy.token_grid import Offset, TokenGrid
@@ -92,6 +91,7 @@ def solve(
         raise UsageError("codes: expected position codes that differ from each other, found zeros")
     directions = directions[:rank]
     import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
+    from threadpoolctl import threadpool_limits
 
     problem = _Problem(left[:, :rank] * values[:rank], tokens, scale or 1 / math.sqrt(head_width), iterations)
     found = {}

@@ -18,11 +18,18 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def check_numbers(values: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the values are what TOML can hold, and finite."""
+def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
+    """Raise ValueError unless the values are what TOML can hold, and finite.
+
+    Args:
+        values: name -> value.
+        tables: whether a value may be a table.
+    """
     for key, value in values.items():
         if isinstance(value, list | tuple):
-            check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)})
+            check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)}, tables=tables)
+        elif isinstance(value, dict) and tables:
+            check_numbers({f"{key}.{name}": item for name, item in value.items()}, tables=True)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite, found {value}")
         elif not isinstance(value, int | float | str):

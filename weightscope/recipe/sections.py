@@ -140,7 +140,7 @@ class InitConfig(BaseModel):
 
     @model_validator(mode="after")
     def _numbers(self) -> "InitConfig":
-        check_numbers(self.parameters)
+        check_numbers(self.parameters, tables=True)
         return self
 
     @property

@@ -1,0 +1,71 @@
+"""Networks from recipes: the registered ones by type, and users' own by reference."""
+
+import inspect
+
+from torch import nn
+
+from weightscope._util import plugins
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import UsageError
+from weightscope.networks.registry import NETWORKS
+from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
+
+
+def build_for(recipe: Recipe) -> nn.Module:
+    """The network of a recipe for the images of its data set, with torch's default initial weights.
+
+    Raises:
+        UsageError: as `build`.
+
+    Example:
+        >>> build_for(Recipe.load("populations/digits-convnext.toml"))
+    """
+    info = dataset_info(recipe.data.name)
+    return build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
+
+
+def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    """The network described by a recipe's [network] section, with torch's default initial weights.
+
+    Args:
+        config: the section, `Recipe.network`.
+        in_channels: c of the images (B, c, S, S).
+        image_size: S.
+        num_classes: the number of logits.
+
+    Raises:
+        UsageError: if the network's patches or stages do not divide the image or its sizes are inconsistent; for a
+            network of one's own, if the factory cannot be imported or called, or does not return an `nn.Module`.
+
+    Example:
+        >>> recipe = Recipe.load("populations/digits-convnext.toml")
+        >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
+    """
+    if isinstance(config, OwnNetworkConfig):
+        return _build_own(config, in_channels, image_size, num_classes)
+    reduction = getattr(config, "reduction", config.patch_size)
+    if image_size % reduction:
+        raise UsageError(
+            f"network.patch_size: the network reduces the image by a factor of {reduction}, which must divide its "
+            f"{image_size} pixels"
+        )
+    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
+    if config.type == "vit":
+        options["image_size"] = image_size
+    return NETWORKS[config.type](in_channels=in_channels, num_classes=num_classes, **options)
+
+
+def _build_own(config: OwnNetworkConfig, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    factory, sizes = plugins.imported(config.type), (in_channels, image_size, num_classes)
+    if not callable(factory):
+        raise UsageError(f"network.type: expected a function or class {config.type}, found {factory!r}")
+    try:
+        inspect.signature(factory).bind(*sizes, **config.numbers)
+    except TypeError as error:
+        raise UsageError(
+            f"network: {config.type} is called with (in_channels, image_size, num_classes, **numbers): {error}"
+        ) from error
+    module = factory(*sizes, **config.numbers)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"network.type: expected an nn.Module from {config.type}, found {type(module).__name__}")
+    return module
