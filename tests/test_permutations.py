@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import shims
 import torch
 from torch import nn
 
@@ -149,3 +150,32 @@ def test_types_are_the_subsets_of_the_groups() -> None:
         ("h", "c"): (6, 2),
         ("c", "~u"): (8, 1),
     }
+
+
+class Sums(nn.Module):
+    """Sums over channels, which do not change when the channels of a backbone's outputs are permuted."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.backbone(x).last_hidden_state.pow(3).sum(-1)
+
+    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:
+        return self.backbone.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], *args: object, **options: object) -> object:
+        return self.backbone.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("name", "more"), [("Dinov2", {"mlp_ratio": 2}), ("ViT", {"intermediate_size": 48})])
+def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
+    transformers = shims.transformers()
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8, "patch_size": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **more, num_channels=1)
+    network = shaken(getattr(transformers, f"{name}Model")(config))
+    permutations = permutation_spec(network)
+    assert permutations.heads["vo.1"] == ("heads.1", 3)
+    assert check_permutations(Sums(network), images(), permutations) < 1e-12
+    assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3

@@ -206,7 +206,15 @@ def test_bad_data(cls):
 
 
 def test_registry():
-    assert list(STRUCTURES) == ["isotropic", "group_means", "diagonal", "kronecker", "low_rank", "dense", "exchangeable"]
+    assert list(STRUCTURES) == [
+        "isotropic",
+        "group_means",
+        "diagonal",
+        "kronecker",
+        "low_rank",
+        "dense",
+        "exchangeable",
+    ]
     assert structure_class("dense") is structure_class(Dense) is Dense
     assert structure_class("low-rank") is LowRank
     assert structure_class("weightscope.structures.dense:Dense") is Dense

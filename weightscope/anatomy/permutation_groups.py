@@ -57,6 +57,30 @@ _VIT = (
     Rule(r"(head|head_dist)\.weight", (None, _C)),
     Rule(r"(head|head_dist)\.bias", (None,)),
 )
+_HF = r"(vit\.|dinov2\.|deit\.)?"
+_HF_LAYER = _HF + r"(encoder\.layer|layers)\.(?P<b>\d+)\."
+_QUERY_KEY = r"attention\.(attention\.(query|key)|[qk]_proj)\."
+_VALUE = r"attention\.(attention\.value|v_proj)\."
+_OUTPUT = r"attention\.(output\.dense|o_proj)\."
+_HF_VIT = (
+    Rule(_HF + r"embeddings\.(cls_token|position_embeddings|distillation_token|register_tokens)", (None, None, _C)),
+    Rule(_HF + r"embeddings\.mask_token", (None, _C)),
+    Rule(_HF + r"embeddings\.patch_embeddings\.projection\.weight", (_C, None, None, None)),
+    Rule(_HF + r"(embeddings\.patch_embeddings\.projection\.bias|layernorm\.(weight|bias))", (_C,)),
+    Rule(_HF_LAYER + r"(norm[12]|layernorm_before|layernorm_after)\.(weight|bias)", (_C,)),
+    Rule(_HF_LAYER + "(" + _OUTPUT + r"bias|layer_scale[12]\.lambda1)", (_C,)),
+    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.bias", (_C,)),
+    Rule(_HF_LAYER + _QUERY_KEY + "weight", ("~qk.{b}", _C)),
+    Rule(_HF_LAYER + _QUERY_KEY + "bias", ("~qk.{b}",)),
+    Rule(_HF_LAYER + _VALUE + "weight", ("~vo.{b}", _C)),
+    Rule(_HF_LAYER + _VALUE + "bias", ("~vo.{b}",)),
+    Rule(_HF_LAYER + _OUTPUT + "weight", (_C, "~vo.{b}")),
+    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.weight", ("hidden.{b}", _C)),
+    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.bias", ("hidden.{b}",)),
+    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.weight", (_C, "hidden.{b}")),
+    Rule(_HF + r"(pooler\.dense|classifier)\.weight", (None, _C)),
+    Rule(_HF + r"(pooler\.dense|classifier)\.bias", (None,)),
+)
 _STAGE = r"stages\.(?P<s>\d+)\."
 _STAGE_BLOCK = _STAGE + r"blocks\.(?P<b>\d+)\."
 _CONVNEXT = (
@@ -107,6 +131,7 @@ ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
     "ConvNeXt": _CONVNEXT,
     "ConvMixer": _CONVMIXER,
     "ViT": _VIT,
+    "transformers' ViT": _HF_VIT,
     "RMSNorm with gated MLPs": _RMS_GATED,
     "MLP": _MLP,
 }
@@ -149,14 +174,17 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     )
 
 
+_HEADS = ("num_heads", "heads", "num_attention_heads")
+
+
 def _heads(module: nn.Module) -> dict[str, tuple[str, int]]:
     """Group -> (name of the block's heads, H) for the queries and keys, values and outputs of each block."""
     out = {}
     for name, inner in module.named_modules():
-        match = re.fullmatch(r"blocks\.(\d+)\.attn", unwrapped(name))
-        heads = getattr(inner, "num_heads", getattr(inner, "heads", None))
+        match = re.fullmatch(r"blocks\.(\d+)\.attn|.*layers?\.(\d+)\.attention(?:\.attention)?", unwrapped(name))
+        heads = next((getattr(inner, key) for key in _HEADS if hasattr(inner, key)), None)
         if match and isinstance(heads, int):
-            out |= {f"{kind}.{match[1]}": (f"heads.{match[1]}", heads) for kind in ("qk", "vo")}
+            out |= {f"{kind}.{match[1] or match[2]}": (f"heads.{match[1] or match[2]}", heads) for kind in ("qk", "vo")}
     return out
 
 

@@ -284,12 +284,15 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
             continue
         samples = found.samples / max(1.0, design_effect(found))
         blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
-        for a, b in combinations(blocks, 2):
+        # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
+        testable = [name for name, part in blocks.items() if part.stop - part.start < samples - 3]
+        white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
+        for a, b in combinations(testable, 2):
             block = found.covariance[blocks[a], blocks[b]]
             if block.size == 1:
                 pair = _single(found, blocks[a].start, blocks[b].start)
             else:
-                pair = _canonical(found.covariance, blocks[a], blocks[b], samples)
+                pair = _canonical(block, white[a], white[b], samples)
             if pair is not None:
                 correlation, interval, z, p = pair
                 out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
@@ -328,12 +331,11 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     return r, (tanh(centre - _Z95 * step), tanh(centre + _Z95 * step)), z, float(2 * stats.norm.sf(abs(z)))
 
 
-def _canonical(covariance: np.ndarray, a: slice, b: slice, samples: float) -> _Tested | None:
-    left, right = _whitened(covariance[a, a]), _whitened(covariance[b, b])
+def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
     p, q = left.shape[1], right.shape[1]
     if not p or not q or samples <= p + q + 2:
         return None
-    values = np.linalg.svd(left.T @ covariance[a, b] @ right, compute_uv=False).clip(0, 1 - 1e-12)
+    values = np.linalg.svd(left.T @ block @ right, compute_uv=False).clip(0, 1 - 1e-12)
     statistic = -(samples - (p + q + 3) / 2) * np.log1p(-(values**2)).sum()
     log_p = float(stats.chi2.logsf(statistic, p * q))
     z = float(stats.norm.isf(np.exp(log_p) / 2)) if log_p > -600 else sqrt(-2 * log_p)

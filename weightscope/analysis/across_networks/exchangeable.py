@@ -161,7 +161,10 @@ class ExchangeableCovariance(Result):
         found = self._chosen(groups)
         kind = found.kind
         title = f"Correlation over {_label(kind.groups)}: {found.samples:,} samples from {self.n} networks"
-        axes = plots.covariance_map(found.correlation(), kind.slices, kind="correlation", title=title)
+        correlation = found.correlation()
+        constant = found.covariance.diagonal() <= 0
+        correlation[constant], correlation[:, constant] = np.nan, np.nan
+        axes = plots.covariance_map(correlation, kind.slices, kind="correlation", title=title)
         if path is not None:
             plots.save(axes.figure, path)
         return axes
