@@ -96,7 +96,7 @@ def _one_network(source: Any) -> WeightArray:
 
     if isinstance(source, list | tuple):
         raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")
-    found = opened(source)
+    found: Any = opened(source)
     tensors = found.state_dict() if hasattr(found, "state_dict") else found
     chosen = {name: tensors[name] for name in tensors}
     chosen = {

@@ -179,7 +179,7 @@ _HEADS = ("num_heads", "heads", "num_attention_heads")
 
 def _heads(module: nn.Module) -> dict[str, tuple[str, int]]:
     """Group -> (name of the block's heads, H) for the queries and keys, values and outputs of each block."""
-    out = {}
+    out: dict[str, tuple[str, int]] = {}
     for name, inner in module.named_modules():
         match = re.fullmatch(r"blocks\.(\d+)\.attn|.*layers?\.(\d+)\.attention(?:\.attention)?", unwrapped(name))
         heads = next((getattr(inner, key) for key in _HEADS if hasattr(inner, key)), None)

@@ -110,7 +110,7 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    found: Any = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
     click.echo(found.text())
     found.plot(out, **drawing)
     click.echo(f"wrote {out}")

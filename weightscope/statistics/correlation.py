@@ -28,7 +28,7 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int =
         correction = x - r
         before, y = y, x.copy()
         np.fill_diagonal(y, 1.0)
-        if np.linalg.norm(y - before) <= 1e-9 * max(1.0, np.linalg.norm(y)):
+        if np.linalg.norm(y - before) <= 1e-9 * max(1.0, float(np.linalg.norm(y))):
             break
     values, vectors = np.linalg.eigh(y)  # the last projection left the unit diagonal, up to rounding
     x = (vectors * np.maximum(values, floor)) @ vectors.T

@@ -106,7 +106,8 @@ class Exchangeable(Structure):
         """Fit to what `ExchangeableMoments` has taken up; `gain` as in `accumulator`."""
         permutations = moments.permutations
         found = moments.covariances()
-        factors, parameters, notes, means = [], 0, {}, {}
+        factors, parameters, notes = [], 0, {}
+        means: dict[tuple[str, ...], np.ndarray] = {}
         for covariance in found:
             label = " x ".join(covariance.kind.groups) or "means"
             variances = covariance.covariance.diagonal()
