@@ -19,7 +19,7 @@ from scipy import stats
 from weightscope._util.names import listing
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
 _Z95 = 1.959963984540054  # the normal quantile of 97.5 %
 
@@ -140,11 +140,15 @@ class ExchangeableMoments:
         if strangers := {view.tensor for view in permutations.views} ^ set(spec.names):
             raise DataError(f"the permutation specification and the spec differ in {listing(sorted(strangers))}")
         self.spec, self.permutations, self.n = spec, permutations, 0
-        self._products = [np.zeros((kind.copies, kind.copies)) for kind in permutations.types]
-        self._single = [np.concatenate([np.full(v.copies, v.copies == 1) for v in t.views]) for t in permutations.types]
-        # For each type, with G a network's Gram matrix of single copies: sums of G_ab^2, G_ab G_aa, G_aa G_bb.
-        self._squares = [np.zeros((3, int(s.sum()), int(s.sum()))) for s in self._single]
-        self._sums: list[np.ndarray] = []  # for each type (*sizes of S, C), over networks
+        self._types = {kind.groups: kind for kind in permutations.types}
+        self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
+        self._single = {
+            key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
+            for key, kind in self._types.items()
+        }
+        # With G a network's Gram matrix of single copies, sums over networks of G_ab^2, G_ab G_aa, G_aa G_bb.
+        self._squares = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
+        self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
@@ -153,38 +157,43 @@ class ExchangeableMoments:
         Raises:
             DataError: if an entry is not finite.
         """
-        block = np.asarray(block)
+        block = np.array(block, dtype=np.float64)
         if not len(block):
             return self
         if not np.isfinite(block).all():
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
         tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
-        if not self._shift:
-            self._shift = {view.name: _copy_means(views[view.name], view) for view in self.permutations.views}
-        sums = []
-        for i, (kind, total) in enumerate(zip(self.permutations.types, self._products, strict=True)):
-            stack = np.concatenate([self._part(views[v.name], v, kind.groups) for v in kind.views], axis=-1)
-            for axis, label in enumerate(kind.groups, 1):
-                if not is_signed(label):
-                    stack -= stack.mean(axis=axis, keepdims=True)
-            rows = stack.reshape(-1, kind.copies)
-            total += rows.T @ rows
-            sums.append(stack.sum(axis=0))
-            single = rows[:, self._single[i]].reshape(len(block), kind.places, -1)
-            grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
-            own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
-            self._squares[i] += np.square(grams).sum(0), (grams * own[:, :, None]).sum(0), own.T @ own
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+        self._subtract_shift(views)
+        for key, kind in self._types.items():
+            if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
+                grams = _centred_grams([(views[view.name], view) for view in kind.views], key)
+                total = grams.sum(axis=0)
+                sums = np.concatenate([averaged(views[v.name], v, key).sum(axis=0) for v in kind.views], axis=-1)
+            else:
+                joined = np.concatenate([averaged(views[view.name], view, key) for view in kind.views], axis=-1)
+                unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
+                sums, total = joined.sum(axis=0), _centred_products(joined, unsigned)
+                single = centred(joined[..., self._single[key]], unsigned).reshape(len(block), kind.places, -1)
+                grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
+            self._products[key] += total
+            self._sums[key] = self._sums.get(key, 0.0) + sums
+            if key:
+                own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
+                mixed = np.einsum("nab,na->ab", grams, own)
+                self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
         self.n += len(block)
         return self
 
-    def _part(self, array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
-        part = averaged(array, view, keep).astype(np.float64)
-        if any(map(is_signed, view.labels)):  # a shift is for what does not change under the group
-            return part
-        part -= self._shift[view.name] * sqrt(_away(view, keep))
-        return part
+    def _subtract_shift(self, views: dict[str, np.ndarray]) -> None:
+        """Subtract in place a constant for each copy: its mean in the first block. Signed views have mean zero."""
+        for view in self.permutations.views:
+            if any(map(is_signed, view.labels)):
+                continue
+            if view.name not in self._shift:
+                self._shift[view.name] = _copy_means(views[view.name], view)
+            fixed = [1 if axis is not None else n for axis, n in zip(view.axes, view.shape, strict=True)]
+            views[view.name] -= self._shift[view.name].reshape(fixed)
 
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
         """One for each type, from the means of everything upwards.
@@ -201,27 +210,29 @@ class ExchangeableMoments:
         if self.n < least:
             raise DataError(f"expected at least {least} networks for covariances about {about}, found {self.n}")
         out = []
-        for i, (kind, total, sums) in enumerate(zip(self.permutations.types, self._products, self._sums, strict=True)):
-            mean, samples, matrix = np.zeros(kind.copies), self.n * kind.dimension, total
-            if about == "networks" or not kind.groups:
-                flat = sums.reshape(-1, kind.copies)
-                matrix, samples = total - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
-            if not kind.groups:
-                mean = sums / self.n + self._origin(kind)
+        for key, kind in self._types.items():
+            mean, samples = np.zeros(kind.copies), self.n * kind.dimension
+            matrix = products = self._products[key]
+            if about == "networks" or not key:
+                unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
+                flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
+                matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
+            if not key:
+                mean = self._sums[key] / self.n + self._origin(kind)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
-            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(i, total)))
+            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products)))
         return tuple(out)
 
-    def _errors(self, i: int, total: np.ndarray) -> np.ndarray:
+    def _errors(self, key: tuple[str, ...], total: np.ndarray) -> np.ndarray:
         """Delta method for r = sum G_ab / sqrt(sum G_aa sum G_bb), with networks as the independent units."""
-        single = self._single[i]
+        single = self._single[key]
         out = np.full(total.shape, np.nan)
-        if self.n < 3 or not self.permutations.types[i].groups:
+        if self.n < 3 or not key:
             return out
         sums = total[np.ix_(single, single)]
         own = sums.diagonal()
         scale = np.sqrt(np.outer(own, own))
-        squares, mixed, pairs = self._squares[i]
+        squares, mixed, pairs = self._squares[key]
         with np.errstate(invalid="ignore", divide="ignore"):
             r, share = sums / scale, mixed / own[:, None]
             spread = pairs.diagonal() / own**2
@@ -232,6 +243,34 @@ class ExchangeableMoments:
 
     def _origin(self, kind: InvariantType) -> np.ndarray:
         return np.concatenate([self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views])
+
+
+def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:
+    """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
+    if len(unsigned) != 1 or joined.ndim != 3:
+        joined, unsigned = (centred(joined, unsigned) if unsigned else joined), ()
+    rows = joined.reshape(-1, joined.shape[-1])
+    out = rows.T @ rows
+    if unsigned:  # centring the products is cheaper than centring the parts
+        sums = joined.sum(axis=1)
+        out -= sums.T @ sums / joined.shape[1]
+    return out
+
+
+def _centred_grams(parts: Sequence[tuple[np.ndarray, View]], key: tuple[str, ...]) -> np.ndarray:
+    """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
+    n = len(parts[0][0])
+    out = np.zeros((n, len(parts), len(parts)))
+    for smaller in subsets([label for label in key if not is_signed(label)]):
+        kept = tuple(label for label in key if is_signed(label) or label in smaller)
+        flat = [averaged(array, view, kept)[..., 0] for array, view in parts]
+        axes = "abcdefgh"[: len(kept)]
+        sign = 1.0 if (len(key) - len(kept)) % 2 == 0 else -1.0
+        for i, one in enumerate(flat):
+            for j, other in enumerate(flat[: i + 1]):
+                out[:, i, j] += sign * np.einsum(f"n{axes},n{axes}->n", one, other)
+                out[:, j, i] = out[:, i, j]
+    return out
 
 
 def _away(view: View, keep: tuple[str, ...]) -> int:
