@@ -84,7 +84,7 @@ def test_a_wrong_group_is_found_out(name: str) -> None:
     """Every permuted axis in turn is called fixed, or signed: the outputs then change."""
     network = shaken(NETWORKS[name]())
     permutations = permutation_spec(network)
-    for i in range(0, len(permutations.views), 3):
+    for i in range(0, len(permutations.views), 4):
         view = permutations.views[i]
         for j, axis in enumerate(view.axes):
             if axis is None:
@@ -96,10 +96,10 @@ def test_a_wrong_group_is_found_out(name: str) -> None:
                 views = (*permutations.views[:i], replace(view, axes=axes), *permutations.views[i + 1 :])
                 changed = max(
                     check_permutations(network, images(), PermutationSpec(views, permutations.heads), seed=s)
-                    for s in range(4)
+                    for s in range(2)
                 )
-                # Adding one number to all keys, or to all outputs of a LayerNorm's input, changes nothing by itself.
-                if "norm" not in view.name or wrong is None:
+                # The bias of keys adds one number to all logits of a query, which a softmax does not see.
+                if not view.name.endswith("bias[k]"):
                     assert changed > 1e-6, (view.name, axis, wrong)
 
 
