@@ -39,15 +39,15 @@ from weightscope.statistics.samples import ahead
 from weightscope.statistics.shrinkage import shrunk_covariance
 
 
-def make_population(path: Path, networks: int, size: int) -> None:
+def make_population(path: Path, networks: int, size: int, spec: WeightSpec | None = None) -> None:
     """Correlated random vectors with means in a population folder, and beside it as one array."""
+    spec = spec or WeightSpec([TensorSpec("weights", (size,))])
     plain = {
         "network": {"type": "convnext", "width": 16, "depth": 4},
         "data": {"name": "digits"},
         "training": {"epochs": 1},
         "population": {"networks": networks, "tile": 32},
     }
-    spec = WeightSpec([TensorSpec("weights", (size,))])
     wanted = manifests.Manifest(Recipe.parse(plain), spec, environment(), (networks,))
     manifest, _ = manifests.create_or_match(path, wanted, grow=False)
     rng = np.random.default_rng(0)

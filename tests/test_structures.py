@@ -15,6 +15,7 @@ from weightscope.structures import (
     STRUCTURES,
     Dense,
     Diagonal,
+    Exchangeable,
     GroupMeans,
     Isotropic,
     Kronecker,
@@ -27,6 +28,7 @@ from weightscope.structures.base import fit_mean
 MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight", (3, 4))])
 MIXED = WeightSpec([TensorSpec("conv.weight", (4, 1, 2, 2)), TensorSpec("bias", (5,)), TensorSpec("scale", ())])
 VECTOR = WeightSpec([TensorSpec("bias", (6,))])
+MLP = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc1.bias", (5,)), TensorSpec("fc2.weight", (3, 5))])
 COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
 
 # structure, options, spec
@@ -39,6 +41,7 @@ CASES = [
     *[(LowRank, {"rank": rank}, spec) for rank in (1, 3) for spec in (MATRICES, MIXED, VECTOR)],
     (Kronecker, {}, MATRICES),
     (Kronecker, {}, COLUMN),
+    (Exchangeable, {}, MLP),
 ]
 IDS = [f"{c.name}-{'-'.join(map(str, o.values()))}-{s.tensors[0].name}" for c, o, s in CASES]
 contract = pytest.mark.parametrize(("cls", "options", "spec"), CASES, ids=IDS)
@@ -158,8 +161,8 @@ def test_damaged_arrays_are_refused(cls, fitted, spec):
     for name, array in good.items():
         with pytest.raises(DataError, match=r"missing|shape"):
             cls.from_tensors({k: v for k, v in good.items() if k != name} | {"x": array}, spec)
-        with pytest.raises(DataError, match="finite"):
-            cls.from_tensors(good | {name: np.full_like(array, np.nan)}, spec)
+        with pytest.raises(DataError, match="finite" if array.dtype == np.float64 else "uint8"):
+            cls.from_tensors(good | {name: np.full(array.shape, np.nan)}, spec)
         with pytest.raises(DataError, match="expected the shape"):
             cls.from_tensors(good | {name: array[..., None]}, spec)
 
@@ -188,7 +191,7 @@ def test_fewer_networks_than_entries(cls):
 
 @pytest.mark.parametrize("cls", STRUCTURES.values())
 def test_bad_data(cls):
-    spec = WeightSpec([TensorSpec("w", (3, 2))])
+    spec = WeightSpec([TensorSpec("fc1.weight", (3, 2))])
     with pytest.raises(DataError, match=r"expected weight vectors \(N, 6\), found \(9, 5\)"):
         cls.fit(np.ones((9, 5)), spec)
     with pytest.raises(DataError, match="at least 2 networks, found 1"):
@@ -203,7 +206,15 @@ def test_bad_data(cls):
 
 
 def test_registry():
-    assert list(STRUCTURES) == ["isotropic", "group_means", "diagonal", "kronecker", "low_rank", "dense"]
+    assert list(STRUCTURES) == [
+        "isotropic",
+        "group_means",
+        "diagonal",
+        "kronecker",
+        "low_rank",
+        "dense",
+        "exchangeable",
+    ]
     assert structure_class("dense") is structure_class(Dense) is Dense
     assert structure_class("low-rank") is LowRank
     assert structure_class("weightscope.structures.dense:Dense") is Dense

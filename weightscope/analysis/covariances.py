@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.sources import is_population
-from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
 from weightscope.errors import UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.samples import WeightArray
 
 if TYPE_CHECKING:
-    from weightscope.analysis.across_networks import PopulationCovariance
+    from weightscope.analysis.across_networks import ExchangeableCovariance, PopulationCovariance
     from weightscope.analysis.within_network import NetworkCovariances
 
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")
@@ -17,13 +19,20 @@ WITHIN = ("part", "labels", "config", "keep", "seed", "separability")
 
 
 def covariance(
-    source: Any, select: str | Sequence[str] | None = "auto", *, network: int | None = None, **options: Any
-) -> "PopulationCovariance | NetworkCovariances":
+    source: Any,
+    select: str | Sequence[str] | None = "auto",
+    *,
+    network: int | None = None,
+    exchangeable: bool = False,
+    **options: Any,
+) -> "PopulationCovariance | NetworkCovariances | ExchangeableCovariance":
     """Covariances over the networks of a population, or within one or several trained networks.
 
     A population (folder, `Population` or `WeightArray`) gives the joint covariance of its tensors over networks, with
     stripe ratios: a `PopulationCovariance`. Anything else gives the covariances of the filters, rows, columns or
     patches of each layer: a `NetworkCovariances`; so does a population with `network`, or with an option of these.
+    With `exchangeable`, either gives the covariance averaged over the permutations of hidden units that leave the
+    function unchanged: an `ExchangeableCovariance`, which shows what is correlated within and across layers.
 
     Args:
         source: a population, a path (.safetensors, .pt, .pth, a model folder), `hf://org/name[@revision]`, a
@@ -31,6 +40,7 @@ def covariance(
         select: of a population: patterns of tensor names; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a
             network that has them and all tensors of another one; None for computed coordinates only.
         network: index of one network of a population's folder, whose layers are analysed.
+        exchangeable: average over permutations of hidden units; `select` is then "*" by default.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `weightscope.analysis.across_networks.joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, `separability`, see `weightscope.analysis.within_network.covariance_within`.
@@ -49,6 +59,12 @@ def covariance(
         raise UsageError(f"covariance: unknown option {', '.join(unknown)}; expected some of {known}")
     within = [name for name in WITHIN if name in options] + ["network"] * (network is not None)
     population = _population(source)
+    if exchangeable:
+        if options or network is not None:
+            given = ", ".join([*options, *(["network"] if network is not None else [])])
+            raise UsageError(f"exchangeable: takes `select` only, found {given}")
+        samples = _one_network(source) if population is None else population
+        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select)
     if population is not None and not within:
         return covariance_across(population, select, **options)
     if across := [name for name in ACROSS if name in options] + ["select"] * (select != "auto"):
@@ -72,6 +88,22 @@ def _population(source: Any) -> Any:
     if not Path(source).is_dir():
         raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {source}")
     return Population(source)
+
+
+def _one_network(source: Any) -> WeightArray:
+    """The floating-point tensors of one network as a population of one, whose channels are the samples."""
+    from weightscope.anatomy import opened  # torch
+
+    if isinstance(source, list | tuple):
+        raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")
+    found: Any = opened(source)
+    tensors = found.state_dict() if hasattr(found, "state_dict") else found
+    chosen = {name: tensors[name] for name in tensors}
+    chosen = {
+        name: value.detach().double().cpu().numpy() for name, value in chosen.items() if value.is_floating_point()
+    }
+    spec = WeightSpec(TensorSpec(name, tuple(value.shape)) for name, value in chosen.items())
+    return WeightArray(spec.pack(chosen, dtype=float)[None], spec)
 
 
 def _network(source: Any, index: int | None) -> tuple[Any, str | None]:

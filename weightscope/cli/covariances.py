@@ -8,6 +8,7 @@ import click
 
 from weightscope._util.sources import is_population
 from weightscope.cli.shared import OutputFile, figure_option, json_option, population_of, write_json
+from weightscope.errors import UsageError
 
 _RENAMED = {"--compute": "--computed", "--correlation": "--kind=correlation"}
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
@@ -38,6 +39,11 @@ class _WithOldOptions(click.Command):
     help="Of a population: covariances or correlations.  [default: covariance]",
 )
 @click.option("--fold-norms", is_flag=True, help="Of a population: fold each normalisation's gain into the next map.")
+@click.option(
+    "--exchangeable",
+    is_flag=True,
+    help="Average over permutations of hidden units: what is correlated within and across layers of a whole network.",
+)
 @click.option("--means", is_flag=True, help="Of a population: draw means over hidden units.")
 @click.option("--part", help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.")
 @click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
@@ -76,11 +82,22 @@ def covariance(
       weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
       weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
           --computed "center(stages.0.blocks.0.conv_dw.weight)" --kind correlation
+      weightscope covariance digits.pop --exchangeable -o exchangeable.png --json pairs.json
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
     from weightscope.analysis.covariances import covariance as compute
 
+    if options.pop("exchangeable"):
+        if matrix is not None or (given := [key for key, value in options.items() if value and key != "select"]):
+            named = "--matrix" if matrix is not None else "--" + given[0].replace("_", "-")
+            raise UsageError(f"{named}: not available with --exchangeable, which takes --select only")
+        result = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
+        click.echo(result.text())
+        result.plot(out)
+        click.echo(f"wrote {out}")
+        write_json(json_file, result.to_dict())
+        return
     across = {key: options[key] for key in _ACROSS if options[key]}
     within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
     if options["device"] == "cuda":
@@ -93,7 +110,7 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    found: Any = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
     click.echo(found.text())
     found.plot(out, **drawing)
     click.echo(f"wrote {out}")

@@ -25,6 +25,7 @@ class Candidate:
     Attributes:
         structure: the class.
         options: of its fit.
+        context: further arguments that follow from the network.
         scores: (held-out networks,) log-likelihoods in nats.
         parameters: the number of fitted numbers.
         failed: why it could not be fitted or scored, or None.
@@ -32,6 +33,7 @@ class Candidate:
 
     structure: type[Structure]
     options: dict[str, Any]
+    context: dict[str, Any] = field(default_factory=dict)
     scores: np.ndarray = field(default_factory=lambda: np.empty(0))
     parameters: int = 0
     failed: str | None = None
@@ -40,6 +42,10 @@ class Candidate:
     def label(self) -> str:
         """Name and options."""
         return labelled(self.structure.name, self.options)
+
+    def accumulator(self, spec: WeightSpec) -> Accumulator[Structure]:
+        """A new accumulator of the structure."""
+        return self.structure.accumulator(spec, **self.options, **self.context)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -83,13 +89,14 @@ def splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray]
 
 def score(candidates: Sequence[Candidate], spec: WeightSpec, blocks: Blocks, tests: Sequence[np.ndarray]) -> None:
     """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
+    candidates = [candidate for candidate in candidates if candidate.failed is None]
     if not candidates:
         return
     runs: list[_Run] = []
     for candidate in candidates:
         for test in tests:
             with candidate.attempt():
-                runs.append(_Run(candidate, test, candidate.structure.accumulator(spec, **candidate.options)))
+                runs.append(_Run(candidate, test, candidate.accumulator(spec)))
     for start, rows in blocks():
         for run in _alive(runs):
             train = rows[~run.test[start : start + len(rows)]]

@@ -77,7 +77,7 @@ def fit(
         if not entries.varying.any():
             groups.append(Group(name, part, None, {}, *frozen))
             continue
-        candidates = _candidates(classes, given, fewest, entries.spec.size)
+        candidates = _candidates(classes, given, fewest, source.spec, entries.spec)
         fitted = _score_all(candidates, entries, tests)
         best = best_of(name, candidates)
         groups.append(Group(name, part, fitted, best.options, *frozen))
@@ -128,14 +128,20 @@ def _requested(
 
 
 def _candidates(
-    classes: Sequence[type[Structure]], options: dict[str, Any] | None, networks: int, size: int
+    classes: Sequence[type[Structure]],
+    options: dict[str, Any] | None,
+    networks: int,
+    network: WeightSpec,
+    part: WeightSpec,
 ) -> list[Candidate]:
     """Each structure with the given options, or with its default candidates for N networks and D entries."""
-    return [
-        Candidate(cls, chosen)
-        for cls in classes
-        for chosen in ([options] if options is not None else cls.candidates(networks, size))
-    ]
+    out = []
+    for cls in classes:
+        for chosen in [options] if options is not None else cls.candidates(networks, part.size):
+            out.append(candidate := Candidate(cls, chosen))
+            with candidate.attempt():
+                candidate.context = cls.context(network, part)
+    return out
 
 
 def _score_all(candidates: Sequence[Candidate], part: Entries, tests: Sequence[np.ndarray]) -> Structure:
@@ -156,7 +162,7 @@ def _score_all(candidates: Sequence[Candidate], part: Entries, tests: Sequence[n
         if candidate.structure.needs_samples:  # one by one, since each keeps its samples
             score([candidate], spec, whole, tests)
     best = best_of(part.name, candidates)
-    accumulator = best.structure.accumulator(spec, **best.options)
+    accumulator = best.accumulator(spec)
     for _, rows in whole() if best.structure.needs_samples else streamed():
         accumulator.update(rows)
     return accumulator.finish()

@@ -11,6 +11,7 @@ from weightscope.structures.diagonal import Diagonal
 from weightscope.structures.kronecker import Kronecker
 from weightscope.structures.low_rank import LowRank
 from weightscope.structures.dense import Dense
+from weightscope.structures.exchangeable import Exchangeable
 # isort: on
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Accumulator",
     "Dense",
     "Diagonal",
+    "Exchangeable",
     "GroupMeans",
     "Isotropic",
     "Kronecker",

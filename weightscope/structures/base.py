@@ -101,6 +101,19 @@ class Structure(ABC):
         return _Samples(lambda data: cls.fit(data, spec, *args, **options))
 
     @classmethod
+    def context(cls, network: WeightSpec, part: WeightSpec) -> dict[str, Any]:
+        """Arguments of `accumulator` that follow from the network which the fitted tensors are part of.
+
+        Args:
+            network: the spec of all its tensors.
+            part: of the tensors that are fitted.
+
+        Raises:
+            UsageError, DataError: if the structure does not apply to the network.
+        """
+        return {}
+
+    @classmethod
     def candidates(cls, networks: int, size: int) -> tuple[dict[str, Any], ...]:
         """The options to compare when none are given, for N networks and D entries."""
         return ({},)

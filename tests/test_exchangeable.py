@@ -1,0 +1,238 @@
+"""Invariant covariances against brute force over all permutations, known densities, planted effects and renumbering."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
+from weightscope.errors import DataError
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.correlation import amplified, nearest_correlation
+from weightscope.statistics.exchangeable import (
+    ExchangeableMoments,
+    assembled,
+    correlated_pairs,
+    design_effect,
+    invariant_parts,
+)
+from weightscope.statistics.permutations import PermutationSpec
+from weightscope.statistics.samples import WeightArray
+from weightscope.structures.exchangeable import Exchangeable
+
+SPEC = WeightSpec(
+    [
+        TensorSpec("conv", (3, 1, 2)),
+        TensorSpec("fc1.weight", (4, 3)),
+        TensorSpec("fc1.bias", (4,)),
+        TensorSpec("fc2.weight", (3, 4)),
+        TensorSpec("q", (2, 3)),
+        TensorSpec("k", (2, 3)),
+        TensorSpec("head", (2, 3)),
+    ]
+)
+AXES = {
+    "conv": ("channels", None, None),
+    "fc1.weight": ("hidden", "channels"),
+    "fc1.bias": ("hidden",),
+    "fc2.weight": ("channels", "hidden"),
+    "q": ("~units", "channels"),
+    "k": ("~units", "channels"),
+    "head": (None, "channels"),
+}
+PERMUTATIONS = PermutationSpec.from_axes(SPEC, AXES)
+
+
+def elements():
+    """All 3! x 4! x (2! x 2^2) renumberings as signed permutations of the D entries: (order, signs)."""
+    for c, h, u in itertools.product(*(itertools.permutations(range(n)) for n in (3, 4, 2))):
+        for signs in itertools.product([1.0, -1.0], repeat=2):
+            element = {
+                "channels": (np.array(c), np.ones(3)),
+                "hidden": (np.array(h), np.ones(4)),
+                "units": (np.array(u), np.array(signs)),
+            }
+            index = PERMUTATIONS.apply(SPEC.unpack(np.arange(1.0, SPEC.size + 1)), element)
+            moved = SPEC.pack(index, dtype=np.float64)
+            yield np.abs(moved).astype(int) - 1, np.sign(moved)
+
+
+def weights(n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((n, SPEC.size)) @ rng.standard_normal((SPEC.size, SPEC.size)) + rng.standard_normal(
+        SPEC.size
+    )
+
+
+def dense(covariances) -> np.ndarray:
+    """The D x D covariance of small ones, by way of the parts of the unit vectors."""
+    out = np.zeros((SPEC.size, SPEC.size))
+    for found, part in zip(covariances, invariant_parts(np.eye(SPEC.size), SPEC, PERMUTATIONS), strict=True):
+        flat = part.reshape(SPEC.size, -1, found.kind.copies)
+        out += np.einsum("iac,cd,jad->ij", flat, found.covariance, flat)
+    return out
+
+
+def test_parts_are_an_orthogonal_decomposition() -> None:
+    x = weights(5)
+    parts = dict(zip((k.groups for k in PERMUTATIONS.types), invariant_parts(x, SPEC, PERMUTATIONS), strict=True))
+    np.testing.assert_allclose(assembled(parts, SPEC, PERMUTATIONS), x, atol=1e-12)
+    squares = sum(np.square(part).reshape(len(x), -1).sum(1) for part in parts.values())
+    np.testing.assert_allclose(squares, np.square(x).sum(1), rtol=1e-12)
+    assert sum(k.dimension * k.copies for k in PERMUTATIONS.types) == SPEC.size
+
+
+def test_the_streamed_estimate_is_the_projection_of_numpys_covariance() -> None:
+    x = weights(20)
+    raw = np.cov(x.T)
+    projected = np.mean([raw[np.ix_(i, i)] * np.outer(s, s) for i, s in elements()], axis=0)
+    moments = ExchangeableMoments(SPEC, PERMUTATIONS)
+    for block in (x[:7], x[7:7], x[7:]):
+        moments.update(block)
+    np.testing.assert_allclose(dense(moments.covariances()), projected, atol=1e-12 * np.abs(raw).max())
+
+
+def test_renumbering_each_network_changes_nothing() -> None:
+    x, rng = weights(30), np.random.default_rng(3)
+    moved = np.stack(
+        [SPEC.pack(PERMUTATIONS.apply(SPEC.unpack(row), PERMUTATIONS.random(rng)), dtype=np.float64) for row in x]
+    )
+    assert not np.allclose(moved, x)
+    before, after = (ExchangeableMoments(SPEC, PERMUTATIONS).update(rows).covariances("zero") for rows in (x, moved))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(a.covariance, b.covariance, rtol=1e-10, atol=1e-10 * np.abs(a.covariance).max())
+
+
+def test_filter_covariance_of_one_network_is_a_block_of_its_channels() -> None:
+    """Thesis 3.1.1: the covariance of the filters of one layer, its channels being the samples."""
+    spec = WeightSpec([TensorSpec("conv", (40, 1, 3, 3)), TensorSpec("bias", (40,))])
+    x = np.random.default_rng(0).standard_normal((1, spec.size)) + 2
+    permutations = PermutationSpec.from_axes(spec, {"conv": ("c", None, None, None), "bias": ("c",)})
+    found = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+    kind = next(t for t in found.types if t.kind.groups == ("c",))
+    block = kind.covariance[kind.kind.slices["conv"], kind.kind.slices["conv"]]
+    np.testing.assert_allclose(block, np.cov(spec.unpack(x)["conv"][0].reshape(40, 9).T), atol=1e-12)
+
+
+@pytest.mark.parametrize("gain", [None, 3.0])
+def test_density_is_that_of_the_assembled_covariance(gain: float | None) -> None:
+    x = weights(200)
+    fitted = Exchangeable.fit(x, SPEC, permutations=PERMUTATIONS, gain=gain)
+    expected = stats.multivariate_normal(fitted.mean, fitted.covariance()).logpdf(x[:9])
+    np.testing.assert_allclose(fitted.log_prob(x[:9]), expected, rtol=1e-10)
+    assert fitted.log_prob(x[0]).shape == ()
+
+
+def test_samples_have_the_fitted_moments() -> None:
+    fitted = Exchangeable.fit(weights(200), SPEC, permutations=PERMUTATIONS)
+    n = 20_000
+    drawn, wanted = fitted.sample(np.random.default_rng(0), n), fitted.covariance()
+    scale = np.sqrt(np.outer(wanted.diagonal(), wanted.diagonal()))
+    # 903 entries and 42 means, each beyond 5 standard errors with probability 6e-7: a false alarm in 1 of 1,800 seeds.
+    spread = np.sqrt((1 + (wanted / scale) ** 2) / n)
+    assert (np.abs(np.cov(drawn.T) - wanted) / scale < 5 * spread).all()
+    assert (np.abs(drawn.mean(0) - fitted.mean) < 5 * np.sqrt(wanted.diagonal() / n)).all()
+
+
+def test_stored_structures_give_the_same_bits() -> None:
+    fitted = Exchangeable.fit(weights(60), SPEC, permutations=PERMUTATIONS)
+    again = Exchangeable.from_tensors(fitted.to_tensors(), SPEC)
+    np.testing.assert_array_equal(again.log_prob(weights(4)), fitted.log_prob(weights(4)))
+    damaged = fitted.to_tensors() | {"permutations": np.frombuffer(b'{"views": [{"name": 1}]}', dtype=np.uint8)}
+    with pytest.raises(DataError, match="permutation specification"):
+        Exchangeable.from_tensors(damaged, SPEC)
+
+
+def planted(n: int, correlation: float, seed: int = 0) -> tuple[np.ndarray, WeightSpec, PermutationSpec]:
+    """Networks in which the fc2 of two blocks have this correlation, entry by entry of one residual channel's mean."""
+    spec = WeightSpec(
+        [t for b in range(2) for t in (TensorSpec(f"blocks.{b}.fc1", (16, 8)), TensorSpec(f"blocks.{b}.fc2", (8, 16)))]
+    )
+    axes = {}
+    for b in range(2):
+        axes |= {f"blocks.{b}.fc1": (f"hidden.{b}", "channels"), f"blocks.{b}.fc2": ("channels", f"hidden.{b}")}
+    rng = np.random.default_rng(seed)
+    tensors = {t.name: rng.standard_normal((n, *t.shape)) for t in spec.tensors}
+    shared = rng.standard_normal((n, 8))
+    for b, sign in ((0, 1.0), (1, -1.0)):
+        name = f"blocks.{b}.fc2"
+        own = tensors[name].mean(2, keepdims=True)
+        mixed = np.sqrt(abs(correlation)) * sign * shared[..., None] / 4 + np.sqrt(1 - abs(correlation)) * own
+        tensors[name] += mixed - own
+    x = np.concatenate([tensors[t.name].reshape(n, -1) for t in spec.tensors], axis=1)
+    return x, spec, PermutationSpec.from_axes(spec, axes)
+
+
+def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
+    x, spec, permutations = planted(1000, 0.6)
+    found = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+    first = found.pairs()[0]
+    assert {first.a, first.b} == {"blocks.0.fc2", "blocks.1.fc2"}
+    assert first.groups == ("channels",)
+    assert abs(first.correlation + 0.6) < 5 * 0.64 / np.sqrt(7000)
+    assert first.p < 1e-100
+    fitted = Exchangeable.fit(x, spec, permutations=permutations)
+    again = exchangeable_covariance(
+        WeightArray(fitted.sample(np.random.default_rng(1), 1000), spec), permutations=permutations
+    ).pairs()[0]
+    assert {again.a, again.b} == {"blocks.0.fc2", "blocks.1.fc2"}
+    assert abs(again.correlation + 0.6) < 0.05
+
+
+def test_independent_networks_show_nothing() -> None:
+    """The smallest adjusted p-value of a population without structure is below 5 % in 5 % of populations at most."""
+    smallest = []
+    for seed in range(40):
+        x, spec, permutations = planted(60, 0.0, seed)
+        smallest.append(
+            min(p.p for p in exchangeable_covariance(WeightArray(x, spec), permutations=permutations).pairs())
+        )
+    # Of 40 tests at 5 % more than 7 are false alarms with probability 0.1 %.
+    assert sum(p < 0.05 for p in smallest) <= 7
+
+
+def test_standard_errors_know_that_networks_differ() -> None:
+    """Entries of a network that share a scale are no independent samples; the error over networks says so."""
+    x, spec, permutations = planted(400, 0.0)
+    scales = np.exp(np.random.default_rng(0).standard_normal((400, 1)))
+    plain, mixed = (
+        next(
+            t
+            for t in ExchangeableMoments(spec, permutations).update(rows).covariances()
+            if t.kind.groups == ("channels",)
+        )
+        for rows in (x, x * scales)
+    )
+    assert 0.7 < design_effect(plain) < 1.4
+    assert design_effect(mixed) > 3
+    assert all(pair.p > 1e-3 for pair in correlated_pairs((mixed,)))
+
+
+def test_too_few_networks_and_bad_numbers_are_refused() -> None:
+    moments = ExchangeableMoments(SPEC, PERMUTATIONS)
+    with pytest.raises(DataError, match="at least 2 networks"):
+        moments.update(weights(1)).covariances()
+    assert len(moments.covariances("zero")) == len(PERMUTATIONS.types)
+    with pytest.raises(DataError, match="NaN or infinity"):
+        moments.update(np.full((1, SPEC.size), np.nan))
+    with pytest.raises(DataError, match="differ in"):
+        ExchangeableMoments(WeightSpec(SPEC.tensors[1:]), PERMUTATIONS)
+
+
+def test_nearest_correlation_against_highams_example() -> None:
+    """Higham 2002, section 4: the nearest correlation matrix of a tridiagonal one."""
+    found = nearest_correlation(np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]), floor=0.0)
+    expected = np.array([[1.0, 0.7607, 0.1573], [0.7607, 1.0, 0.7607], [0.1573, 0.7607, 1.0]])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    valid = np.array([[1.0, 0.5], [0.5, 1.0]])
+    np.testing.assert_allclose(nearest_correlation(valid), valid, atol=1e-12)
+
+
+def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
+    correlation = np.array([[1.0, 0.10, 0.01], [0.10, 1.0, 0.40], [0.01, 0.40, 1.0]])
+    found = amplified(correlation, np.full((3, 3), 0.02), 3.0)
+    assert (found.kept, found.dropped, found.clipped) == (2, 1, 1)
+    assert np.linalg.eigvalsh(found.matrix)[0] > 0
+    np.testing.assert_allclose(found.matrix.diagonal(), 1.0)
+    assert 0.2 < found.matrix[0, 1] < 0.4 < 0.8 < found.matrix[1, 2] <= 0.9

@@ -1,0 +1,181 @@
+"""Permutation specifications, proved by function: renumbering units must not change what a network computes."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import shims
+import torch
+from torch import nn
+
+from weightscope.anatomy.permutation_groups import apply_permutation, check_permutations, permutation_spec
+from weightscope.errors import AnatomyError, SpecError
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutations import PermutationSpec, View
+
+NETWORKS = {
+    "convnext": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, expansion=2, layer_scale=0.1),
+    "convnext of two stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 10, in_channels=1, expansion=2),
+    "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
+    "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),
+    "vit, token": lambda: ViT(8, 2, 24, 1, 2, 10, in_channels=1, pool="token", positions="learned", layer_scale=0.1),
+}
+
+
+class GatedBlock(nn.Module):
+    """RMSNorm and a gated MLP under Llama's names, with tokens in and out."""
+
+    def __init__(self, width: int = 8, hidden: int = 12, tokens: int = 5) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(tokens, width)
+        layer = nn.Module()
+        layer.post_attention_layernorm = nn.RMSNorm(width)
+        layer.mlp = nn.Module()
+        for name, shape in (("up", (width, hidden)), ("gate", (width, hidden)), ("down", (hidden, width))):
+            setattr(layer.mlp, f"{name}_proj", nn.Linear(*shape, bias=False))
+        self.layers = nn.ModuleList([layer])
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(tokens)
+        layer = self.layers[0]
+        y = layer.post_attention_layernorm(x)
+        x = x + layer.mlp.down_proj(nn.functional.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
+        return self.lm_head(self.norm(x))
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """In float64 with every weight and statistic random, so that no symmetry of the start hides an error."""
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.5 * torch.randn(parameter.shape, generator=g))
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_var"):
+                buffer.add_(torch.rand(buffer.shape, generator=g))
+            elif name.endswith("running_mean"):
+                buffer.add_(torch.randn(buffer.shape, generator=g))
+    return module.double().eval()
+
+
+def images() -> torch.Tensor:
+    return torch.randn(3, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_renumbering_units_changes_no_output(name: str) -> None:
+    network = shaken(NETWORKS[name]())
+    for seed in range(3):
+        assert check_permutations(network, images(), seed=seed) < 1e-12
+
+
+def test_gated_mlps_with_rms_norms_have_signed_channels() -> None:
+    network = shaken(GatedBlock())
+    permutations = permutation_spec(network)
+    assert "~channels" in permutations.views[0].labels
+    assert check_permutations(network, torch.arange(5)[None], permutations) < 1e-12
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_wrong_group_is_found_out(name: str) -> None:
+    """Every permuted axis in turn is called fixed, or signed: the outputs then change."""
+    network = shaken(NETWORKS[name]())
+    permutations = permutation_spec(network)
+    for i in range(0, len(permutations.views), 4):
+        view = permutations.views[i]
+        for j, axis in enumerate(view.axes):
+            if axis is None:
+                continue
+            for wrong in (None, "~" + axis.removeprefix("~") if not axis.startswith("~") else axis[1:]):
+                axes = tuple(wrong if k == j else a for k, a in enumerate(view.axes))
+                if all(a is None for a in axes) and len(permutations.sizes) == 1:
+                    continue
+                views = (*permutations.views[:i], replace(view, axes=axes), *permutations.views[i + 1 :])
+                changed = max(
+                    check_permutations(network, images(), PermutationSpec(views, permutations.heads), seed=s)
+                    for s in range(2)
+                )
+                # The bias of keys adds one number to all logits of a query, which a softmax does not see.
+                if not view.name.endswith("bias[k]"):
+                    assert changed > 1e-6, (view.name, axis, wrong)
+
+
+def test_units_of_other_heads_are_not_mixed() -> None:
+    network = shaken(ViT(8, 2, 24, 1, 3, 10, in_channels=1))
+    permutations = permutation_spec(network)
+    assert permutations.heads["qk.0"] == ("heads.0", 3)
+    assert check_permutations(network, images(), replace(permutations, heads={})) > 1e-3
+
+
+def test_weights_move_and_the_function_stays() -> None:
+    network = shaken(NETWORKS["convnext"]())
+    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0))
+    assert not torch.equal(moved.stages[0].blocks[0].mlp.fc1.weight, network.stages[0].blocks[0].mlp.fc1.weight)
+    torch.testing.assert_close(moved(images()), network(images()), rtol=1e-12, atol=1e-12)
+
+
+def test_unknown_architectures_are_refused_by_name() -> None:
+    with pytest.raises(AnatomyError, match=r"this network: `0.weight`.*PermutationSpec.from_axes"):
+        permutation_spec(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Linear(4, 2)))
+
+
+def test_one_group_on_two_axes_is_refused() -> None:
+    spec = WeightSpec([TensorSpec("recurrent", (4, 4))])
+    with pytest.raises(SpecError, match="one group on two axes"):
+        PermutationSpec.from_axes(spec, {"recurrent": ("hidden", "hidden")})
+
+
+def test_groups_have_one_length_and_every_axis_a_label() -> None:
+    spec = WeightSpec([TensorSpec("a", (4, 3)), TensorSpec("b", (5,))])
+    with pytest.raises(SpecError, match=r"`b`: group h has 4 members elsewhere, found 5"):
+        PermutationSpec.from_axes(spec, {"a": ("h", None), "b": ("h",)})
+    with pytest.raises(SpecError, match=r"`a`: expected 2 axes"):
+        PermutationSpec.from_axes(spec, {"a": ("h",), "b": (None,)})
+    with pytest.raises(SpecError, match=r"no axes for `b`"):
+        PermutationSpec.from_axes(spec, {"a": ("h", None)})
+
+
+def test_types_are_the_subsets_of_the_groups() -> None:
+    views = (View("w", "w", (4, 3, 2), ("h", "c", None)), View("q", "q", (4, 3), ("~u", "c")))
+    permutations = PermutationSpec(views)
+    found = {kind.groups: (kind.dimension, kind.copies) for kind in permutations.types}
+    assert found == {
+        (): (1, 2),
+        ("h",): (3, 2),
+        ("c",): (2, 2),
+        ("~u",): (4, 1),
+        ("h", "c"): (6, 2),
+        ("c", "~u"): (8, 1),
+    }
+
+
+class Sums(nn.Module):
+    """Sums over channels, which do not change when the channels of a backbone's outputs are permuted."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.backbone(x).last_hidden_state.pow(3).sum(-1)
+
+    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:
+        return self.backbone.state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], *args: object, **options: object) -> object:
+        return self.backbone.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("name", "more"), [("Dinov2", {"mlp_ratio": 2}), ("ViT", {"intermediate_size": 48})])
+def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
+    transformers = shims.transformers()
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8, "patch_size": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **more, num_channels=1)
+    network = shaken(getattr(transformers, f"{name}Model")(config))
+    permutations = permutation_spec(network)
+    assert permutations.heads["vo.1"] == ("heads.1", 3)
+    assert check_permutations(Sums(network), images(), permutations) < 1e-12
+    assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3

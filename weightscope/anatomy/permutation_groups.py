@@ -1,0 +1,285 @@
+"""Permutation specifications of known architectures, by the names of their tensors; and the proof by function.
+
+A rule is a pattern of names with the group of each axis. Groups may use what the pattern captured: `hidden.{block}`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from weightscope._util.names import listing, unwrapped
+from weightscope.errors import AnatomyError, SpecError
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutations import PermutationSpec, View
+
+Axes = tuple[str | None, ...]
+_C = "channels"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Names that match `pattern` have these axes; a fused projection has one row of axes for each of its parts.
+
+    Attributes:
+        pattern: a regular expression of the whole name; its named groups may be used in the axes.
+        axes: one label per axis; trailing axes of length one (1x1 convolutions) need none.
+        parts: of the first axis, in equal shares: (label in brackets, axes).
+    """
+
+    pattern: str
+    axes: Axes = ()
+    parts: tuple[tuple[str, Axes], ...] = ()
+
+
+_VIT_BLOCK = r"blocks\.(?P<b>\d+)\."
+_VIT = (
+    Rule(r"(cls_token|pos_embed|reg_token|dist_token)", (None, None, _C)),
+    Rule(r"patch_embed\.proj\.weight", (_C, None, None, None)),
+    Rule(r"patch_embed\.proj\.bias|(fc_norm|norm|norm_pre)\.(weight|bias)", (_C,)),
+    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|attn\.proj\.bias|mlp\.fc2\.bias|ls[12]\.gamma|gamma_[12])", (_C,)),
+    Rule(
+        _VIT_BLOCK + r"attn\.qkv\.weight",
+        parts=(("q", ("~qk.{b}", _C)), ("k", ("~qk.{b}", _C)), ("v", ("~vo.{b}", _C))),
+    ),
+    Rule(_VIT_BLOCK + r"attn\.qkv\.bias", parts=(("q", ("~qk.{b}",)), ("k", ("~qk.{b}",)), ("v", ("~vo.{b}",)))),
+    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.weight", ("~qk.{b}", _C)),
+    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.bias", ("~qk.{b}",)),
+    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.weight", ("~vo.{b}", _C)),
+    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.bias", ("~vo.{b}",)),
+    Rule(_VIT_BLOCK + r"attn\.proj\.weight", (_C, "~vo.{b}")),
+    Rule(_VIT_BLOCK + r"mlp\.fc1\.weight", ("hidden.{b}", _C)),
+    Rule(_VIT_BLOCK + r"mlp\.fc1\.bias", ("hidden.{b}",)),
+    Rule(_VIT_BLOCK + r"mlp\.fc2\.weight", (_C, "hidden.{b}")),
+    Rule(r"(head|head_dist)\.weight", (None, _C)),
+    Rule(r"(head|head_dist)\.bias", (None,)),
+)
+_HF = r"(vit\.|dinov2\.|deit\.)?"
+_HF_LAYER = _HF + r"(encoder\.layer|layers)\.(?P<b>\d+)\."
+_QUERY_KEY = r"attention\.(attention\.(query|key)|[qk]_proj)\."
+_VALUE = r"attention\.(attention\.value|v_proj)\."
+_OUTPUT = r"attention\.(output\.dense|o_proj)\."
+_HF_VIT = (
+    Rule(_HF + r"embeddings\.(cls_token|position_embeddings|distillation_token|register_tokens)", (None, None, _C)),
+    Rule(_HF + r"embeddings\.mask_token", (None, _C)),
+    Rule(_HF + r"embeddings\.patch_embeddings\.projection\.weight", (_C, None, None, None)),
+    Rule(_HF + r"(embeddings\.patch_embeddings\.projection\.bias|layernorm\.(weight|bias))", (_C,)),
+    Rule(_HF_LAYER + r"(norm[12]|layernorm_before|layernorm_after)\.(weight|bias)", (_C,)),
+    Rule(_HF_LAYER + "(" + _OUTPUT + r"bias|layer_scale[12]\.lambda1)", (_C,)),
+    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.bias", (_C,)),
+    Rule(_HF_LAYER + _QUERY_KEY + "weight", ("~qk.{b}", _C)),
+    Rule(_HF_LAYER + _QUERY_KEY + "bias", ("~qk.{b}",)),
+    Rule(_HF_LAYER + _VALUE + "weight", ("~vo.{b}", _C)),
+    Rule(_HF_LAYER + _VALUE + "bias", ("~vo.{b}",)),
+    Rule(_HF_LAYER + _OUTPUT + "weight", (_C, "~vo.{b}")),
+    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.weight", ("hidden.{b}", _C)),
+    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.bias", ("hidden.{b}",)),
+    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.weight", (_C, "hidden.{b}")),
+    Rule(_HF + r"(pooler\.dense|classifier)\.weight", (None, _C)),
+    Rule(_HF + r"(pooler\.dense|classifier)\.bias", (None,)),
+)
+_STAGE = r"stages\.(?P<s>\d+)\."
+_STAGE_BLOCK = _STAGE + r"blocks\.(?P<b>\d+)\."
+_CONVNEXT = (
+    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
+    Rule(r"stem\.(0\.bias|1\.(weight|bias))", ("channels.0",)),
+    Rule(_STAGE + r"downsample\.0\.(weight|bias)", ("channels.{before}",)),
+    Rule(_STAGE + r"downsample\.1\.weight", ("channels.{s}", "channels.{before}", None, None)),
+    Rule(_STAGE + r"downsample\.1\.bias", ("channels.{s}",)),
+    Rule(_STAGE_BLOCK + r"(gamma|conv_dw\.bias|norm\.(weight|bias)|mlp\.fc2\.bias)", ("channels.{s}",)),
+    Rule(_STAGE_BLOCK + r"conv_dw\.weight", ("channels.{s}", None, None, None)),
+    Rule(_STAGE_BLOCK + r"mlp\.fc1\.weight", ("hidden.{s}.{b}", "channels.{s}")),
+    Rule(_STAGE_BLOCK + r"mlp\.fc1\.bias", ("hidden.{s}.{b}",)),
+    Rule(_STAGE_BLOCK + r"mlp\.fc2\.weight", ("channels.{s}", "hidden.{s}.{b}")),
+    Rule(r"(norm_pre|head\.norm)\.(weight|bias)", ("channels.{last}",)),
+    Rule(r"head\.fc\.weight", (None, "channels.{last}")),
+    Rule(r"head\.fc\.bias", (None,)),
+)
+_BATCH_NORM = r"(weight|bias|running_mean|running_var)"
+_CONVMIXER = (
+    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
+    Rule(r"stem\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.0",)),
+    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.0\.weight", ("channels.{b}", None, None, None)),
+    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.{b}",)),
+    Rule(r"blocks\.(?P<b>\d+)\.1\.weight", ("channels.{next}", "channels.{b}")),
+    Rule(r"blocks\.(?P<b>\d+)\.(1\.bias|3\." + _BATCH_NORM + ")", ("channels.{next}",)),
+    Rule(r"head\.weight", (None, "channels.{last}")),
+    Rule(r"head\.bias", (None,)),
+)
+_LLAMA_BLOCK = r"(model\.)?layers\.(?P<b>\d+)\."
+# Rotary positions tie the coordinates of queries and keys to each other, so these are fixed; values are free.
+_RMS_GATED = (
+    Rule(r"(model\.)?embed_tokens\.weight", (None, "~channels")),
+    Rule(_LLAMA_BLOCK + r"(input|post_attention)_layernorm\.weight|(model\.)?norm\.weight", (_C,)),
+    Rule(_LLAMA_BLOCK + r"self_attn\.[qkv]_proj\.weight", (None, "~channels")),
+    Rule(_LLAMA_BLOCK + r"self_attn\.o_proj\.weight", ("~channels", None)),
+    Rule(_LLAMA_BLOCK + r"mlp\.up_proj\.weight", ("~hidden.{b}", "~channels")),
+    Rule(_LLAMA_BLOCK + r"mlp\.gate_proj\.weight", ("hidden.{b}", "~channels")),
+    Rule(_LLAMA_BLOCK + r"mlp\.down_proj\.weight", ("~channels", "~hidden.{b}")),
+    Rule(r"lm_head\.weight", (None, "~channels")),
+)
+_MLP = (
+    Rule(r"(.*\.)?fc1\.weight", ("hidden", None)),
+    Rule(r"(.*\.)?fc1\.bias", ("hidden",)),
+    Rule(r"(.*\.)?fc2\.weight", (None, "hidden")),
+    Rule(r"(.*\.)?fc2\.bias", (None,)),
+)
+ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
+    "ConvNeXt": _CONVNEXT,
+    "ConvMixer": _CONVMIXER,
+    "ViT": _VIT,
+    "transformers' ViT": _HF_VIT,
+    "RMSNorm with gated MLPs": _RMS_GATED,
+    "MLP": _MLP,
+}
+
+
+def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
+    """The permutation specification of a network whose tensors have known names.
+
+    ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which
+    a pointwise convolution maps to those of the next. ViT: the channels, each MLP's hidden units, and the signed
+    coordinates of each block's queries and keys, values and outputs. RMSNorm networks with gated MLPs: signed
+    channels, up and down signed, the gate not.
+
+    Args:
+        network: its spec, of all tensors or of some of them; or a module, which also tells which units are of one head.
+
+    Raises:
+        AnatomyError: if the names are of no known architecture; says which names were not recognised. Write a
+            specification of your own then: `PermutationSpec.from_axes`.
+
+    Example:
+        >>> permutation_spec(population.spec).sizes
+        {'channels.0': 16, 'hidden.0.0': 32, ...}
+    """
+    spec, heads = (WeightSpec.of(network), _heads(network)) if isinstance(network, nn.Module) else (network, {})
+    nearest: tuple[str, list[str]] = ("", list(spec.names))
+    for name, rules in ARCHITECTURES.items():
+        extra = _extra(spec)
+        found = [_views(tensor, rules, extra) for tensor in spec.tensors]
+        strangers = [t.name for t, views in zip(spec.tensors, found, strict=True) if views is None]
+        if not strangers:
+            views = tuple(view for part in found if part is not None for view in part)
+            return PermutationSpec(views, heads)
+        if len(strangers) < len(nearest[1]):
+            nearest = name, strangers
+    like = f"nearest is {nearest[0]}, without " if nearest[0] else ""
+    raise AnatomyError(
+        f"no permutation specification for this network: {like}{listing(nearest[1], 4)}; give your own, "
+        "PermutationSpec.from_axes(spec, {name: (group, ...)})"
+    )
+
+
+_HEADS = ("num_heads", "heads", "num_attention_heads")
+
+
+def _heads(module: nn.Module) -> dict[str, tuple[str, int]]:
+    """Group -> (name of the block's heads, H) for the queries and keys, values and outputs of each block."""
+    out: dict[str, tuple[str, int]] = {}
+    for name, inner in module.named_modules():
+        match = re.fullmatch(r"blocks\.(\d+)\.attn|.*layers?\.(\d+)\.attention(?:\.attention)?", unwrapped(name))
+        heads = next((getattr(inner, key) for key in _HEADS if hasattr(inner, key)), None)
+        if match and isinstance(heads, int):
+            out |= {f"{kind}.{match[1] or match[2]}": (f"heads.{match[1] or match[2]}", heads) for kind in ("qk", "vo")}
+    return out
+
+
+def _extra(spec: WeightSpec) -> dict[str, int]:
+    """The last stage or, in networks without stages, one more than the last block."""
+    stages = [int(m[1]) for name in spec.names if (m := re.match(r"stages\.(\d+)\.", unwrapped(name)))]
+    blocks = [int(m[1]) for name in spec.names if (m := re.match(r"blocks\.(\d+)\.", unwrapped(name)))]
+    return {"last": max(stages) if stages else max(blocks, default=-1) + 1}
+
+
+def _views(tensor: TensorSpec, rules: Sequence[Rule], extra: Mapping[str, int]) -> tuple[View, ...] | None:
+    for rule in rules:
+        match = re.fullmatch(rule.pattern, unwrapped(tensor.name))
+        if match is None:
+            continue
+        values = {**extra, **match.groupdict()}
+        values |= {"before": int(values.get("s") or 0) - 1, "next": int(values.get("b") or 0) + 1}
+        if not rule.parts:
+            axes = _filled(rule.axes, values, tensor)
+            return None if axes is None else (View(tensor.name, tensor.name, tensor.shape, axes),)
+        rows, rest = divmod(tensor.shape[0], len(rule.parts))
+        if rest:
+            return None
+        out = []
+        for i, (label, named) in enumerate(rule.parts):
+            axes = _filled(named, values, tensor)
+            if axes is None:
+                return None
+            out.append(View(f"{tensor.name}[{label}]", tensor.name, (rows, *tensor.shape[1:]), axes, i * rows))
+        return tuple(out)
+    return None
+
+
+def _filled(axes: Axes, values: Mapping[str, object], tensor: TensorSpec) -> Axes | None:
+    """The axes with names filled in, and None for trailing axes of length one; None if the number does not fit."""
+    missing = len(tensor.shape) - len(axes)
+    if missing < 0 or any(n != 1 for n in tensor.shape[len(axes) :]):
+        return None
+    return tuple(axis if axis is None else axis.format(**values) for axis in axes) + (None,) * missing
+
+
+@torch.no_grad()
+def apply_permutation(
+    module: nn.Module, permutations: PermutationSpec | None = None, *, rng: np.random.Generator
+) -> nn.Module:
+    """Renumber a network's units at random, in place, such that its function stays the same.
+
+    The joint permutation of hidden units that thesis 4.1 asks for as a control: it changes where weights are, not what
+    the network does.
+
+    Args:
+        module: the network.
+        permutations: its specification; by default that of its names.
+        rng: draws the permutations and signs.
+
+    Returns:
+        The module.
+
+    Raises:
+        AnatomyError: if the names are of no known architecture and no specification is given.
+        SpecError: if the specification is for other tensors.
+    """
+    permutations = permutations or permutation_spec(module)
+    state = module.state_dict()
+    if absent := [view.tensor for view in permutations.views if view.tensor not in state]:
+        raise SpecError(f"the permutation specification names tensors that the network lacks: {listing(absent)}")
+    named = {view.tensor: state[view.tensor].detach().cpu().numpy() for view in permutations.views}
+    moved = permutations.apply(named, permutations.random(rng))
+    for name, array in moved.items():
+        state[name].copy_(torch.from_numpy(array))
+    return module
+
+
+@torch.no_grad()
+def check_permutations(
+    module: nn.Module, inputs: torch.Tensor, permutations: PermutationSpec | None = None, *, seed: int = 0
+) -> float:
+    """How much a network's outputs change, at most, when its units are renumbered at random.
+
+    Args:
+        module: in evaluation mode and float64, so that only a wrong specification can change its outputs; its weights
+            are put back.
+        inputs: a batch for the module.
+        permutations: by default that of its names.
+        seed: of the permutations.
+
+    Returns:
+        The largest absolute difference of outputs over their largest absolute value: about 1e-15 for a right
+        specification, of the order of 1 for a wrong one.
+    """
+    before = module(inputs)
+    kept = {name: value.clone() for name, value in module.state_dict().items()}
+    try:
+        apply_permutation(module, permutations, rng=np.random.default_rng(seed))
+        after = module(inputs)
+    finally:
+        module.load_state_dict(kept)
+    return float((after - before).abs().max() / before.abs().max())

@@ -1,0 +1,84 @@
+"""Correlation matrices: the nearest one to a symmetric matrix, and amplification of what is significant."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int = 500) -> np.ndarray:
+    """The correlation matrix nearest to a symmetric matrix in Frobenius norm.
+
+    Alternating projections on the positive semi-definite matrices and on those with a unit diagonal, with Dykstra's
+    correction (Higham 2002, "Computing the nearest correlation matrix", Algorithm 3.3).
+
+    Args:
+        matrix: (C, C), symmetric.
+        floor: smallest eigenvalue of the result, so that it has a density.
+        steps: at most so many projections.
+
+    Returns:
+        (C, C) with unit diagonal and eigenvalues of at least about `floor`.
+    """
+    y = np.array(matrix, dtype=np.float64)
+    correction = np.zeros_like(y)
+    for _ in range(steps):
+        r = y - correction
+        values, vectors = np.linalg.eigh(r)
+        x = (vectors * np.maximum(values, floor)) @ vectors.T
+        correction = x - r
+        before, y = y, x.copy()
+        np.fill_diagonal(y, 1.0)
+        if np.linalg.norm(y - before) <= 1e-9 * max(1.0, float(np.linalg.norm(y))):
+            break
+    values, vectors = np.linalg.eigh(y)  # the last projection left the unit diagonal, up to rounding
+    x = (vectors * np.maximum(values, floor)) @ vectors.T
+    scale = 1 / np.sqrt(x.diagonal())
+    return x * np.outer(scale, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Amplified:
+    """Amplified correlations and what was done to them.
+
+    Attributes:
+        matrix: (C, C), a correlation matrix.
+        kept: correlations beyond the threshold, as pairs.
+        dropped: the other pairs, set to zero.
+        clipped: pairs whose amplified value was beyond the limit.
+        moved: Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative
+            to their norm without the diagonal.
+    """
+
+    matrix: np.ndarray
+    kept: int
+    dropped: int
+    clipped: int
+    moved: float
+
+
+def amplified(
+    correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
+) -> Amplified:
+    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as the nearest correlation.
+
+    Args:
+        correlation: (C, C).
+        errors: (C, C), standard errors of the correlations.
+        gain: factor of what is kept; 1 keeps sizes.
+        threshold: in standard errors.
+        limit: largest absolute value after amplification.
+    """
+    beyond = np.abs(correlation) > threshold * errors
+    np.fill_diagonal(beyond, False)
+    raw = np.where(beyond, gain * correlation, 0.0)
+    wanted = raw.clip(-limit, limit)
+    target = wanted + np.eye(len(raw))
+    matrix = nearest_correlation(target)
+    pairs, norm = len(raw) * (len(raw) - 1) // 2, float(np.linalg.norm(wanted))
+    return Amplified(
+        matrix,
+        kept=int(beyond.sum()) // 2,
+        dropped=pairs - int(beyond.sum()) // 2,
+        clipped=int((np.abs(raw) > limit).sum()) // 2,
+        moved=float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    )

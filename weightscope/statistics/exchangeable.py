@@ -1,0 +1,391 @@
+"""Moments of weights under the permutations that leave a network's function unchanged.
+
+An axis of n renumberable units splits R^n into the trivial part (the mean times sqrt n) and the standard part (the n
+deviations, of dimension n - 1). A tensor splits into one part for each subset S of the groups on its axes. By Schur's
+lemma an invariant covariance couples only parts of the same S, and there by a C x C matrix of copies times the
+identity of dimension d_S (Shah and Chandrasekaran 2012, "Group symmetry and covariance regularization"). So a network
+of any width is described by a few small matrices, each estimated from N d_S samples.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import atanh, copysign, inf, prod, sqrt, tanh
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from weightscope._util.names import listing
+from weightscope.errors import DataError
+from weightscope.spec import WeightSpec
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
+
+_Z95 = 1.959963984540054  # the normal quantile of 97.5 %
+
+
+def averaged(array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
+    """Entries of a view with the axes of other groups averaged away.
+
+    Args:
+        array: (N, *view.shape).
+        view: names the axes.
+        keep: the groups whose axes stay, S.
+
+    Returns:
+        (N, *sizes of S, copies): the mean over the other groups' axes times sqrt of their number.
+    """
+    away = tuple(i + 1 for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
+    if away:
+        array = array.sum(axis=away, dtype=np.float64) / sqrt(prod(array.shape[i] for i in away))
+    axes = [axis for axis in view.axes if axis is None or axis in keep]
+    order = [0, *(axes.index(group) + 1 for group in keep), *(i + 1 for i, axis in enumerate(axes) if axis is None)]
+    moved = array.transpose(order)
+    return moved.reshape(*moved.shape[: len(keep) + 1], view.copies)
+
+
+def centred(stack: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """A copy whose mean along each of the axes is zero: the projection on the standard part of each."""
+    stack = np.array(stack, dtype=np.float64)
+    for axis in axes:
+        stack -= stack.mean(axis=axis, keepdims=True)
+    return stack
+
+
+def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: PermutationSpec) -> Iterator[np.ndarray]:
+    """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes.
+
+    Args:
+        weights: (N, D) in the order of `spec`.
+        spec: of the D columns.
+        permutations: of the same tensors.
+    """
+    tensors = spec.unpack(weights)
+    for kind in permutations.types:
+        rows = [averaged(view.of(tensors[view.tensor]), view, kind.groups) for view in kind.views]
+        unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
+        yield centred(np.concatenate(rows, axis=-1), unsigned)
+
+
+def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
+    """The inverse of `invariant_parts`: parts (N, *sizes of S, C) by type to vectors (N, D)."""
+    size = len(next(iter(parts.values())))
+    out = np.zeros((size, spec.size))
+    tensors = spec.unpack(out)
+    for kind in permutations.types:
+        for view in kind.views:
+            part = parts[kind.groups][..., kind.slices[view.name]]
+            view.of(tensors[view.tensor])[...] += _spread(part, view, kind.groups)
+    return out
+
+
+def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
+    """(N, *sizes of S, copies) to (N, *view.shape), constant along the axes of other groups."""
+    fixed = [n for n, axis in zip(view.shape, view.axes, strict=True) if axis is None]
+    part = part.reshape(*part.shape[: len(keep) + 1], *fixed)
+    there = [axis for axis in view.axes if axis is None or axis in keep]
+    fixed_at = iter(range(len(keep) + 1, part.ndim))
+    part = part.transpose([0, *(next(fixed_at) if axis is None else keep.index(axis) + 1 for axis in there)])
+    missing = tuple(i + 1 for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
+    return np.expand_dims(part, missing) / sqrt(_away(view, keep))
+
+
+@dataclass(frozen=True, eq=False)
+class TypeCovariance:
+    """The covariance of one type's copies.
+
+    Attributes:
+        kind: the type S.
+        samples: N d_S; N - 1 for the empty type, whose mean is estimated.
+        covariance: (C, C), divisor `samples`.
+        mean: (C,), of the empty type; zero for the others, where invariance makes it zero.
+        errors: (C, C) standard errors of the correlations of views with one copy, from how much networks differ; NaN
+            for views of several copies, and with fewer than 3 networks.
+    """
+
+    kind: InvariantType
+    samples: int
+    covariance: np.ndarray
+    mean: np.ndarray
+    errors: np.ndarray
+
+    def correlation(self) -> np.ndarray:
+        """(C, C), with zeros for copies that do not vary."""
+        deviation = np.sqrt(self.covariance.diagonal())
+        inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+        return self.covariance * np.outer(inverse, inverse)
+
+
+class ExchangeableMoments:
+    """Streaming second moments of all types: update with blocks of networks, merge, read the covariances.
+
+    The cost is O(N D) plus N d_S C^2 for each type; no D x D matrix is ever formed. A constant for each copy (its mean
+    in the first block) is subtracted before squaring, so that float64 sums lose nothing.
+
+    Args:
+        spec: of the D columns of the blocks.
+        permutations: of the same tensors.
+
+    Raises:
+        DataError: if the two are of different tensors.
+
+    Example:
+        >>> moments = ExchangeableMoments(spec, permutations)
+        >>> for block in population.chunks():
+        ...     moments.update(block)
+        >>> moments.covariances()[0].covariance
+    """
+
+    def __init__(self, spec: WeightSpec, permutations: PermutationSpec) -> None:
+        if strangers := {view.tensor for view in permutations.views} ^ set(spec.names):
+            raise DataError(f"the permutation specification and the spec differ in {listing(sorted(strangers))}")
+        self.spec, self.permutations, self.n = spec, permutations, 0
+        self._types = {kind.groups: kind for kind in permutations.types}
+        self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
+        self._single = {
+            key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
+            for key, kind in self._types.items()
+        }
+        # With G a network's Gram matrix of single copies, sums over networks of G_ab^2, G_ab G_aa, G_aa G_bb.
+        self._squares = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
+        self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
+        self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
+
+    def update(self, block: np.ndarray) -> "ExchangeableMoments":
+        """Take up networks (n, D).
+
+        Raises:
+            DataError: if an entry is not finite.
+        """
+        block = np.array(block, dtype=np.float64)
+        if not len(block):
+            return self
+        if not np.isfinite(block).all():
+            raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
+        tensors = self.spec.unpack(block)
+        views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
+        self._subtract_shift(views)
+        for key, kind in self._types.items():
+            if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
+                grams = _centred_grams([(views[view.name], view) for view in kind.views], key)
+                total = grams.sum(axis=0)
+                sums = np.concatenate([averaged(views[v.name], v, key).sum(axis=0) for v in kind.views], axis=-1)
+            else:
+                joined = np.concatenate([averaged(views[view.name], view, key) for view in kind.views], axis=-1)
+                unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
+                sums, total = joined.sum(axis=0), _centred_products(joined, unsigned)
+                single = centred(joined[..., self._single[key]], unsigned).reshape(len(block), kind.places, -1)
+                grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
+            self._products[key] += total
+            self._sums[key] = self._sums.get(key, 0.0) + sums
+            if key:
+                own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
+                mixed = np.einsum("nab,na->ab", grams, own)
+                self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
+        self.n += len(block)
+        return self
+
+    def _subtract_shift(self, views: dict[str, np.ndarray]) -> None:
+        """Subtract in place a constant for each copy: its mean in the first block. Signed views have mean zero."""
+        for view in self.permutations.views:
+            if any(map(is_signed, view.labels)):
+                continue
+            if view.name not in self._shift:
+                self._shift[view.name] = _copy_means(views[view.name], view)
+            fixed = [1 if axis is not None else n for axis, n in zip(view.axes, view.shape, strict=True)]
+            views[view.name] -= self._shift[view.name].reshape(fixed)
+
+    def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
+        """One for each type, from the means of everything upwards.
+
+        Args:
+            about: "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
+                `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean
+                zero, so that a single network is enough. The empty type is always taken about its mean.
+
+        Raises:
+            DataError: if there are too few networks.
+        """
+        least = 2 if about == "networks" else 1
+        if self.n < least:
+            raise DataError(f"expected at least {least} networks for covariances about {about}, found {self.n}")
+        out = []
+        for key, kind in self._types.items():
+            mean, samples = np.zeros(kind.copies), self.n * kind.dimension
+            matrix = products = self._products[key]
+            if about == "networks" or not key:
+                unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
+                flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
+                matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
+            if not key:
+                mean = self._sums[key] / self.n + self._origin(kind)
+            matrix = (matrix + matrix.T) / 2 / max(samples, 1)
+            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products)))
+        return tuple(out)
+
+    def _errors(self, key: tuple[str, ...], total: np.ndarray) -> np.ndarray:
+        """Delta method for r = sum G_ab / sqrt(sum G_aa sum G_bb), with networks as the independent units."""
+        single = self._single[key]
+        out = np.full(total.shape, np.nan)
+        if self.n < 3 or not key:
+            return out
+        sums = total[np.ix_(single, single)]
+        own = sums.diagonal()
+        scale = np.sqrt(np.outer(own, own))
+        squares, mixed, pairs = self._squares[key]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            r, share = sums / scale, mixed / own[:, None]
+            spread = pairs.diagonal() / own**2
+            variance = squares / scale**2 - r * (share + share.T) / scale
+            variance += r**2 / 4 * (spread[:, None] + spread + 2 * pairs / scale**2)
+        out[np.ix_(single, single)] = np.sqrt(np.maximum(variance, 0) * self.n / (self.n - 1))
+        return out
+
+    def _origin(self, kind: InvariantType) -> np.ndarray:
+        return np.concatenate([self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views])
+
+
+def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:
+    """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
+    if len(unsigned) != 1 or joined.ndim != 3:
+        joined, unsigned = (centred(joined, unsigned) if unsigned else joined), ()
+    rows = joined.reshape(-1, joined.shape[-1])
+    out = rows.T @ rows
+    if unsigned:  # centring the products is cheaper than centring the parts
+        sums = joined.sum(axis=1)
+        out -= sums.T @ sums / joined.shape[1]
+    return out
+
+
+def _centred_grams(parts: Sequence[tuple[np.ndarray, View]], key: tuple[str, ...]) -> np.ndarray:
+    """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
+    n = len(parts[0][0])
+    out = np.zeros((n, len(parts), len(parts)))
+    for smaller in subsets([label for label in key if not is_signed(label)]):
+        kept = tuple(label for label in key if is_signed(label) or label in smaller)
+        flat = [averaged(array, view, kept)[..., 0] for array, view in parts]
+        axes = "abcdefgh"[: len(kept)]
+        sign = 1.0 if (len(key) - len(kept)) % 2 == 0 else -1.0
+        for i, one in enumerate(flat):
+            for j, other in enumerate(flat[: i + 1]):
+                out[:, i, j] += sign * np.einsum(f"n{axes},n{axes}->n", one, other)
+                out[:, j, i] = out[:, i, j]
+    return out
+
+
+def _away(view: View, keep: tuple[str, ...]) -> int:
+    """The number of entries that are averaged for a type."""
+    return prod(n for n, axis in zip(view.shape, view.axes, strict=True) if axis is not None and axis not in keep)
+
+
+def _copy_means(array: np.ndarray, view: View) -> np.ndarray:
+    """(copies,): the mean of each copy over networks and permuted axes."""
+    axes = (0, *(i + 1 for i, axis in enumerate(view.axes) if axis is not None))
+    return array.mean(axis=axes, dtype=np.float64).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two views that share a type, and how they go together.
+
+    Attributes:
+        groups: of the type.
+        a: name of one view.
+        b: name of the other.
+        correlation: signed for one copy each, otherwise the largest canonical one.
+        ci95: its 95 % interval.
+        z: `correlation` in standard errors for one copy each; otherwise the normal quantile of p.
+        p: two-sided, adjusted for the number of pairs of all types (Holm 1979).
+        signed: whether each view has one copy.
+    """
+
+    groups: tuple[str, ...]
+    a: str
+    b: str
+    correlation: float
+    ci95: tuple[float, float]
+    z: float
+    p: float
+    signed: bool
+
+
+def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
+    """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
+
+    One copy each: Fisher's transformation of the correlation, with the standard error over networks where it is known
+    and 1 / sqrt(samples) otherwise. Several copies: the largest canonical correlation with Bartlett's chi-squared
+    test of Wilks' lambda; samples are divided by the type's design effect, the median squared ratio of the two standard
+    errors of its single copies, where that exceeds one.
+    """
+    out = []
+    for found in covariances:
+        if not found.kind.groups:
+            continue
+        samples = found.samples / max(1.0, design_effect(found))
+        blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
+        # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
+        testable = [name for name, part in blocks.items() if part.stop - part.start < samples - 3]
+        white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
+        for a, b in combinations(testable, 2):
+            block = found.covariance[blocks[a], blocks[b]]
+            if block.size == 1:
+                pair = _single(found, blocks[a].start, blocks[b].start)
+            else:
+                pair = _canonical(block, white[a], white[b], samples)
+            if pair is not None:
+                correlation, interval, z, p = pair
+                out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
+    order = np.argsort([pair.p for pair in out], kind="stable")
+    running, adjusted = 0.0, {}
+    for rank, i in enumerate(order):
+        running = max(running, min(1.0, (len(out) - rank) * out[i].p))
+        adjusted[int(i)] = running
+    pairs = [replace(pair, p=adjusted[i]) for i, pair in enumerate(out)]
+    return sorted(pairs, key=lambda pair: -abs(pair.z))
+
+
+def design_effect(found: TypeCovariance) -> float:
+    """The median squared ratio of standard errors over networks to those of independent samples; 1 where unknown."""
+    upper = np.triu(np.isfinite(found.errors), 1)
+    if not upper.any():
+        return 1.0
+    independent = (1 - found.correlation()[upper] ** 2) / sqrt(max(found.samples, 1))
+    return float(np.median((found.errors[upper] / independent) ** 2))
+
+
+_Tested = tuple[float, tuple[float, float], float, float]
+
+
+def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
+    scale = sqrt(found.covariance[i, i] * found.covariance[j, j])
+    if not scale > 0 or found.samples < 4:
+        return None
+    r = float(np.clip(found.covariance[i, j] / scale, -1, 1))
+    error = found.errors[i, j] if np.isfinite(found.errors[i, j]) else (1 - r**2) / sqrt(found.samples - 3)
+    if abs(r) > 1 - 1e-12:
+        return r, (r, r), copysign(inf, r), 0.0
+    step = error / (1 - r**2)  # of atanh r
+    centre = atanh(r)
+    z = centre / step if step > 0 else copysign(inf, r)
+    return r, (tanh(centre - _Z95 * step), tanh(centre + _Z95 * step)), z, float(2 * stats.norm.sf(abs(z)))
+
+
+def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
+    p, q = left.shape[1], right.shape[1]
+    if not p or not q or samples <= p + q + 2:
+        return None
+    values = np.linalg.svd(left.T @ block @ right, compute_uv=False).clip(0, 1 - 1e-12)
+    statistic = -(samples - (p + q + 3) / 2) * np.log1p(-(values**2)).sum()
+    log_p = float(stats.chi2.logsf(statistic, p * q))
+    z = float(stats.norm.isf(np.exp(log_p) / 2)) if log_p > -600 else sqrt(-2 * log_p)
+    largest = float(values[0])
+    step = 1 / sqrt(samples)
+    interval = tanh(atanh(largest) - _Z95 * step), tanh(atanh(largest) + _Z95 * step)
+    return largest, (max(0.0, interval[0]), interval[1]), z, float(np.exp(log_p))
+
+
+def _whitened(block: np.ndarray) -> np.ndarray:
+    """V / sqrt(eigenvalues) of a covariance, without directions that do not vary."""
+    values, vectors = np.linalg.eigh(block)
+    kept = values > max(values.max(initial=0.0), 0.0) * 1e-10
+    return vectors[:, kept] / np.sqrt(values[kept])

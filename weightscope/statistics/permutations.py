@@ -1,0 +1,238 @@
+"""Which axes of which tensors may be renumbered together without changing the network's function."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, combinations
+from math import prod
+
+import numpy as np
+
+from weightscope._util.names import listing
+from weightscope.errors import SpecError, UsageError
+from weightscope.spec import WeightSpec
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor, or some rows of it, with the permutation group of each axis.
+
+    Attributes:
+        name: the tensor's name, with the part in brackets where it is not the whole: `attn.qkv.weight[q]`.
+        tensor: name of the tensor.
+        shape: of the view.
+        axes: for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or
+            that name after a "~" where the group also flips the sign of each of its coordinates.
+        start: first row of the view within the tensor's first axis.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    start: int = 0
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The axes' groups, "~" included."""
+        return frozenset(axis for axis in self.axes if axis is not None)
+
+    @property
+    def copies(self) -> int:
+        """The number of fixed entries, which is how often each irreducible part occurs."""
+        return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """The view's entries (..., *shape) of its tensor (..., *tensor shape)."""
+        lead = tensor.ndim - len(self.shape)
+        return (
+            tensor[(slice(None),) * lead + (slice(self.start, self.start + self.shape[0]),)] if self.shape else tensor
+        )
+
+
+@dataclass(frozen=True)
+class InvariantType:
+    """One type S of irreducible part: a set of groups, and the views that contain it.
+
+    Attributes:
+        groups: S, in the specification's order, with "~" where signs flip; empty for the means of everything.
+        dimension: of the irreducible representation: the product over S of n - 1, or n where signs flip.
+        places: the product of n over S: the length of a part before the dependent entries are left out.
+        views: those that contain the type, each with its number of copies.
+    """
+
+    groups: tuple[str, ...]
+    dimension: int
+    places: int
+    views: tuple[View, ...]
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """View name -> its rows and columns in the type's covariance (C, C)."""
+        out, start = {}, 0
+        for view in self.views:
+            out[view.name] = slice(start, start + view.copies)
+            start += view.copies
+        return out
+
+    @property
+    def copies(self) -> int:
+        """C, copies of all views together."""
+        return sum(view.copies for view in self.views)
+
+
+@dataclass(frozen=True)
+class PermutationSpec:
+    """The permutation specification of an architecture (the term of Git Re-Basin, Ainsworth et al. 2023).
+
+    Axes with one group's name are permuted together. A group whose name stands after a "~" on some axis is signed: it
+    also flips the sign of each of its coordinates there, and permutes without flipping where the "~" is missing. Query
+    and key rows are `~qk`; in a gated MLP up and down have `~hidden` and the gate `hidden`; a residual stream with
+    RMSNorm is `~channels`, its norms' weights `channels`.
+
+    Attributes:
+        views: the tensors, or parts of tensors.
+        heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
+            within their head, and heads of one name are permuted together. Statistics do not depend on it: signs
+            leave nothing between two units, and heads are exchangeable.
+
+    Raises:
+        SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
+            matrix, whose invariant covariances have further parts).
+    """
+
+    views: tuple[View, ...]
+    heads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sizes  # noqa: B018 - checks the lengths
+        for view in self.views:
+            named = [bare(axis) for axis in view.axes if axis is not None]
+            if len(set(named)) < len(named):
+                raise SpecError(
+                    f"`{view.name}`: one group on two axes, found {view.axes}; an invariant covariance has further "
+                    "parts there, which are not supported"
+                )
+
+    @classmethod
+    def from_axes(cls, spec: WeightSpec, axes: Mapping[str, Sequence[str | None]]) -> "PermutationSpec":
+        """A specification of one's own: tensor name -> the group of each axis, None for fixed ones.
+
+        Args:
+            spec: of the tensors to describe; each needs an entry.
+            axes: for each tensor one name per axis, see the class.
+
+        Raises:
+            SpecError: if a tensor is missing or has another number of axes, or see the class.
+
+        Example:
+            >>> spec = WeightSpec([TensorSpec("fc1.weight", (32, 8)), TensorSpec("fc2.weight", (8, 32))])
+            >>> PermutationSpec.from_axes(spec, {"fc1.weight": ("hidden", None), "fc2.weight": (None, "hidden")})
+        """
+        if missing := [name for name in spec.names if name not in axes]:
+            raise SpecError(f"no axes for {listing(missing)}; give each axis a group or None")
+        views = []
+        for tensor in spec.tensors:
+            named = tuple(axes[tensor.name])
+            if len(named) != len(tensor.shape):
+                raise SpecError(f"`{tensor.name}`: expected {len(tensor.shape)} axes {tensor.shape}, found {named}")
+            views.append(View(tensor.name, tensor.name, tensor.shape, named))
+        return cls(tuple(views))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Group -> n, the length of its axes, in order of appearance."""
+        out: dict[str, int] = {}
+        for view in self.views:
+            for axis, n in zip(view.axes, view.shape, strict=True):
+                if axis is not None and out.setdefault(bare(axis), n) != n:
+                    raise SpecError(
+                        f"`{view.name}`: group {bare(axis)} has {out[bare(axis)]} members elsewhere, found {n}"
+                    )
+        return out
+
+    @cached_property
+    def types(self) -> tuple[InvariantType, ...]:
+        """All types of irreducible parts, from the empty set of groups upwards."""
+        order = list(self.sizes)
+        found: dict[tuple[str, ...], list[View]] = {}
+        for view in self.views:
+            signed = {label for label in view.labels if is_signed(label)}
+            for chosen in subsets(sorted(view.labels - signed)):
+                key = tuple(sorted((*signed, *chosen), key=lambda label: order.index(bare(label))))
+                found.setdefault(key, []).append(view)
+        keys = sorted(found, key=lambda key: (len(key), [order.index(bare(label)) for label in key]))
+        return tuple(
+            InvariantType(
+                key, prod(map(self.dimension, key)), prod(self.sizes[bare(g)] for g in key), tuple(found[key])
+            )
+            for key in keys
+        )
+
+    def dimension(self, label: str) -> int:
+        """Of a group's non-trivial representation on R^n: n - 1, or n where signs flip."""
+        return self.sizes[bare(label)] - (not is_signed(label))
+
+    def restrict(self, names: Iterable[str]) -> "PermutationSpec":
+        """The specification of some of the tensors.
+
+        Raises:
+            UsageError: if none is left.
+        """
+        names = set(names)
+        views = tuple(view for view in self.views if view.tensor in names)
+        if not views:
+            raise UsageError(f"none of the tensors {listing(names)} is in the permutation specification")
+        return PermutationSpec(views, self.heads)
+
+    def random(self, rng: np.random.Generator) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """A uniformly random element: group -> (permutation (n,), signs (n,)); signs are 1 unless it is signed."""
+        signed = {bare(label) for view in self.views for label in view.labels if is_signed(label)}
+        order_of_heads: dict[str, np.ndarray] = {}
+        out = {}
+        for group, n in self.sizes.items():
+            name, heads = self.heads.get(group, (group, 1))
+            if name not in order_of_heads:
+                order_of_heads[name] = rng.permutation(heads)
+            width = n // heads
+            within = np.stack([rng.permutation(width) for _ in range(heads)])  # (H, n / H)
+            order = (order_of_heads[name][:, None] * width + within).reshape(-1)
+            out[group] = order, rng.choice([-1.0, 1.0], n) if group in signed else np.ones(n)
+        return out
+
+    def apply(
+        self, tensors: Mapping[str, np.ndarray], element: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """Renumber tensors: entry i of a permuted axis becomes entry permutation_i, times sign_i where signs flip.
+
+        Args:
+            tensors: name -> array of the tensor's shape; those without a view are returned as they are.
+            element: see `random`.
+        """
+        out = {name: np.array(array) for name, array in tensors.items()}
+        for view in self.views:
+            part = view.of(np.asarray(tensors[view.tensor]))
+            for i, axis in enumerate(view.axes):
+                if axis is None:
+                    continue
+                order, signs = element[bare(axis)]
+                part = np.take(part, order, axis=i)
+                if is_signed(axis):
+                    part = part * signs.astype(part.dtype).reshape([-1 if j == i else 1 for j in range(part.ndim)])
+            view.of(out[view.tensor])[...] = part
+        return out
+
+
+def bare(label: str) -> str:
+    """The group of an axis: its label without the "~"."""
+    return label.removeprefix("~")
+
+
+def is_signed(label: str) -> bool:
+    """Whether the group also flips signs on an axis with this label."""
+    return label.startswith("~")
+
+
+def subsets(labels: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """All subsets, from the empty one upwards."""
+    return chain.from_iterable(combinations(labels, n) for n in range(len(labels) + 1))

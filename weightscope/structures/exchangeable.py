@@ -1,0 +1,270 @@
+"""Exchangeable: a distribution of whole networks that does not change when hidden units are renumbered."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from scipy.linalg import cholesky, solve_triangular
+
+from weightscope._util.checks import positive
+from weightscope.errors import DataError, WeightscopeError
+from weightscope.spec import WeightSpec
+from weightscope.statistics.correlation import amplified
+from weightscope.statistics.exchangeable import (
+    ExchangeableMoments,
+    TypeCovariance,
+    assembled,
+    design_effect,
+    invariant_parts,
+)
+from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.structures.base import STRUCTURES, Structure, checked, checked_names, require_variation
+
+_LOG_2PI = float(np.log(2.0 * np.pi))
+
+
+@STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")
+class Exchangeable(Structure):
+    r"""x = mean + sum over types S of L_S Z_S, with one covariance L_S L_S^T (C_S x C_S) for each type.
+
+    A tensor with permuted axes splits into parts, one for each set S of axes whose deviations it holds; an invariant
+    covariance couples parts of one S only, in the same way in each of their d_S dimensions (see
+    `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of
+    small matrices that do not depend on its width. Correlations between tensors and, separately, within them are
+    shrunk towards zero by the intensity that minimises the expected squared error (Schaefer and Strimmer 2005).
+
+    Log-density: the sum over S of d_S normal densities in C_S dimensions.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,), invariant.
+        permutations: the axes' groups.
+        factors: for each type in order L_S (C, C), lower triangular.
+        parameters: the number of fitted numbers.
+        diagnostics: intensities, design effects, and what an amplification did.
+
+    Raises:
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "exchangeable"
+    form = "exchangeable"
+    summary = "whole network: one covariance for each type of invariant part, within and across layers"
+    options = ("gain",)
+    needs_samples = False
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        permutations: PermutationSpec,
+        factors: Sequence[np.ndarray],
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, mean, parameters, diagnostics)
+        self.permutations = permutations
+        if len(factors) != len(permutations.types):
+            raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
+        self.factors = tuple(
+            _factor(array, f"factor.{i}", kind.copies)
+            for i, (array, kind) in enumerate(zip(factors, permutations.types, strict=True))
+        )
+
+    @classmethod
+    def context(cls, network: WeightSpec, part: WeightSpec) -> dict[str, Any]:
+        """The permutation specification of the tensors that are fitted, as part of that of their network.
+
+        Raises:
+            AnatomyError: if the network's architecture is not known.
+        """
+        from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+
+        return {"permutations": permutation_spec(network).restrict(part.names)}
+
+    @classmethod
+    def accumulator(
+        cls, spec: WeightSpec, *, gain: float | None = None, permutations: PermutationSpec | None = None
+    ) -> "_Accumulator":
+        """An accumulator of moments.
+
+        Args:
+            spec: of the D entries.
+            gain: amplify correlations beyond 4 standard errors by this factor and drop the others, see
+                `weightscope.statistics.correlation.amplified`; None takes them as they are, shrunk.
+            permutations: of the same tensors; by default that of their names.
+        """
+        if gain is not None:
+            positive("gain", gain)
+        return _Accumulator(spec, permutations or cls.context(spec, spec)["permutations"], gain)
+
+    @classmethod
+    def of_moments(cls, moments: ExchangeableMoments, *, gain: float | None = None) -> Self:
+        """Fit to what `ExchangeableMoments` has taken up; `gain` as in `accumulator`."""
+        permutations = moments.permutations
+        found = moments.covariances()
+        factors, parameters, notes = [], 0, {}
+        means: dict[tuple[str, ...], np.ndarray] = {}
+        for covariance in found:
+            label = " x ".join(covariance.kind.groups) or "means"
+            variances = covariance.covariance.diagonal()
+            require_variation(variances, f"entries ({label})")
+            correlation, notes[label] = _correlation(covariance, gain)
+            deviation = np.sqrt(variances)
+            factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
+            parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
+            if not covariance.kind.groups:
+                means[()] = covariance.mean[None]
+                parameters += len(covariance.mean)
+        for kind in permutations.types:
+            means.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
+        mean = assembled(means, moments.spec, permutations)[0]
+        return cls(moments.spec, mean, permutations, factors, parameters, notes)
+
+    @property
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(*sizes of S, C) for each type."""
+        return tuple((*_places(self.permutations, t.groups), t.copies) for t in self.permutations.types)
+
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Noise projected on each type's representation, times its factor, put together: (size, D)."""
+        parts = {}
+        for kind, factor, z in zip(self.permutations.types, self.factors, noise, strict=True):
+            part = np.asarray(z, dtype=np.float64)
+            for axis, label in enumerate(kind.groups, 1):
+                if not label.startswith("~"):
+                    part = part - part.mean(axis=axis, keepdims=True)
+            parts[kind.groups] = part @ factor.T
+        return assembled(parts, self.spec, self.permutations)
+
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at (..., D)."""
+        values = np.asarray(x, dtype=np.float64)
+        rows = values.reshape(-1, self.spec.size) - self.mean
+        out = np.full(len(rows), -0.5 * self.spec.size * _LOG_2PI)
+        parts = invariant_parts(rows, self.spec, self.permutations)
+        for kind, factor, part in zip(self.permutations.types, self.factors, parts, strict=True):
+            white = solve_triangular(factor, part.reshape(-1, kind.copies).T, lower=True)  # (C, N * places)
+            out -= 0.5 * np.square(white).reshape(kind.copies, len(rows), -1).sum(axis=(0, 2))
+            out -= kind.dimension * np.log(np.diag(factor)).sum()
+        return out.reshape(values.shape[:-1])
+
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+        dense = np.zeros((self.spec.size, self.spec.size))
+        parts = invariant_parts(np.eye(self.spec.size), self.spec, self.permutations)
+        for factor, part in zip(self.factors, parts, strict=True):
+            loaded = (part @ factor).reshape(self.spec.size, -1)
+            dense += loaded @ loaded.T
+        return dense
+
+    @cached_property
+    def correlations(self) -> tuple[np.ndarray, ...]:
+        """The correlation matrix (C, C) of each type."""
+        out = []
+        for factor in self.factors:
+            matrix = factor @ factor.T
+            scale = 1 / np.sqrt(matrix.diagonal())
+            out.append(matrix * np.outer(scale, scale))
+        return tuple(out)
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        text = json.dumps({"views": [asdict(view) for view in self.permutations.views]}, sort_keys=True)
+        arrays = {f"factor.{i}": factor for i, factor in enumerate(self.factors)}
+        return arrays | {"permutations": np.frombuffer(text.encode(), dtype=np.uint8)}
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`."""
+        if "permutations" not in tensors:
+            raise DataError("a structure's arrays do not fit: missing ['permutations']")
+        permutations = _parsed(tensors["permutations"], spec)
+        names = [f"factor.{i}" for i in range(len(permutations.types))]
+        checked_names(tensors, ["mean", "permutations", *names])
+        return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics)
+
+
+class _Accumulator:
+    """Takes up blocks of networks and fits to their moments."""
+
+    def __init__(self, spec: WeightSpec, permutations: PermutationSpec, gain: float | None) -> None:
+        self._moments, self._gain = ExchangeableMoments(spec, permutations), gain
+
+    def update(self, rows: np.ndarray) -> None:
+        self._moments.update(rows)
+
+    def finish(self) -> Exchangeable:
+        return Exchangeable.of_moments(self._moments, gain=self._gain)
+
+
+def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
+    return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
+
+
+def _correlation(found: TypeCovariance, gain: float | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """The correlation matrix to sample from, and what was done to it."""
+    correlation, effect = found.correlation(), design_effect(found)
+    independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
+    errors = np.where(np.isfinite(found.errors), found.errors, independent)
+    notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
+    if gain is not None:
+        result = amplified(correlation, errors, gain)
+        kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
+        return result.matrix, notes | {"gain": gain} | kept
+    same = np.zeros(correlation.shape, dtype=bool)
+    for part in found.kind.slices.values():
+        same[part, part] = True
+    within, between = (_intensity(correlation, errors, mask) for mask in (same, ~same))
+    between = max(between, within)  # keeps the result positive definite
+    shrunk = correlation * np.where(same, 1 - within, 1 - between)
+    np.fill_diagonal(shrunk, 1.0)
+    return shrunk, notes | {"shrinkage_within": round(within, 4), "shrinkage_between": round(between, 4)}
+
+
+def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
+    """Sum Var(r) / sum r^2 over the pairs of a mask, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
+    mask = np.triu(mask, 1)
+    total = float(np.square(correlation[mask]).sum())
+    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
+
+
+def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:
+    root = checked(array, name, (size, size))
+    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
+        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
+    return root
+
+
+def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
+    """A stored specification, checked against the tensors that it is about."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`permutations`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
+    try:
+        views = json.loads(array.tobytes())["views"]
+        permutations = PermutationSpec(
+            tuple(View(v["name"], v["tensor"], tuple(v["shape"]), tuple(v["axes"]), v["start"]) for v in views)
+        )
+        covered = dict.fromkeys(spec.names, 0)
+        for view in permutations.views:
+            shape = spec[view.tensor].shape
+            rows = view.shape[0] if view.shape else 1
+            if view.shape[1:] != shape[1:] or not 0 <= view.start <= view.start + rows <= (shape[0] if shape else 1):
+                raise DataError(f"`{view.name}`: {view.shape} is no part of {shape}")
+            covered[view.tensor] += rows
+        wrong = [name for name, rows in covered.items() if rows != (spec[name].shape[0] if spec[name].shape else 1)]
+        if wrong:
+            raise DataError(f"its views do not cover {wrong[:3]}")
+    except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
+        raise DataError(
+            f"`permutations`: expected a permutation specification, found something else: {error}"
+        ) from error
+    return permutations
