@@ -4,10 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
-from weightscope.errors import DataError
+from weightscope.analysis.covariances import covariance
+from weightscope.errors import DataError, UsageError
+from weightscope.fitting.population import fit
+from weightscope.init import mimetic_attention_
+from weightscope.networks import ViT
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.correlation import amplified, nearest_correlation
 from weightscope.statistics.exchangeable import (
@@ -236,3 +241,34 @@ def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     assert np.linalg.eigvalsh(found.matrix)[0] > 0
     np.testing.assert_allclose(found.matrix.diagonal(), 1.0)
     assert 0.2 < found.matrix[0, 1] < 0.4 < 0.8 < found.matrix[1, 2] <= 0.9
+
+
+def test_mimetic_attention_is_two_entries_of_the_table() -> None:
+    """Queries and keys positive, values and outputs negative, from one network; in a default network nothing."""
+    torch.manual_seed(0)
+    default = ViT(16, 4, 96, 2, 3, 10)
+    assert all(pair.p > 1e-4 for pair in covariance(default, exchangeable=True).pairs())
+    pairs = covariance(mimetic_attention_(default), exchangeable=True).pairs()
+    found = {(pair.a, pair.b): pair for pair in pairs if len(pair.groups) == 2}
+    for block in (0, 1):
+        assert found[f"blocks.{block}.attn.qkv.weight[q]", f"blocks.{block}.attn.qkv.weight[k]"].z > 50
+        assert found[f"blocks.{block}.attn.qkv.weight[v]", f"blocks.{block}.attn.proj.weight"].z < -50
+
+
+def test_fit_compares_it_over_a_whole_network() -> None:
+    x, spec, _ = planted(300, 0.6)
+    names = {t.name: f"stages.0.{t.name[:8]}.mlp.{t.name[9:]}.weight" for t in spec.tensors}  # as a ConvNeXt has them
+    spec = WeightSpec([TensorSpec(names[t.name], t.shape) for t in spec.tensors])
+    result = fit(WeightArray(x, spec), "*", joint="all", structure=["diagonal", "dense", "exchangeable"])
+    assert result.groups[0].structure is not None
+    assert result.groups[0].structure.name == "exchangeable"
+    rows = {row["structure"]: row for row in result.rows()}
+    assert rows["diagonal"]["difference"] < -3 * rows["diagonal"]["difference_se"]
+    assert rows["dense"]["difference"] < -3 * rows["dense"]["difference_se"]
+
+
+def test_options_that_do_not_apply_are_refused() -> None:
+    with pytest.raises(UsageError, match="exchangeable: takes `select` only, found kind"):
+        covariance(ViT(8, 4, 8, 1, 2, 2), exchangeable=True, kind="correlation")
+    with pytest.raises(UsageError, match="expected a population or one network, found 2 sources"):
+        covariance([ViT(8, 4, 8, 1, 2, 2)] * 2, exchangeable=True)

@@ -70,7 +70,7 @@ class ExchangeableCovariance(Result):
         Args:
             most: rows of the table.
         """
-        lines = [f"{self.n} networks" + (f" ({self.excluded} excluded)" if self.excluded else "")]
+        lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
         lines.append(
             text_table(
                 ("type", "dimension", "samples", "copies", "tensors"),
@@ -189,7 +189,8 @@ def exchangeable_covariance(
 
     Networks of one architecture have a distribution that does not change when hidden units are renumbered, so the
     raw covariance is averaged over these permutations. What remains is one small matrix for each set of permuted axes,
-    estimated from N times thousands of samples (Shah and Chandrasekaran 2012). Memory and time are O(N D).
+    estimated from N times thousands of samples (Shah and Chandrasekaran 2012). Memory and time are O(N D). Standard
+    errors come from the spread over networks; with one network they take its channels for independent samples.
 
     Args:
         source: a population, or an array with a spec. One network is enough: its channels are samples then.
