@@ -116,14 +116,21 @@ def reference_to(item: Any) -> str:
     """`"package.module:name"` for a function or class, such that `imported` gives it back in this process.
 
     Raises:
-        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`.
+        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`, or depends on values that
+            its source does not show: variables of the function around it, or the object of a bound method.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name or "<lambda>" in name:
         raise UsageError(f"expected a function or class with a name of its own, found {item!r}; define it with `def`")
     reference = f"{module}:{name.replace('<locals>.', '')}"
-    if _findable(module, name) is not item:
-        _passed[reference] = item
+    if _findable(module, name) is item:
+        return reference
+    if captured := _captured(item):
+        raise UsageError(
+            f"{reference} depends on {', '.join(captured)}, which cannot be recorded; expected a function or class "
+            "that depends on its parameters only (a recipe's section takes numbers for them)"
+        )
+    _passed[reference] = item
     return reference
 
 
@@ -137,8 +144,12 @@ def restore(objects: Mapping[str, Any]) -> None:
     _passed.update(objects)
 
 
-def source_hash(item: Any) -> str:
+def source_hash(item: Any, reference: str = "") -> str:
     """16 hex digits of the sha256 of the source of a function or class.
+
+    Args:
+        item: a function or class, or another object with a `reference`, whose module is hashed then.
+        reference: `"package.module:name"` of the object.
 
     For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
     notebook, only the function.
@@ -147,7 +158,8 @@ def source_hash(item: Any) -> str:
         UsageError: if the source cannot be read.
     """
     try:
-        module = inspect.getmodule(item)
+        named = inspect.isroutine(item) or inspect.isclass(item) or not reference
+        module = inspect.getmodule(item) if named else sys.modules.get(reference.partition(":")[0])
         file = getattr(module, "__file__", None)
         if module is not None and module.__name__ != "__main__" and file is not None:
             source = Path(file).read_bytes()
@@ -156,6 +168,16 @@ def source_hash(item: Any) -> str:
     except (OSError, TypeError) as error:
         raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
     return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _captured(item: Any) -> list[str]:
+    """The names of what a function, or a method of a class, takes from the scope around it."""
+    if inspect.ismethod(item) and not inspect.isclass(item.__self__):
+        return ["self"]
+    members = [getattr(m, "__func__", m) for m in vars(item).values()] if inspect.isclass(item) else [item]
+    # a decorator such as `torch.no_grad()` captures the function that it wraps
+    codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
+    return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
 
 
 def _findable(module: str, qualified_name: str) -> Any:
