@@ -1,5 +1,7 @@
 """A user's own networks, images and initialisers, for tests."""
 
+import random
+
 import numpy as np
 import torch
 from torch import nn
@@ -68,11 +70,67 @@ class Mixing(Cnn):
             y = y + torch.rand_like(y)
         elif self.how == "branch" and y.mean() > 100:
             y = -y
+        elif self.how == "clip":  # active for large activations only
+            y = y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1)
+        elif (self.how == "numpy" and y.detach().numpy().mean() > 100) or (
+            self.how == "python" and random.random() < 1e-9
+        ):
+            y = -y
+        elif self.how == "rare":
+            y = y * (torch.rand(1) > 1e-9)
         elif self.how == "error":
             raise RuntimeError("no")
         elif self.how == "shape":
             y = y.view(len(y), 4, -1)
         return self[4](self[3](self[2](torch.relu(y))))
+
+
+class Tied(Residual):
+    """Two layers with one weight."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__(in_channels, image_size, num_classes)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.second.weight = self.conv.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(torch.relu(self.second(torch.relu(self.stem(x)))))
+        return self.head(self.norm(x).mean((2, 3)) * self.scale)
+
+
+class NormTwice(Residual):
+    """A BatchNorm that sees two batches in each forward pass, and one that is never trained."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__(in_channels, image_size, num_classes)
+        self.fixed = nn.BatchNorm2d(4)
+        self.fixed.running_var.fill_(4.0)
+        self.train()
+
+    def train(self, mode: bool = True) -> "NormTwice":
+        super().train(mode)
+        if hasattr(self, "fixed"):
+            self.fixed.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(torch.relu(self.stem(x)))
+        x = self.norm(torch.relu(self.fixed(self.conv(x))))
+        return self.head(x.square().mean((2, 3)) * self.scale)
+
+
+class Average(Cnn):
+    """A buffer that each forward pass replaces."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__(in_channels, image_size, num_classes)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x)
+        if self.training:
+            self.average = 0.5 * self.average + 0.5 * y.detach().mean((0, 2, 3))
+        return self[4](self[3](self[2](torch.relu(y - self.average[:, None, None]))))
 
 
 class Unused(Cnn):
@@ -103,6 +161,26 @@ def images() -> tuple[np.ndarray, ...]:
     labels = np.arange(60) % 2
     pixels = (random.integers(0, 100, (60, 1, 8, 8)) + 100 * labels[:, None, None, None]).astype(np.uint8)
     return pixels[:40], labels[:40], pixels[40:], labels[40:]
+
+
+def broken(in_channels: int, image_size: int, num_classes: int) -> nn.Module:
+    raise ValueError("no such size")
+
+
+def reshaped(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    module[0].weight = nn.Parameter(torch.zeros(4, 1, 5, 5))
+    return module
+
+
+def failing(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    raise KeyError("blocks")
+
+
+def global_numbers(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    """Draws from NumPy's and Python's global generators."""
+    with torch.no_grad():
+        module[0].weight.fill_(np.random.randn() + random.random())  # noqa: NPY002 - what users may do
+    return module
 
 
 def half(module: nn.Module, *, generator: torch.Generator, factor: float = 0.5) -> nn.Module:

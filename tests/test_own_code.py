@@ -1,6 +1,8 @@
 """Populations of one's own networks, images and initialisers."""
 
+import importlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +33,7 @@ def recipe(network: object, **changes: object) -> Recipe:
     return Recipe.parse({**BASE, "network": network}).replace(values)
 
 
-@pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen])
+@pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen, own_code.NormTwice])
 def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network: object) -> None:
     plan = recipe(network)
     batched, loop = (train_tile(plan.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
@@ -71,10 +73,19 @@ def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
     assert not np.array_equal(plain[0], wide[0])
 
 
-@pytest.mark.parametrize("how", ["softmax", "mean", "cat", "random", "branch", "shape"])
+@pytest.mark.parametrize(
+    "how", ["softmax", "mean", "cat", "random", "branch", "shape", "clip", "numpy", "python", "rare"]
+)
 def test_a_forward_that_mixes_networks_is_refused(how: str) -> None:
     plan = recipe({"type": own_code.Mixing, "how": how})
-    message = {"branch": "depends on values", "shape": "does not run on"}.get(how, "batched and plain networks differ")
+    message = {
+        "branch": "depends on values",
+        "numpy": "depends on values",
+        "python": "draws random numbers",
+        "random": "draws random numbers",
+        "rare": "draws random numbers",
+        "shape": "does not run on",
+    }.get(how, "batched and plain networks differ")
     with pytest.raises(UsageError, match=f'own_code:Mixing.*{message}.*use training.engine = "loop"'):
         train_tile(plan, 0, device="cpu")
     if how != "shape":
@@ -95,6 +106,7 @@ def test_a_forward_that_does_not_mix_is_not_refused() -> None:
         ({"type": "own_code:Cnn", "depth": 3}, r"called with \(in_channels, image_size, num_classes, \*\*numbers\)"),
         ("own_code:no_module", "expected an nn.Module from own_code:no_module, found str"),
         ("own_code:wrong_logits", r"expected logits \(4, 10\) from the network, found \(4, 11\)"),
+        ("own_code:broken", r"own_code:broken\(1, 8, 10\) raised ValueError: no such size"),
         ("own_code:Unused", "`0.extra` does not affect the logits"),
         ({"type": "own_code:Mixing", "how": "error"}, r"failed on images \(4, 1, 8, 8\): RuntimeError: no"),
     ],
@@ -105,6 +117,37 @@ def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, mess
     with pytest.raises(UsageError, match=message):
         collect(plan, tmp_path / "a.pop", device="cpu")
     assert not (tmp_path / "a.pop").exists()
+
+
+def test_tied_weights_train_by_loop() -> None:
+    plan = recipe(own_code.Tied)
+    with pytest.raises(UsageError, match=r"`conv.weight` and `second.weight` are the same.*training.engine"):
+        train_tile(plan, 0, device="cpu")
+    plan = plan.replace({"training.engine": "loop"})
+    assert "second.weight" not in spec_of(plan).names
+    assert not train_tile(plan, 0, device="cpu").metrics["diverged"].any()
+
+
+def test_buffers_that_a_forward_pass_replaces_are_stored() -> None:
+    plan = recipe(own_code.Average, training__engine="loop")
+    found = spec_of(plan).unpack(train_tile(plan, 0, device="cpu").weights[1])
+    assert np.abs(found["average"]).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("init", "message"), [("failing", "raised KeyError: 'blocks'"), ("reshaped", "names and shapes")]
+)
+def test_initialisers_that_fail_are_named(init: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"{init}.*{message}"):
+        train_tile(recipe(own_code.Cnn, init=getattr(own_code, init)), 0, device="cpu")
+
+
+def test_global_generators_are_seeded_and_restored() -> None:
+    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__epochs=1)
+    state = random.getstate()
+    first, second = (train_tile(plan, 0, device="cpu").weights for _ in range(2))
+    assert first.tobytes() == second.tobytes()
+    assert random.getstate() == state
 
 
 def test_own_code_everywhere_and_in_workers(tmp_path: Path) -> None:
@@ -163,3 +206,35 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path
     done = subprocess.run([*call, "-n", "3"], **options)
     assert done.returncode == DataError.exit_code
     assert "the source of network my_network:network has changed since the population was created" in done.stderr
+
+
+STALE = """
+import torch
+
+def constant(module, *, generator):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.25)
+    return module
+"""
+
+
+def test_code_that_changes_in_a_session_is_reloaded_by_workers_and_refused_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "module_that_changes.py"
+    file.write_text(STALE)
+    module = importlib.import_module("module_that_changes")
+    values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
+    values |= {"init": {"name": "module_that_changes:constant"}}
+    values["population"] = {"networks": 2, "tile": 1}
+    a = collect(values, tmp_path / "a.pop", workers=2, device="cpu")
+    assert np.allclose(a.weights(), 0.25, atol=1e-4)
+    file.write_text(STALE.replace("0.25", "0.5"))
+    with pytest.raises(UsageError, match="has changed since it was imported; restart Python, or reload"):
+        collect(values, tmp_path / "b.pop", workers=2, device="cpu")
+    importlib.reload(module)
+    b = collect(values, tmp_path / "b.pop", workers=2, device="cpu")
+    assert np.allclose(b.weights(), 0.5, atol=1e-4)

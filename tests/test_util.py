@@ -1,11 +1,13 @@
 """Names, tables, results, checks and plug-ins: what all packages build on."""
 
 import functools
+import hashlib
 import importlib
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,6 +191,33 @@ def test_references() -> None:
             plugins.reference_to(nameless)
 
 
+def test_functions_that_depend_on_more_than_their_source_are_refused() -> None:
+    """Two closures of one function would have one reference, and the later one would be used for both."""
+
+    def make(gain: float) -> Any:
+        def scaled(x: float) -> float:
+            return gain * x
+
+        class Scaled:
+            def of(self, x: float) -> float:
+                return gain * x
+
+        return scaled, Scaled
+
+    for item in make(2.0):
+        with pytest.raises(UsageError, match="depends on gain, which cannot be recorded"):
+            plugins.reference_to(item)
+    with pytest.raises(UsageError, match="depends on self"):
+        plugins.reference_to(Squares(3).text)
+
+    @functools.lru_cache
+    def decorated() -> int:
+        return 3
+
+    assert plugins.imported(plugins.reference_to(decorated)) is decorated
+    plugins._passed.clear()
+
+
 def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +248,15 @@ def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.M
         plugins.imported(reference)
     plugins.restore(handed_over)
     assert plugins.imported(reference)() == 5
+
+
+def test_the_hash_of_a_partial_is_that_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import functools\ndef f(x): return x\npart = functools.partial(f, 1)\n"
+    (tmp_path / "partial_for_this_test.py").write_text(text)
+    part = plugins.imported("partial_for_this_test:part")
+    found = plugins.source_hash(part, "partial_for_this_test:part")
+    assert found == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_script(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from weightscope._util.names import unknown
@@ -116,14 +117,21 @@ def reference_to(item: Any) -> str:
     """`"package.module:name"` for a function or class, such that `imported` gives it back in this process.
 
     Raises:
-        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`.
+        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`, or depends on values that
+            its source does not show: variables of the function around it, or the object of a bound method.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name or "<lambda>" in name:
         raise UsageError(f"expected a function or class with a name of its own, found {item!r}; define it with `def`")
     reference = f"{module}:{name.replace('<locals>.', '')}"
-    if _findable(module, name) is not item:
-        _passed[reference] = item
+    if _findable(module, name) is item:
+        return reference
+    if captured := _captured(item):
+        raise UsageError(
+            f"{reference} depends on {', '.join(captured)}, which cannot be recorded; expected a function or class "
+            "that depends on its parameters only (a recipe's section takes numbers for them)"
+        )
+    _passed[reference] = item
     return reference
 
 
@@ -137,25 +145,61 @@ def restore(objects: Mapping[str, Any]) -> None:
     _passed.update(objects)
 
 
-def source_hash(item: Any) -> str:
+def source_hash(item: Any, reference: str = "") -> str:
     """16 hex digits of the sha256 of the source of a function or class.
+
+    Args:
+        item: a function or class, or another object with a `reference`, whose module is hashed then.
+        reference: `"package.module:name"` of the object.
 
     For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
     notebook, only the function.
 
     Raises:
-        UsageError: if the source cannot be read.
+        UsageError: if the source cannot be read, or has changed since it was imported.
     """
     try:
-        module = inspect.getmodule(item)
+        named = inspect.isroutine(item) or inspect.isclass(item) or not reference
+        module = inspect.getmodule(item) if named else sys.modules.get(reference.partition(":")[0])
         file = getattr(module, "__file__", None)
         if module is not None and module.__name__ != "__main__" and file is not None:
             source = Path(file).read_bytes()
+            if _changed(item, module, source):
+                raise UsageError(f"{file} has changed since it was imported; restart Python, or reload the module")
         else:
             source = textwrap.dedent(inspect.getsource(item)).encode()
-    except (OSError, TypeError) as error:
+    except (OSError, TypeError, SyntaxError) as error:
         raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
     return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _changed(item: Any, module: ModuleType, source: bytes) -> bool:
+    """Whether a function, or a method of a class, differs from the one in the source of its module."""
+    if type(module.__loader__) is not SourceFileLoader:  # others, such as pytest's, may rewrite the code
+        return False
+    found, todo = set(), [compile(source, str(module.__file__), "exec", dont_inherit=True)]
+    while todo:
+        code = todo.pop()
+        found.add(_code_key(code))
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    members = vars(item).values() if inspect.isclass(item) else [item]
+    functions = [inspect.unwrap(m) for m in members if inspect.isfunction(m)]
+    return any(_code_key(f.__code__) not in found for f in functions if f.__module__ == module.__name__)
+
+
+def _code_key(code: CodeType) -> tuple[Any, ...]:
+    constants = tuple(_code_key(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return code.co_name, code.co_code, code.co_names, code.co_varnames, constants
+
+
+def _captured(item: Any) -> list[str]:
+    """The names of what a function, or a method of a class, takes from the scope around it."""
+    if inspect.ismethod(item) and not inspect.isclass(item.__self__):
+        return ["self"]
+    members = [getattr(m, "__func__", m) for m in vars(item).values()] if inspect.isclass(item) else [item]
+    # a decorator such as `torch.no_grad()` captures the function that it wraps
+    codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
+    return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
 
 
 def _findable(module: str, qualified_name: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightscope._util.plugins import Registry
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init._common import Initialiser
 from weightscope.init._signature import Signature, distribute, label_of
 
@@ -35,9 +35,14 @@ class UserInitialiser:
         """Initialise the module in place.
 
         Raises:
-            UsageError: if the function returns anything but the module.
+            UsageError: if the function fails or returns anything but the module.
         """
-        found = self.function(module, **self.parameters, generator=generator)
+        try:
+            found = self.function(module, **self.parameters, generator=generator)
+        except WeightscopeError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{self.name}: the initialiser raised {type(error).__name__}: {error}") from error
         if found is not module:
             what = "another module" if isinstance(found, nn.Module) else repr(found)
             raise UsageError(

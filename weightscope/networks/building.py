@@ -6,7 +6,7 @@ from torch import nn
 
 from weightscope._util import plugins
 from weightscope.data.catalog import dataset_info
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 from weightscope.networks.registry import NETWORKS
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
 
@@ -65,7 +65,12 @@ def _build_own(config: OwnNetworkConfig, in_channels: int, image_size: int, num_
         raise UsageError(
             f"network: {config.type} is called with (in_channels, image_size, num_classes, **numbers): {error}"
         ) from error
-    module = factory(*sizes, **config.numbers)
+    try:
+        module = factory(*sizes, **config.numbers)
+    except WeightscopeError:
+        raise
+    except Exception as error:
+        raise UsageError(f"network: {config.type}{sizes} raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"network.type: expected an nn.Module from {config.type}, found {type(module).__name__}")
     return module

@@ -150,7 +150,8 @@ class Normalisation(BatchedLayer):
 
     Attributes:
         after_gelu: whether the GELU before a BatchNorm is part of it.
-        calibrating: the number of the calibration batch, counted from 1; 0 while training.
+        calibrating: the number of the next batch of a calibration, counted from 1; 0 while training. A layer that is
+            called twice in a forward pass sees two batches.
     """
 
     after_gelu: bool = False
@@ -201,6 +202,7 @@ class Normalisation(BatchedLayer):
         variance, mean = torch.var_mean(rows if rows.dtype == torch.float64 else rows.float(), dim=2)
         for name, value in (("running_mean", mean), ("running_var", variance)):
             self.leaves[name].lerp_(value.to(self.leaves[name].dtype), 1 / self.calibrating)
+        self.calibrating += 1
 
 
 class _Conv2d(BatchedLayer):

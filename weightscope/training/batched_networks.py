@@ -116,6 +116,7 @@ class BatchedNetworks(nn.Module):
         self.weights = torch.zeros(count, self.spec.size, device=device)
         self.gradient = torch.zeros_like(self.weights)
         self.leaves: dict[str, Tensor] = {}
+        _refuse_shared(template)
         for name, view in self.spec.unpack(self.weights).items():
             leaf = view.detach()
             if self.spec[name].role == "parameter":
@@ -149,19 +150,20 @@ class BatchedNetworks(nn.Module):
 
     def _fused(self, module: nn.Module, batched: nn.Module, path: str) -> nn.Module:
         """One module in place of several batched layers that one kernel computes."""
-        if isinstance(module, ConvNeXtBlock) and isinstance(batched, ConvNeXtBlock) and self._fits(batched.mlp):
+        # exact types: a derived class may have a forward of its own
+        if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and self._fits(batched.mlp):
             return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
-        if isinstance(batched, Block) and self._fits(batched.mlp):
+        if type(module) is Block and isinstance(batched, Block) and self._fits(batched.mlp):
             mlp: Any = _NormMlp(batched.norm2, batched.mlp)
             identity: Any = nn.Identity()
             batched.mlp, batched.norm2 = mlp, identity
-        if isinstance(batched, nn.Sequential) and self.kernels == "triton":
+        if type(module) is nn.Sequential and isinstance(batched, nn.Sequential) and self.kernels == "triton":
             for k, (before, layer) in enumerate(pairwise(batched)):
                 gelu = isinstance(before, Elementwise) and isinstance(before.layer, nn.GELU)
                 if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
-        if isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
+        if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
             last = batched.fn[-1]
             if isinstance(last, Normalisation) and last.after_gelu:
                 return _NormResidual(batched.fn)
@@ -224,13 +226,22 @@ class BatchedNetworks(nn.Module):
         if not layers:
             return
         self.train()
-        for number, batch in enumerate(batches, 1):
-            for layer in layers:
-                layer.calibrating = number
-            with torch.no_grad():
+        for layer in layers:
+            layer.calibrating = 1
+        with torch.no_grad():
+            for batch in batches:
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
+
+
+def _refuse_shared(template: nn.Module) -> None:
+    """Refuse modules and parameters with two names; they would become independent weights."""
+    first: dict[int, str] = {}
+    named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
+    for name, item in named:
+        if first.setdefault(id(item), name) != name:
+            raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
 
 
 def _torch_layer(module: nn.Module) -> type:

@@ -201,7 +201,7 @@ def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
     named = [("network", recipe.network.type)]
     named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
     return {
-        f"{kind} {name}": plugins.source_hash(plugins.imported(name))
+        f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
         for kind, name in named
         if plugins.is_reference(name)
     }

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from weightscope import init as initialisers
-from weightscope._util.seeding import Purpose, torch_seed
+from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
+from weightscope.errors import UsageError
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 
@@ -28,19 +29,26 @@ def initial_weights(
 
     Returns:
         weights (T, D) float32 and seeds (T,) uint64.
+
+    Raises:
+        UsageError: if an initialiser fails, or changes the network's tensors.
     """
     root = recipe.population.seed
     functions = [resolve(config) for config in recipe.init]
     rows, seeds = [], []
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), kept_generators():
         for k in ids:
             seeds.append(torch_seed(root, k, Purpose.INIT))
-            torch.manual_seed(seeds[-1])
+            seed_generators(seeds[-1])
             module = build()
+            spec = WeightSpec.of(module)
             generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
             initialised = functions[k % len(functions)](module, generator=generator)
             module = initialised if isinstance(initialised, torch.nn.Module) else module
-            rows.append(WeightSpec.of(module).pack(_arrays(module)))
+            if lines := spec.differences(WeightSpec.of(module)):
+                name = recipe.init[k % len(functions)].name
+                raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
+            rows.append(spec.pack(_arrays(module)))
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
 
 

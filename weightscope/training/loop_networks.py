@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from weightscope._util.seeding import kept_generators, seed_generators
 from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.training.kernels.functions import Kernels
@@ -24,8 +25,8 @@ class LoopNetworks(nn.Module):
         template: a module of the architecture, copied T times; its weights are not used.
         count: T.
         device: of all tensors.
-        seeds: one seed per network. The n-th forward pass of network t in training mode sees torch's global generators
-            seeded with `seeds[t] + n`, so that dropout does not depend on the other networks.
+        seeds: one seed per network. The n-th forward pass of network t in training mode sees the global generators of
+            torch, NumPy and Python seeded with `seeds[t] + n`, so that dropout does not depend on the other networks.
 
     Raises:
         UsageError: if a weight is not float32.
@@ -63,15 +64,23 @@ class LoopNetworks(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         parts = images if images.ndim == 5 else images.expand(self.count, *images.shape)
-        if not self.training:
-            return torch.stack([network(part) for network, part in zip(self.networks, parts, strict=True)])
         logits = []
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), kept_generators():
             for seed, network, part in zip(self.seeds, self.networks, parts, strict=True):
-                torch.manual_seed(seed + self.passes)
+                seed_generators(seed + self.passes)
                 logits.append(network(part))
-        self.passes += 1
+        self.passes += self.training
+        self._store_buffers()
         return torch.stack(logits)
+
+    @torch.no_grad()
+    def _store_buffers(self) -> None:
+        """Copy buffers that a forward pass replaced, rather than changed in place, into `weights`."""
+        for row, network in zip(self.weights, self.networks, strict=True):
+            views = self.spec.unpack(row)
+            for name, buffer in network.named_buffers():
+                if name in views and buffer.data_ptr() != views[name].data_ptr():
+                    buffer.data = views[name].copy_(buffer)
 
     def backward(self, loss: Tensor) -> None:
         """Set `gradient` to the gradient of a scalar, usually the sum of the T networks' losses.
@@ -94,7 +103,8 @@ class LoopNetworks(nn.Module):
 
     def calibrate(self, batches: list[Tensor]) -> None:
         """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
-        layers = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self.train()  # a network may keep some in evaluation mode
+        layers = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.training]
         if not layers:
             return
         self.eval()

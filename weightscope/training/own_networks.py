@@ -6,12 +6,15 @@ they agree.
 """
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope import networks
@@ -25,6 +28,7 @@ from weightscope.training.kernels.functions import Kernels
 
 _NETWORKS, _IMAGES = 3, 4
 _TOLERANCE = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
+_HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
 _checked: set[tuple[Any, str]] = set()
 
 
@@ -99,14 +103,17 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
             view.copy_(state[tensor].add_(0.1 * torch.rand(state[tensor].shape, generator=generator)))
     batched.freeze(frozen(plain[0], recipe.training.frozen))
     where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
-    for training in (False, True):
+    for case in ("evaluation", "training", "one diverged"):
+        training, first = case != "evaluation", 0
         images, direction = draw(len(plain), _IMAGES, info.channels, info.size, info.size), draw(_IMAGES, info.classes)
-        with _NoHostReads(name):
+        if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
+            batched.weights[0], images[0], first = float("nan"), float("nan"), 1
+        with _no_random_numbers(name), _NoHostReads(), _NoConversions():
             logits = _run(lambda: batched.train(training)(images), where, hint)  # noqa: B023 - called at once
         expected = torch.stack([n.train(training)(part) for n, part in zip(plain, images, strict=True)])
-        _compare(logits, expected, f"{name}: logits")
+        _compare(logits[first:], expected[first:], f"{name}: logits")
         _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
-        for network, row, part in zip(plain, batched.gradient, expected, strict=True):
+        for network, row, part in list(zip(plain, batched.gradient, expected, strict=True))[first:]:
             parameters = _trained(network, recipe)
             gradients = torch.autograd.grad((part * direction).sum(), list(parameters.values()), retain_graph=True)
             found = batched.spec.unpack(row)
@@ -137,14 +144,33 @@ def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
 class _NoHostReads(TorchDispatchMode):
     """Refuses operations whose result the host reads: a branch on it would be taken for all networks at once."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"):
-            raise UsageError(f"the forward code depends on values of activations; {USE_LOOP}")
+            raise UsageError(_HOST_READ)
         return function(*args, **(kwargs or {}))
+
+
+class _NoConversions(TorchFunctionMode):
+    """Refuses conversions to NumPy and lists, which are no operations of torch."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+            raise UsageError(_HOST_READ)
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_random_numbers(name: str) -> Iterator[None]:
+    """Refuse a forward pass that draws from a global generator: the same numbers would be used for all networks."""
+
+    def states() -> tuple[Any, ...]:
+        numpys = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one
+        return torch.get_rng_state().numpy().tobytes(), numpys["key"].tobytes(), numpys["pos"], random.getstate()
+
+    before = states()
+    yield
+    if states() != before:
+        raise UsageError(f"{name}: the forward code draws random numbers outside of the layers; {USE_LOOP}")
 
 
 @contextmanager

@@ -38,6 +38,9 @@ Task = Callable[[int], Any]
 _one_at_a_time = threading.Lock()
 _THIS_PROCESS = uuid.uuid4().hex
 
+# Module -> hash of its source when this worker imported it for a task.
+_versions: dict[str, str] = {}
+
 
 class WorkerDied(Exception):
     """A worker process ended without returning a result."""
@@ -52,25 +55,30 @@ class OwnCode:
         directory: the working directory of the launching process, in which their modules may be.
         passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
         process: of the launching process, where there is nothing to do.
+        hashes: of the sources of the others, which a worker must have, too.
     """
 
     references: tuple[str, ...]
     directory: str
     passed: bytes
     process: str
+    hashes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, references: Iterable[str]) -> "OwnCode":
         """What another process needs to use these references."""
         references = tuple(references)
         passed = {name: item for name, item in plugins.passed().items() if name in references}
-        return cls(references, os.getcwd(), cloudpickle.dumps(passed), _THIS_PROCESS)
+        hashes = tuple(
+            "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
+        )
+        return cls(references, os.getcwd(), cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
     def load(self) -> None:
         """Import the references, unless this is the launching process.
 
         Raises:
-            UsageError: if one cannot be imported.
+            UsageError: if one cannot be imported, or has another source than in the launching process.
         """
         if not self.references or self.process == _THIS_PROCESS:
             return
@@ -79,8 +87,16 @@ class OwnCode:
         if added:
             sys.path.insert(0, self.directory)
         try:
-            for reference in self.references:
-                plugins.imported(reference)
+            for reference, expected in zip(self.references, self.hashes, strict=True):
+                module = sys.modules.get(reference.partition(":")[0])
+                if expected and module is not None and _versions.get(module.__name__, expected) != expected:
+                    importlib.reload(module)  # a worker outlives the call of `collect` for which it was started
+                item = plugins.imported(reference)
+                if not expected:
+                    continue
+                if (found := plugins.source_hash(item, reference)) != expected:
+                    raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
+                _versions[reference.partition(":")[0]] = expected
         finally:
             if added:
                 sys.path.remove(self.directory)
