@@ -27,6 +27,7 @@ import yaml
 import weightscope
 from weightscope._util import toml
 from weightscope.cli import cli
+from weightscope.init import INITIALISERS
 from weightscope.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -227,8 +228,6 @@ def test_every_public_package_has_a_reference_page():
 
 
 def test_every_initialiser_is_in_the_table():
-    from weightscope.init.registry import INITIALISERS
-
     text = (DOCS / "initialisers.md").read_text()
     assert not [name for name in INITIALISERS if f"`{name}`" not in text]
 
@@ -249,6 +248,8 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
     assert done.returncode == 0, done.stderr[-4000:]
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 20
+    reference = (tmp_path / "site" / "reference" / "init.html").read_text()
+    assert not [name for name in INITIALISERS if f'id="weightscope.init.{name}_"' not in reference]
     loads = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?\b(?:src|href)=[\"']?(https?:|//)[^\"' >]*")
     for page in pages:
         found = [m[0] for m in loads.finditer(page.read_text()) if 'rel="canonical"' not in m[0]]

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, Vi
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
 from weightscope.networks.layers import LayerScale, SpatialMean, TokenPool
 from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
+from weightscope.recipe.base import Section
 
 
 def _parameters(module: nn.Module) -> int:
@@ -408,3 +410,18 @@ def test_multiply_adds_of_a_vit_by_hand() -> None:
     d, layers, n, tokens = 8, 2, 5, 16
     per_block = tokens * (4 * d * d + 8 * d * d) + 2 * tokens**2 * d
     assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n
+
+
+def test_a_registered_network_may_do_without_patches_and_image_size(monkeypatch) -> None:
+    class Config(Section):
+        type: Literal["pooled"]
+        width: int = 4
+
+    class Pooled(nn.Module):
+        def __init__(self, in_channels: int, num_classes: int, width: int) -> None:
+            super().__init__()
+            self.sizes = in_channels, num_classes, width
+
+    monkeypatch.setitem(networks.NETWORKS._entries, "pooled", Pooled)
+    built = networks.build(Config(type="pooled"), in_channels=3, image_size=9, num_classes=7)
+    assert built.sizes == (3, 7, 4)

@@ -43,16 +43,17 @@ def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_class
     """
     if isinstance(config, OwnNetworkConfig):
         return _build_own(config, in_channels, image_size, num_classes)
-    reduction = getattr(config, "reduction", config.patch_size)
+    reduction = getattr(config, "reduction", getattr(config, "patch_size", 1))
     if image_size % reduction:
         raise UsageError(
             f"network.patch_size: the network reduces the image by a factor of {reduction}, which must divide its "
             f"{image_size} pixels"
         )
     options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    if config.type == "vit":
+    network = NETWORKS[config.type]
+    if "image_size" in inspect.signature(network).parameters:
         options["image_size"] = image_size
-    return NETWORKS[config.type](in_channels=in_channels, num_classes=num_classes, **options)
+    return network(in_channels=in_channels, num_classes=num_classes, **options)
 
 
 def _build_own(config: OwnNetworkConfig, in_channels: int, image_size: int, num_classes: int) -> nn.Module:

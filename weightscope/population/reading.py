@@ -54,7 +54,7 @@ class Population(Result):
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
                 f"{_listing(self.missing, self._manifest)}; run `weightscope collect` again to train them, "
-                "or open it with partial=True (--partial) to use the others"
+                "or open it with partial=True in Python to use the others"
             )
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class Recipe(Section):
         if isinstance(self.network, OwnNetworkConfig) or is_reference(self.data.name):
             return self
         size = dataset_info(self.data.name).size
-        step = getattr(self.network, "reduction", self.network.patch_size)
+        step = getattr(self.network, "reduction", getattr(self.network, "patch_size", 1))
         if size % step:
             raise ValueError(
                 f"network.patch_size: the network reduces the image by a factor of {step}, which must divide "
