@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightscope._util.plugins import is_reference
+from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
 from weightscope.anatomy import NamedTensors, named_tensors
 
 # Imported for their registration.
@@ -20,7 +21,6 @@ from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.init._signature import REQUIRED, Signature, distribute, label_of
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
