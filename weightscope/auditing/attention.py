@@ -18,7 +18,7 @@ from weightscope.anatomy import AttentionPart, NamedTensors
 from weightscope.anatomy.attention_modules import find
 from weightscope.auditing.intervals import Interval, predicted
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
+from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init._common import chosen_layers
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
@@ -151,19 +151,22 @@ def mimetic_attention_checks(
     if preset is not None:
         choice("preset", preset, PRESETS)
     a1, b1, a2, b2 = PRESETS[preset] if preset is not None else (alpha_qk, beta_qk, alpha_vo, beta_vo)
-    found = [part for part in find(source) if part.kind == "self"]
-    if not found:
-        raise AnatomyError("expected self-attention, found none")
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    found = [part for part in found if part.layer in wanted]
     checks: list[Check] = []
     seen: dict[str, list[NoiseImage]] = {"qk": [], "vo": []}
-    for part in found:
+    for part in chosen_layers(self_attention(source), layers):
         if parts != "vo":
             checks += _query_key(part, a1, b1, construction, seen["qk"])
         if parts != "qk":
             checks += _value_output(part, a2, -b2, construction, seen["vo"])
     return _with_resemblance(checks, seen)
+
+
+def self_attention(source: NamedTensors) -> list[AttentionPart]:
+    """The self-attention parts; raises AnatomyError if there are none."""
+    found = [part for part in find(source) if part.kind == "self"]
+    if not found:
+        raise AnatomyError("expected self-attention, found none")
+    return found
 
 
 @dataclass(frozen=True)
@@ -220,8 +223,8 @@ def _checks(
     uneven: float,
 ) -> list[Check]:
     # Half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent.
-    rows = [(name, found[name], *expected[name]) for name in _STATISTICS] + [("imbalance", uneven, 0.0, 0.02)]
-    return [Check("mimetic_attention", kind, part.layer, head, part.name, *row) for row in rows]
+    rows = [(name, found[name], expected[name]) for name in _STATISTICS] + [("imbalance", uneven, (0.0, 0.02))]
+    return checks_of("mimetic_attention", kind, part.layer, head, part.name, rows)
 
 
 def _noise_image(a: Tensor, b: Tensor, beta: float) -> Tensor:

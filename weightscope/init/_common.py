@@ -1,7 +1,7 @@
 """Shared by the initialisers: checks of arguments, weights of layers, and random numbers drawn on the CPU."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -14,25 +14,33 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 M = TypeVar("M", bound=nn.Module)
 
 
+class Layered(Protocol):
+    """A part of a network that has the number of its layer."""
+
+    @property
+    def layer(self) -> int:
+        """From 0."""
+        ...
+
+
+P = TypeVar("P", bound=Layered)
+
+
 class Initialiser(Protocol):
     """A function that sets weights of a module in place and returns the module."""
 
     def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module: ...
 
 
-def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> set[int]:
-    """The layer numbers selected by `layers`: None for all, one number, or several; negative ones count from the end.
-
-    Args:
-        layers: the argument of an initialiser.
-        there: the numbers of the model's layers.
+def chosen_layers(parts: Sequence[P], layers: int | Iterable[int] | None) -> list[P]:
+    """The parts in the layers selected: all for None, one number, or several; negative ones count from the end.
 
     Raises:
         UsageError: if the model has no such layer, or none is selected.
     """
-    known = sorted(set(there))
+    known = sorted({part.layer for part in parts})
     if layers is None:
-        return set(known)
+        return list(parts)
     wanted = [layers] if isinstance(layers, int) else list(layers)
     out = set()
     for layer in wanted:
@@ -44,7 +52,7 @@ def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> s
         out.add(number_)
     if not out:
         raise UsageError("layers: expected at least one layer, found none")
-    return out
+    return [part for part in parts if part.layer in out]
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:

@@ -129,14 +129,11 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    found = self_attention(module)
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    for part in found:
-        if part.layer in wanted:
-            if parts != "vo":
-                write_query_key(part, construction, alpha_qk, beta_qk, generator)
-            if parts != "qk":
-                write_value_output(part, construction, alpha_vo, beta_vo, generator)
+    for part in chosen_layers(self_attention(module), layers):
+        if parts != "vo":
+            write_query_key(part, construction, alpha_qk, beta_qk, generator)
+        if parts != "qk":
+            write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 
 

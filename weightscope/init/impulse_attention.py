@@ -84,9 +84,7 @@ def impulse_attention_(
         choice("following", following, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
-    found = self_attention(module)
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    for tower in _towers(module, [part for part in found if part.layer in wanted], grid):
+    for tower in _towers(module, chosen_layers(self_attention(module), layers), grid):
         assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
         plans = [(part, assignment.offsets(part.heads), assignment.rotations(part)) for part in tower.parts]
         split = len(plans) if following is None else sum(part.name == tower.first for part, _, _ in plans)

@@ -77,11 +77,8 @@ def mimetic_ssm_(
         flag(name, value)
     if convolution is not None:
         flag("convolution", convolution)
-    parts = ssms(module)
-    wanted = chosen_layers(layers, (part.layer for part in parts))
-    for part in parts:
-        if part.layer in wanted:
-            _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
+    for part in chosen_layers(ssms(module), layers):
+        _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
     return module
 
 
