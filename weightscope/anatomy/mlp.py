@@ -85,12 +85,12 @@ class MLPPart:
     _biases: dict[str, Slot] = field(repr=False)
 
     @property
-    def names(self) -> dict[str, tuple[str, ...]]:
+    def parameters(self) -> dict[str, tuple[str, ...]]:
         """The names of the tensors of each matrix: "fc1", "fc2" (and "gate") -> names."""
         return {part: (slot.name,) for part, slot in self._weights.items()}
 
     @property
-    def bias_names(self) -> dict[str, tuple[str, ...]]:
+    def bias_parameters(self) -> dict[str, tuple[str, ...]]:
         """The names of the bias tensors, for the matrices that have one."""
         return {part: (slot.name,) for part, slot in self._biases.items()}
 
