@@ -19,10 +19,10 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import INITIALISERS, conv_covariance, get
-from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.positions import table_codes

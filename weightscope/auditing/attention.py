@@ -16,11 +16,11 @@ from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
 from weightscope.anatomy.attention_modules import find
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import Interval, predicted
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
 
 _DRAWS = 48  # of the simulated null; the t quantile of LEVEL is 5.6

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import MLPPart, NamedTensors, mlps
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import chi_squared, f_ratio, normal
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
-from weightscope.init._common import chosen_layers
 
 
 @EXPECTATIONS.register("mimetic_mlp", variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))

@@ -9,12 +9,12 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope.anatomy import AttentionPart, NamedTensors, positions
 from weightscope.anatomy.embedding import find_positions
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.auditing.attention import self_attention
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
 from weightscope.init.positions import table_codes

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weightscope.anatomy import NamedTensors, SSMPart, ssms
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import Interval, normal
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
-from weightscope.init._common import chosen_layers
 
 # Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
 _A_RANGE = 16.0

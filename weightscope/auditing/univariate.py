@@ -7,11 +7,11 @@ from torch import Tensor
 
 from weightscope._util.names import matching
 from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.auditing.intervals import normal
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import UsageError
-from weightscope.init._common import Matrix, fans, matrices
 
 # Standardised moments 4, 6, 8.
 _UNIFORM = (9 / 5, 27 / 7, 9.0)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, NamedTensors, attention
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.errors import UsageError
-from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
+from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init._topk import factors, spectrum
 from weightscope.init.registry import INITIALISERS
 

@@ -9,9 +9,10 @@ from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.embedding import find_positions
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
+from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init.attention import self_attention
 from weightscope.init.impulse import normalised, solve
 from weightscope.init.registry import INITIALISERS

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.errors import UsageError
-from weightscope.init._common import M, chosen_layers, normal
+from weightscope.init._common import M, normal
 from weightscope.init.registry import INITIALISERS
 
 _MODES = ("scalar", "rows", "anticorrelated")

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from weightscope._util.checks import flag, positive
 from weightscope.anatomy import SSMPart, ssms
-from weightscope.init._common import M, chosen_layers
+from weightscope.anatomy.matrices import chosen_layers
+from weightscope.init._common import M
 from weightscope.init.registry import INITIALISERS
 
 # softplus(b) = 1 for b = log(e - 1) = 0.5413

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, number
 from weightscope._util.names import listing, matching, unwrapped
+from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, Matrix, cpu_generator, matrices, put
+from weightscope.init._common import M, cpu_generator, put
 from weightscope.init.registry import INITIALISERS
 
 
