@@ -50,8 +50,8 @@ def slots(part) -> list[tuple]:
         biases = [n for n in names if part.read_bias(n) is not None]
         return out + [(functools.partial(part.read_bias, n), functools.partial(part.write_bias, n)) for n in biases]
     if isinstance(part, anatomy.MLPPart):
-        out = [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in part.names]
-        biases = [n for n in part.names if part.read_bias(n) is not None]
+        out = [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in part.parameters]
+        biases = [n for n in part.parameters if part.read_bias(n) is not None]
         return out + [(functools.partial(part.read_bias, n), functools.partial(part.write_bias, n)) for n in biases]
     if isinstance(part, anatomy.SSMPart):
         return [(functools.partial(part.read, n), functools.partial(part.write, n)) for n in part.parts]
@@ -330,7 +330,7 @@ def test_the_views_reproduce_the_real_mlps(family, monkeypatch):
         assert part.read("fc2").shape[1] == part.hidden
         if family.name not in ("timm-vit-packed", "timm-vit-swiglu") and "conv" not in family.name:
             assert (part.width, part.hidden) in ((WIDTH, HIDDEN), (WIDTH, 4 * WIDTH))
-        inner = {n: part.names[n][0].removesuffix(".weight") for n in part.names}
+        inner = {n: part.parameters[n][0].removesuffix(".weight") for n in part.parameters}
         if inner["fc1"] not in recorder.inputs:  # nn.TransformerEncoder's compiled shortcut
             pytest.fail(f"{inner['fc1']} was not called")
 
@@ -338,7 +338,7 @@ def test_the_views_reproduce_the_real_mlps(family, monkeypatch):
             bias = part.read_bias(name)
             return x @ part.read(name).T + (0 if bias is None else bias)
 
-        convolution = model.get_parameter(part.names["fc1"][0]).ndim == 4
+        convolution = model.get_parameter(part.parameters["fc1"][0]).ndim == 4
 
         def channels_last(x, convolution=convolution):
             return x.movedim(1, -1) if convolution else x

@@ -30,7 +30,7 @@ def network_spec(blocks=2):
 
 
 SPEC = network_spec()
-W1 = "stages.0.blocks.0.mlp.fc1.weight"
+FC1 = "stages.0.blocks.0.mlp.fc1.weight"
 
 
 def population(size=200, seed=0):
@@ -79,8 +79,8 @@ def dense(size, seed=5):
     ],
 )
 def test_the_true_structure_is_chosen(make, size, expected):
-    source = WeightArray(put(population(size), W1, make(size)), SPEC)
-    result = fit(source, W1, joint="tensor")
+    source = WeightArray(put(population(size), FC1, make(size)), SPEC)
+    result = fit(source, FC1, joint="tensor")
     (group,) = result.groups
     assert group.label == expected
     (chosen,) = [row for row in result.table if row["chosen"]]
@@ -92,7 +92,7 @@ def test_the_true_structure_is_chosen(make, size, expected):
 def test_independent_entries_are_not_given_structure():
     # Group means hold the isotropic covariance and have three parameters more: a toss between these two. The others
     # lose about parameters / (2 N) nats, which is four standard errors when every network is scored.
-    result = fit(WeightArray(population(), SPEC), W1, joint="tensor", holdout=5)
+    result = fit(WeightArray(population(), SPEC), FC1, joint="tensor", holdout=5)
     rows = {row["structure"]: row for row in result.table}
     assert result.groups[0].label in ("isotropic", "group_means")
     assert rows["isotropic"]["difference"] > -3 * rows["isotropic"]["difference_se"] - 1e-12
@@ -101,15 +101,15 @@ def test_independent_entries_are_not_given_structure():
 
 
 def test_the_table_is_what_it_says():
-    weights = put(population(), W1, stripes(200))
-    result = fit(WeightArray(weights, SPEC), W1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
-    assert result.settings == {"select": W1, "joint": "tensor", "holdout": 0.2, "seed": 3, "held_out": 40}
+    weights = put(population(), FC1, stripes(200))
+    result = fit(WeightArray(weights, SPEC), FC1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
+    assert result.settings == {"select": FC1, "joint": "tensor", "holdout": 0.2, "seed": 3, "held_out": 40}
     # By hand: the same split, the same scores.
     from weightscope._util.seeding import Purpose, numpy_generator
 
     held_out = numpy_generator(3, 0, Purpose.STRUCTURE).permutation(200)[:40]
-    data = weights[:, SPEC.slices[W1]].astype(np.float64)
-    sub = SPEC.select(W1)
+    data = weights[:, SPEC.slices[FC1]].astype(np.float64)
+    sub = SPEC.select(FC1)
     scores = {}
     for name in ("isotropic", "group_means"):
         fitted = STRUCTURES[name].fit(np.delete(data, held_out, axis=0), sub)
@@ -127,8 +127,8 @@ def test_the_table_is_what_it_says():
 
 
 def test_folds_score_every_network():
-    source = WeightArray(put(population(), W1, stripes(200)), SPEC)
-    result = fit(source, W1, structure=("isotropic", "group_means"), holdout=5)
+    source = WeightArray(put(population(), FC1, stripes(200)), SPEC)
+    result = fit(source, FC1, structure=("isotropic", "group_means"), holdout=5)
     assert result.settings["held_out"] == 200
     assert result.groups[0].label == "group_means"
     assert result.table[0]["difference_se"] > 0
@@ -146,21 +146,21 @@ def test_joint_choices_group_the_tensors():
 
 def test_a_dependence_between_tensors_is_found_jointly_only():
     weights = population(400)
-    w1, w2 = W1, W1.replace("fc1", "fc2")
+    fc1, fc2 = FC1, FC1.replace("fc1", "fc2")
     put(
         weights,
-        w2,
-        0.1 * weights[:, SPEC.slices[w2]].reshape(-1, N, P)
-        - weights[:, SPEC.slices[w1]].reshape(-1, P, N).transpose(0, 2, 1),
+        fc2,
+        0.1 * weights[:, SPEC.slices[fc2]].reshape(-1, N, P)
+        - weights[:, SPEC.slices[fc1]].reshape(-1, P, N).transpose(0, 2, 1),
     )
     source = WeightArray(weights, SPEC)
-    jointly = fit(source, f"{w1},{w2}", joint="block")
+    jointly = fit(source, f"{fc1},{fc2}", joint="block")
     (group,) = jointly.groups
     assert group.label == "dense"
-    samples = SPEC.select(f"{w1},{w2}").unpack(jointly.sample(np.random.default_rng(0), 2000))
-    correlation = np.corrcoef(samples[w1][:, 2, 3], samples[w2][:, 3, 2])[0, 1]
+    samples = SPEC.select(f"{fc1},{fc2}").unpack(jointly.sample(np.random.default_rng(0), 2000))
+    correlation = np.corrcoef(samples[fc1][:, 2, 3], samples[fc2][:, 3, 2])[0, 1]
     assert correlation < -0.8
-    separately = fit(source, f"{w1},{w2}", joint="tensor")
+    separately = fit(source, f"{fc1},{fc2}", joint="tensor")
     assert {g.label for g in separately.groups} == {"isotropic"}
     best = max(r["log_prob"] for r in jointly.table if r["failed"] is None)
     total = [r for r in separately.table if r["group"] == "(all)" and r["chosen"]]
@@ -195,16 +195,16 @@ def test_candidates_that_cannot_be_fitted_are_shown_with_the_reason():
 
 
 def test_options_and_candidates_of_low_rank():
-    source = WeightArray(put(population(), W1, factors(200)), SPEC)
-    several = fit(source, W1, structure="low_rank")
+    source = WeightArray(put(population(), FC1, factors(200)), SPEC)
+    several = fit(source, FC1, structure="low_rank")
     assert [row["structure"] for row in several.table] == [f"low_rank (rank {2**k})" for k in range(4)]
-    one = fit(source, W1, structure="low_rank", options={"rank": 3})
+    one = fit(source, FC1, structure="low_rank", options={"rank": 3})
     assert [row["structure"] for row in one.table] == ["low_rank (rank 3)"]
     assert one.groups[0].options == {"rank": 3}
     with pytest.raises(UsageError, match="dense has no option rank; its options are none"):
-        fit(source, W1, structure="dense", options={"rank": 3})
+        fit(source, FC1, structure="dense", options={"rank": 3})
     with pytest.raises(UsageError, match="need one structure by name"):
-        fit(source, W1, options={"rank": 3})
+        fit(source, FC1, options={"rank": 3})
 
 
 def test_frozen_tensors_are_kept_and_counted():
@@ -236,36 +236,36 @@ def test_varying_spec():
 
 def test_networks_that_diverged_are_left_out_and_counted():
     weights = population()
-    weights[[3, 50], SPEC.slices[W1].start] = np.nan
+    weights[[3, 50], SPEC.slices[FC1].start] = np.nan
 
     class Source(WeightArray):
         diverged = np.arange(200) == 7
 
-    result = fit(Source(weights, SPEC), W1, structure="diagonal")
+    result = fit(Source(weights, SPEC), FC1, structure="diagonal")
     assert (result.networks, result.excluded) == (197, 3)
     assert "197 networks (3 excluded)" in result.text()
     keep = np.delete(weights, [3, 7, 50], axis=0)
-    expected = fit(WeightArray(keep, SPEC), W1, structure="diagonal")
+    expected = fit(WeightArray(keep, SPEC), FC1, structure="diagonal")
     np.testing.assert_array_equal(result.groups[0].structure.variance, expected.groups[0].structure.variance)
 
 
 def test_the_seed_decides_and_chunks_do_not():
     source = WeightArray(population(), SPEC)
-    first, again, other = (fit(source, W1, structure="diagonal", seed=s).table[0]["log_prob"] for s in (0, 0, 1))
+    first, again, other = (fit(source, FC1, structure="diagonal", seed=s).table[0]["log_prob"] for s in (0, 0, 1))
     assert first == again != other
 
     class Pieces(WeightArray):
         def chunks(self, select="*", size=None):
             yield from super().chunks(select, 7)
 
-    assert fit(Pieces(source.weights, SPEC), W1, structure="diagonal").table[0]["log_prob"] == first
+    assert fit(Pieces(source.weights, SPEC), FC1, structure="diagonal").table[0]["log_prob"] == first
 
 
 def test_provenance_and_text(tmp_path):
     class Source(WeightArray):
         path = tmp_path / "digits.pop"
 
-    result = fit(Source(population(), SPEC), W1, structure=["isotropic", "dense"])
+    result = fit(Source(population(), SPEC), FC1, structure=["isotropic", "dense"])
     assert result.provenance["source"] == "digits.pop"
     assert result.provenance["network_spec"] == SPEC.fingerprint
     json.dumps(result.to_dict(), allow_nan=False)
@@ -292,7 +292,7 @@ def test_provenance_and_text(tmp_path):
 )
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        fit(WeightArray(population(), SPEC), **{"select": W1, "structure": "isotropic", **arguments})
+        fit(WeightArray(population(), SPEC), **{"select": FC1, "structure": "isotropic", **arguments})
 
 
 class Stream:
@@ -413,10 +413,10 @@ REFERENCE = f"{__name__}:Spherical"
 @pytest.mark.parametrize("structure", [Spherical, REFERENCE])
 def test_a_structure_of_ones_own(structure, tmp_path):
     source = WeightArray(population(), SPEC)
-    result = fit(source, W1, structure=["diagonal", structure], holdout=5)
+    result = fit(source, FC1, structure=["diagonal", structure], holdout=5)
     assert [row["structure"] for row in result.table] == ["diagonal", "Spherical"]
     assert result.groups[0].label == "Spherical"  # one number instead of 48 variances
-    again = fit(source, W1, structure=structure, options={"mean_too": True})
+    again = fit(source, FC1, structure=structure, options={"mean_too": True})
     assert again.groups[0].label == "Spherical (mean_too True)"
     path = result.save(tmp_path / "own.safetensors")
     header = result.to_dict()["groups"][0]
@@ -432,13 +432,13 @@ def test_a_structure_of_ones_own(structure, tmp_path):
     with pytest.raises(UsageError, match="standalone initialiser needs one of the forms affine"):
         write_standalone(result, tmp_path / "own.py")
     with pytest.raises(UsageError, match="different names"):
-        fit(source, W1, structure=["diagonal", "diagonal"])
+        fit(source, FC1, structure=["diagonal", "diagonal"])
 
 
 def test_a_registered_structure_with_a_change(tmp_path):
     weights = population()
-    result = fit(WeightArray(weights, SPEC), W1, structure=Wide)
-    plain = STRUCTURES["diagonal"].fit(weights[:, SPEC.slices[W1]], SPEC.select(W1))
+    result = fit(WeightArray(weights, SPEC), FC1, structure=Wide)
+    plain = STRUCTURES["diagonal"].fit(weights[:, SPEC.slices[FC1]], SPEC.select(FC1))
     np.testing.assert_allclose(result.groups[0].structure.variance, 4 * plain.variance)
     path = result.save(tmp_path / "wide.safetensors")
     with pytest.raises(DataError, match="is not part of weightscope"):
@@ -452,16 +452,16 @@ def test_results_are_tables_and_pictures():
     assert result.rows() == list(result.table)
     assert len(result.to_pandas()) == len(result.table) == 4 * 2 + 3
     assert "<table>" in result._repr_html_()
-    axes = result.plot(group=W1)
+    axes = result.plot(group=FC1)
     assert {"isotropic", "diagonal"} <= {text.get_text() for text in axes.get_yticklabels()}
     axes.figure.clear()
 
 
 def test_too_few_networks():
     weights = population(10)
-    weights[:, SPEC.slices[W1].start] = np.nan
+    weights[:, SPEC.slices[FC1].start] = np.nan
     with pytest.raises(DataError, match=r"0 usable \(10 excluded\)"):
-        fit(WeightArray(weights, SPEC), W1)
-    assert fit(WeightArray(population(10), SPEC), W1).settings["held_out"] == 2
+        fit(WeightArray(weights, SPEC), FC1)
+    assert fit(WeightArray(population(10), SPEC), FC1).settings["held_out"] == 2
     with pytest.raises(UsageError, match="`b` has no entries"):
         fit(WeightArray(np.zeros((9, 2)), WeightSpec([TensorSpec("a", (2,)), TensorSpec("b", (0, 3))])), "*")

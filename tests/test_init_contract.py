@@ -19,10 +19,10 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import INITIALISERS, conv_covariance, get
-from weightscope.init._common import fans, matrices
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.positions import table_codes
@@ -62,7 +62,7 @@ def tensors_in(output: Any) -> list[Tensor]:
 def names_of(parts: list[Any], *wanted: str) -> set[str]:
     out: set[str] = set()
     for part in parts:
-        named = part.names if hasattr(part, "names") else part.parameters
+        named = part.parameters
         groups = [named[w] for w in wanted if w in named] if isinstance(named, dict) else [named]
         out |= {name for group in groups for name in group}
     return out
@@ -71,7 +71,7 @@ def names_of(parts: list[Any], *wanted: str) -> set[str]:
 def biases_of(parts: list[Any], *wanted: str) -> set[str]:
     out: set[str] = set()
     for part in parts:
-        named = part.bias_names if hasattr(part, "bias_names") else part.bias_parameters
+        named = part.bias_parameters
         out |= {name for w in wanted if w in named for name in named[w]}
     return out
 
@@ -269,7 +269,7 @@ def check_t_fixup(before: nn.Module, after: nn.Module, loose: float) -> None:
             wanted = math.sqrt(2 / (size + other)) * (small if name in "vo" else 1)
             assert abs(w.std() / wanted - 1) < SIX / math.sqrt(w.numel()) + loose
     for part in anatomy.mlps(after):
-        for name in part.names:
+        for name in part.parameters:
             w = part.read(name)
             assert abs(w.std() / (math.sqrt(2 / sum(w.shape)) * small) - 1) < SIX / math.sqrt(w.numel()) + loose
 

@@ -331,7 +331,7 @@ def test_absolute_eigenvalues_hide_a_mirrored_shift():
 SIGMA = 1e-3
 
 
-def w1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
+def fc1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
     def build(module: nn.Module, g: torch.Generator) -> None:
         for part in anatomy.mlps(module):
             part.write("fc1", update(part.read("fc1"), part.read("fc2"), g))
@@ -339,40 +339,40 @@ def w1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Ca
     return build
 
 
-def rows(w1: Tensor, g: torch.Generator, sd: float) -> Tensor:
-    return torch.randn(1, w1.shape[1], generator=g) * sd
+def rows(fc1: Tensor, g: torch.Generator, sd: float) -> Tensor:
+    return torch.randn(1, fc1.shape[1], generator=g) * sd
 
 
 ROWS, SCALAR, ANTI = {"mode": "rows", "sigma": SIGMA}, {"mode": "scalar", "b": 0.05}, {"mode": "anticorrelated"}
 MLP = {
     "one number for each hidden unit": Mutant(
-        w1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * math.sqrt(SIGMA)), ("unit means",), ROWS
+        fc1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * math.sqrt(SIGMA)), ("unit means",), ROWS
     ),
-    "variance used as deviation": Mutant(w1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
+    "variance used as deviation": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
     "one vector for each entry": Mutant(
-        w1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * math.sqrt(SIGMA)), ("input means",), ROWS
+        fc1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * math.sqrt(SIGMA)), ("input means",), ROWS
     ),
     "scalar where a vector is meant": Mutant(
-        w1_update(lambda w, _, g: w + math.sqrt(SIGMA)), ("input means", "mean"), ROWS
+        fc1_update(lambda w, _, g: w + math.sqrt(SIGMA)), ("input means", "mean"), ROWS
     ),
-    "not done": Mutant(w1_update(lambda w, _, g: w), ("input means",), ROWS),
-    "scalar with the wrong sign": Mutant(w1_update(lambda w, _, g: w - 0.05), ("mean",), SCALAR),
+    "not done": Mutant(fc1_update(lambda w, _, g: w), ("input means",), ROWS),
+    "scalar with the wrong sign": Mutant(fc1_update(lambda w, _, g: w - 0.05), ("mean",), SCALAR),
     "vector where a scalar is meant": Mutant(
-        w1_update(lambda w, _, g: w + 0.05 + rows(w, g, 0.05)), ("input means",), SCALAR
+        fc1_update(lambda w, _, g: w + 0.05 + rows(w, g, 0.05)), ("input means",), SCALAR
     ),
-    "sum for difference": Mutant(w1_update(lambda w, w2, g: (w + w2.T) / 2), ("slope",), ANTI),
-    "half forgotten": Mutant(w1_update(lambda w, w2, g: w - w2.T), ("slope",), ANTI),
-    "W1 replaced": Mutant(w1_update(lambda w, w2, g: -w2.T / 2), ("own share of variance",), ANTI),
-    "reshaped for transposed": Mutant(w1_update(lambda w, w2, g: (w - w2.reshape(w.shape)) / 2), ("slope",), ANTI),
+    "sum for difference": Mutant(fc1_update(lambda w, fc2, g: (w + fc2.T) / 2), ("slope",), ANTI),
+    "half forgotten": Mutant(fc1_update(lambda w, fc2, g: w - fc2.T), ("slope",), ANTI),
+    "fc1 replaced": Mutant(fc1_update(lambda w, fc2, g: -fc2.T / 2), ("own share of variance",), ANTI),
+    "reshaped for transposed": Mutant(fc1_update(lambda w, fc2, g: (w - fc2.reshape(w.shape)) / 2), ("slope",), ANTI),
 }
 
 
-def into_w2(module: nn.Module, g: torch.Generator) -> None:
+def into_fc2(module: nn.Module, g: torch.Generator) -> None:
     for part in anatomy.mlps(module):
         part.write("fc2", part.read("fc2") + 0.05)
 
 
-MLP["second layer for first"] = Mutant(into_w2, ("mean",), SCALAR)
+MLP["second layer for first"] = Mutant(into_fc2, ("mean",), SCALAR)
 
 
 @pytest.mark.parametrize("name", MLP)
@@ -385,10 +385,10 @@ def test_right_mlps_pass(parameters):
     updates = {
         "rows": lambda w, _, g: w + rows(w, g, math.sqrt(SIGMA)),
         "scalar": lambda w, _, g: w + 0.05,
-        "anticorrelated": lambda w, w2, g: (w - w2.T) / 2,
+        "anticorrelated": lambda w, fc2, g: (w - fc2.T) / 2,
     }
     model = vit()
-    w1_update(updates[parameters["mode"]])(model, torch.Generator().manual_seed(0))
+    fc1_update(updates[parameters["mode"]])(model, torch.Generator().manual_seed(0))
     report = audit(model, "mimetic_mlp", **parameters)
     assert report.passed, str(report)
 

@@ -61,7 +61,7 @@ def fitted(cls, options, spec):
 
 def test_every_structure_is_under_the_contract():
     assert {cls for cls, _, _ in CASES} == set(STRUCTURES.values())
-    assert all(cls.name == name and cls.summary for name, cls in STRUCTURES.items())
+    assert all(cls.name == name and cls.__doc__ for name, cls in STRUCTURES.items())
 
 
 @contract
@@ -273,8 +273,8 @@ def test_group_means_finds_the_variance_components():
         0.3 * rng.standard_normal((size, 1, n)),
     )
     data = sum(effects) + rng.standard_normal((size, p, n))
-    fitted = GroupMeans.fit(data.reshape(size, -1), WeightSpec([TensorSpec("w1", (p, n))]))
-    found = fitted.diagnostics["components"]["w1"]
+    fitted = GroupMeans.fit(data.reshape(size, -1), WeightSpec([TensorSpec("fc1", (p, n))]))
+    found = fitted.diagnostics["components"]["fc1"]
     assert found == pytest.approx({"residual": 1, "row": 0.16, "column": 0.09, "grand": 0.25}, rel=0.2)
     assert fitted.diagnostics["negative_components"] == []
     assert fitted.parameters == 5
@@ -284,8 +284,8 @@ def test_group_means_with_less_variation_than_independence():
     rng = np.random.default_rng(2)
     data = rng.standard_normal((2000, 9, 7))
     data -= 0.7 * data.mean(axis=1, keepdims=True)
-    fitted = GroupMeans.fit(data.reshape(2000, -1), WeightSpec([TensorSpec("w2", (9, 7))]))
-    assert "w2: column" in fitted.diagnostics["negative_components"]
+    fitted = GroupMeans.fit(data.reshape(2000, -1), WeightSpec([TensorSpec("fc2", (9, 7))]))
+    assert "fc2: column" in fitted.diagnostics["negative_components"]
     assert np.linalg.eigvalsh(fitted.covariance()).min() > 0
     samples = fitted.sample(rng, 4000).reshape(-1, 9, 7)
     ratio = samples.mean(axis=1).var() / (samples.var() / 9)

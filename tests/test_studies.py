@@ -48,8 +48,8 @@ def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path
     script("figures/mlp_stripes.py").main(tmp_path, tmp_path / "stripes.png")
     assert (tmp_path / "stripes.png").stat().st_size > 10_000
 
-    w1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
-    sums = study.fast_ratio(w1, 1).sum(0)
+    fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
+    sums = study.fast_ratio(fc1, 1).sum(0)
     row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "fc1", "column"))
     assert sums[0] / sums[1] == pytest.approx(row["ratio"])
 

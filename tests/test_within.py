@@ -95,8 +95,7 @@ def test_filters_of_every_family_equal_numpy(family: str) -> None:
 def test_rows_and_columns_of_every_family_equal_numpy(family: str, part: str) -> None:
     model = families.FAMILIES[family].build()
     found = covariance_within(model, part=part)
-    labels = {"w1": "fc1", "w2": "fc2"}
-    wanted = [(p.layer, labels.get(name, name), p.read(name).numpy()) for p in mlps(model) for name in p.names]
+    wanted = [(p.layer, name, p.read(name).numpy()) for p in mlps(model) for name in p.parameters]
     assert len(found.layers) == len(wanted)
     assert {"fc1", "fc2"} <= set(found.groups) <= {"fc1", "fc2", "gate"}
     for layer, (number, name, matrix) in zip(found.layers, wanted, strict=True):

@@ -1,7 +1,7 @@
 """Names of tensors: stripped of wrappers, matched by patterns, listed in messages."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from weightscope.errors import UsageError
@@ -65,6 +65,15 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     """
     names = list(names)
     return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def numbered(label: str, taken: Collection[str]) -> str:
+    """The label, or with the first free number if it is taken: `vit (2)`."""
+    name, n = label, 1
+    while name in taken:
+        n += 1
+        name = f"{label} ({n})"
+    return name
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> str:

@@ -90,6 +90,11 @@ def is_reference(text: Any) -> bool:
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
+def underscored(wanted: Any) -> Any:
+    """A registered name with underscores in place of hyphens; references and objects unchanged."""
+    return wanted.replace("-", "_") if isinstance(wanted, str) and not is_reference(wanted) else wanted
+
+
 def imported(reference: str) -> Any:
     """Import `"package.module:name"`; the working directory is searched, too.
 

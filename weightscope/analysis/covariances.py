@@ -83,11 +83,9 @@ def _population(source: Any) -> Any:
     """The population that a source is or names; None for anything else."""
     if not is_population(source):
         return source if hasattr(source, "chunks") and hasattr(source, "spec") else None
-    from weightscope.population import Population  # h5py
+    from weightscope.population import population_in  # h5py
 
-    if not Path(source).is_dir():
-        raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {source}")
-    return Population(source)
+    return population_in(source)
 
 
 def _one_network(source: Any) -> WeightArray:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
-from weightscope.anatomy.slots import Rows, Slot
+from weightscope.anatomy.slots import InSlots, Rows, Slot
 from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
@@ -24,7 +24,7 @@ _CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^at
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPart:
+class AttentionPart(InSlots):
     """One attention module: its four projections, as tensors with an axis for the heads.
 
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
@@ -63,16 +63,6 @@ class AttentionPart:
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
-
-    @property
-    def parameters(self) -> dict[str, tuple[str, ...]]:
-        """The names of the tensors that each part reads and writes: part -> names."""
-        return {part: (slot.name,) for part, slot in self._weights.items()}
-
-    @property
-    def bias_parameters(self) -> dict[str, tuple[str, ...]]:
-        """The names of the bias tensors, for the parts that have one."""
-        return {part: (slot.name,) for part, slot in self._biases.items()}
 
     def kv_head(self, head: int) -> int:
         """The key/value head that query head `head` uses."""

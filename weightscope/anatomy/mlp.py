@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.slots import Slot
+from weightscope.anatomy.slots import InSlots, Slot
 from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
@@ -64,7 +64,7 @@ _POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.
 
 
 @dataclass(frozen=True, eq=False)
-class MLPPart:
+class MLPPart(InSlots):
     """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`.
 
     Attributes:
@@ -83,16 +83,6 @@ class MLPPart:
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
-
-    @property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The names of the tensors of each matrix: "fc1", "fc2" (and "gate") -> names."""
-        return {part: (slot.name,) for part, slot in self._weights.items()}
-
-    @property
-    def bias_names(self) -> dict[str, tuple[str, ...]]:
-        """The names of the bias tensors, for the matrices that have one."""
-        return {part: (slot.name,) for part, slot in self._biases.items()}
 
     def _slot(self, part: str) -> Slot:
         if part not in self._weights:

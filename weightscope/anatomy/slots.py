@@ -71,6 +71,23 @@ class Slot:
         view[rows] = _cast(self.name, value, view)
 
 
+class InSlots:
+    """A part whose matrices and biases are slots, by name: "q" or "fc1"."""
+
+    _weights: dict[str, Slot]
+    _biases: dict[str, Slot]
+
+    @property
+    def parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the tensors that each matrix reads and writes: matrix -> names."""
+        return {part: (slot.name,) for part, slot in self._weights.items()}
+
+    @property
+    def bias_parameters(self) -> dict[str, tuple[str, ...]]:
+        """The names of the bias tensors, for the matrices that have one."""
+        return {part: (slot.name,) for part, slot in self._biases.items()}
+
+
 @torch.no_grad()
 def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
     """Write a whole tensor in place, given in the shape that its view has.

@@ -44,7 +44,7 @@ class Group:
     @property
     def label(self) -> str:
         """Name and options of the structure, or `"fixed"`."""
-        return "fixed" if self.structure is None else labelled(self.structure.name, self.options)
+        return "fixed" if self.structure is None else structure_label(self.structure.name, self.options)
 
     @property
     def fixed(self) -> int:
@@ -184,7 +184,7 @@ class PopulationFit(Artifact):
         return heldout_scores(self.table, ax, group=group)
 
 
-def labelled(structure: str, options: Mapping[str, Any]) -> str:
+def structure_label(structure: str, options: Mapping[str, Any]) -> str:
     """A structure's name with its options, such as `low_rank (rank 8)`."""
     inner = ", ".join(f"{key} {value}" for key, value in options.items())
     return f"{structure} ({inner})" if inner else structure

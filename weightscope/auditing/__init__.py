@@ -10,17 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightscope._util.plugins import is_reference
+from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
 from weightscope.anatomy import NamedTensors, named_tensors
 
 # Imported for their registration.
 from weightscope.auditing import attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
-from weightscope.auditing.intervals import LEVEL
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.init._signature import REQUIRED, Signature, distribute, label_of
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
@@ -69,7 +68,7 @@ def audit(
     signatures = [_signature(one) for one in wanted]
     shares = distribute(signatures, parameters)
     checks = [check for one, given in zip(wanted, shares, strict=True) for check in _checks(tensors, one, given)]
-    return AuditReport(tuple(checks), level=LEVEL)
+    return AuditReport(tuple(checks))
 
 
 def _signature(init: Any) -> Signature:
@@ -118,7 +117,7 @@ def _every(tensors: NamedTensors) -> AuditReport:
         if best is not None:
             skipped.pop(name, None)
             checks += best
-    return AuditReport(tuple(checks), skipped, everything=True, level=LEVEL)
+    return AuditReport(tuple(checks), skipped, everything=True)
 
 
 def _failed(checks: list[Check]) -> float:

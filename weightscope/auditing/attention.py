@@ -16,11 +16,11 @@ from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
 from weightscope.anatomy.attention_modules import find
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import Interval, predicted
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
+from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
 
 _DRAWS = 48  # of the simulated null; the t quantile of LEVEL is 5.6
@@ -28,25 +28,21 @@ _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
 _SEED = 0x5EED  # of the simulation and the probes, so that an audit is reproducible
 
-# Statistic of a check -> name in `FactoredProduct.statistics`, where it has one.
-_NAMES = {
+# Statistic of a check -> its name in `FactoredProduct.statistics`.
+_STATISTICS = {
     "diagonal mean": "diagonal_mean",
     "diagonal std": "diagonal_std",
     "off-diagonal": "offdiagonal_norm",
     "alpha": "alpha",
     "asymmetry": "asymmetry",
+    "participation": "participation",
 }
-STATISTICS = (*_NAMES, "participation")
 
 
 def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
-    """The statistics of `M = A B^T` that are checked, for A, B (d, r); see `FactoredProduct.statistics`.
-
-    "participation" is the effective rank over min(r, d): 1 if all singular values are equal.
-    """
-    found = {name: float(value) for name, value in FactoredProduct(a, b).statistics().items()}
-    share = found["effective_rank"] / min(a.shape)
-    return {label: found[name] for label, name in _NAMES.items()} | {"participation": share}
+    """The statistics of `M = A B^T` that are checked, for A, B (d, r), by the names of the checks."""
+    found = FactoredProduct(a, b).statistics()
+    return {check: float(found[name]) for check, name in _STATISTICS.items()}
 
 
 def imbalance(a: Tensor, b: Tensor) -> float:
@@ -104,7 +100,7 @@ def intervals(null: Null) -> dict[str, Interval]:
     # For half precision, an approximate SVD, and the finite width of the simulation.
     base = 2e-3 + (1 / small.width if ratio < 1 else 0)
     out = {}
-    for name in STATISTICS:
+    for name in _STATISTICS:
         values = [draw[name] for draw in draws]
         if name == "diagonal std":
             root = math.sqrt(ratio)
@@ -155,14 +151,9 @@ def mimetic_attention_checks(
     if preset is not None:
         choice("preset", preset, PRESETS)
     a1, b1, a2, b2 = PRESETS[preset] if preset is not None else (alpha_qk, beta_qk, alpha_vo, beta_vo)
-    found = [part for part in find(source) if part.kind == "self"]
-    if not found:
-        raise AnatomyError("expected self-attention, found none")
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    found = [part for part in found if part.layer in wanted]
     checks: list[Check] = []
-    seen: dict[str, list[Signature]] = {"qk": [], "vo": []}
-    for part in found:
+    seen: dict[str, list[NoiseImage]] = {"qk": [], "vo": []}
+    for part in chosen_layers(self_attention(source), layers):
         if parts != "vo":
             checks += _query_key(part, a1, b1, construction, seen["qk"])
         if parts != "qk":
@@ -170,12 +161,20 @@ def mimetic_attention_checks(
     return _with_resemblance(checks, seen)
 
 
+def self_attention(source: NamedTensors) -> list[AttentionPart]:
+    """The self-attention parts; raises AnatomyError if there are none."""
+    found = [part for part in find(source) if part.kind == "self"]
+    if not found:
+        raise AnatomyError("expected self-attention, found none")
+    return found
+
+
 @dataclass(frozen=True)
-class Signature:
+class NoiseImage:
     """Identifies the noise of a product.
 
     Attributes:
-        vector: (16 d,), see `_signature`.
+        vector: (16 d,), see `_noise_image`.
         group: products of the same group share a factor.
     """
 
@@ -183,7 +182,9 @@ class Signature:
     group: tuple[str, int]
 
 
-def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]) -> list[Check]:
+def _query_key(
+    part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[NoiseImage]
+) -> list[Check]:
     q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
     group = part.heads // part.kv_heads
     null = Null(part.width, part.head_width, group, alpha, beta, construction)
@@ -194,13 +195,13 @@ def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str
         found = product_statistics(q[head], key)
         first = head // group * group
         checks += _checks("qk", part, head, found, expected, imbalance(q[first : first + group], key[None]))
-        vector = _signature(q[head], key, found["diagonal mean"])
-        seen.append(Signature(vector, (part.name, part.kv_head(head))))
+        vector = _noise_image(q[head], key, found["diagonal mean"])
+        seen.append(NoiseImage(vector, (part.name, part.kv_head(head))))
     return checks
 
 
 def _value_output(
-    part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[Signature]
+    part: AttentionPart, alpha: float, beta: float, construction: str, seen: list[NoiseImage]
 ) -> list[Check]:
     v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
     group, d = part.heads // part.kv_heads, part.width
@@ -209,7 +210,7 @@ def _value_output(
     outputs = shared.sum(0)  # the query heads of a group add up, since they share a value head
     null = Null(d, part.kv_heads * part.value_width, 1, alpha, beta, construction)
     found = product_statistics(values, outputs)
-    seen.append(Signature(_signature(values, outputs, found["diagonal mean"]), (part.name, 0)))
+    seen.append(NoiseImage(_noise_image(values, outputs, found["diagonal mean"]), (part.name, 0)))
     return _checks("vo", part, None, found, intervals(null), imbalance(values[None], shared * math.sqrt(group)))
 
 
@@ -222,18 +223,18 @@ def _checks(
     uneven: float,
 ) -> list[Check]:
     # Half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent.
-    rows = [(name, found[name], *expected[name]) for name in STATISTICS] + [("imbalance", uneven, 0.0, 0.02)]
-    return [Check("mimetic_attention", kind, part.layer, head, part.name, *row) for row in rows]
+    rows = [(name, found[name], expected[name]) for name in _STATISTICS] + [("imbalance", uneven, (0.0, 0.02))]
+    return checks_of("mimetic_attention", kind, part.layer, head, part.name, rows)
 
 
-def _signature(a: Tensor, b: Tensor, beta: float) -> Tensor:
+def _noise_image(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """`(M - beta I)` applied to fixed random vectors, normalised: nearly equal only for heads with the same noise."""
     probes = torch.randn(len(b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(a)
     image = (a @ (b.T @ probes) - beta * probes).flatten()
     return image / image.norm().clamp_min(1e-30)
 
 
-def _with_resemblance(checks: list[Check], seen: dict[str, list[Signature]]) -> list[Check]:
+def _with_resemblance(checks: list[Check], seen: dict[str, list[NoiseImage]]) -> list[Check]:
     """Add to each product its largest absolute correlation with another one, which is near 1 if noise was reused.
 
     Query heads that share a key are correlated by construction and not compared.
@@ -248,7 +249,7 @@ def _with_resemblance(checks: list[Check], seen: dict[str, list[Signature]]) -> 
     return out
 
 
-def _resemblances(seen: list[Signature]) -> list[tuple[float, float]]:
+def _resemblances(seen: list[NoiseImage]) -> list[tuple[float, float]]:
     """(largest absolute correlation with a product of another group, its upper limit) for each signature."""
     out = [0.0] * len(seen)
     for length in {len(s.vector) for s in seen}:

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, positive
-from weightscope.anatomy import DepthwisePart, NamedTensors
-from weightscope.anatomy.convolution import find
+from weightscope.anatomy import NamedTensors, depthwise
 from weightscope.auditing.intervals import LEVEL, Interval, chi_squared, normal, predicted, skewed_limit
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
-from weightscope.errors import AnatomyError
+from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.init.convolution import (
     PRESETS,
     checked_filters,
@@ -24,13 +22,6 @@ from weightscope.init.convolution import (
 )
 
 _DRAWS = 48
-
-
-def _depthwise(source: NamedTensors) -> list[DepthwisePart]:
-    parts = find(source)
-    if not parts:
-        raise AnatomyError("expected depthwise convolutions, found none")
-    return parts
 
 
 @EXPECTATIONS.register("conv_covariance", variants=tuple({"preset": name} for name in PRESETS))
@@ -59,19 +50,17 @@ def conv_covariance_checks(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    parts = checked_filters(_depthwise(source), "the covariance is a bump around a centre pixel of an image")
+    parts = checked_filters(depthwise(source), "the covariance is a bump around a centre pixel of an image")
     checks: list[Check] = []
     for part, depth in zip(parts, relative_depths(parts, schedule), strict=True):
         k = part.kernel[0]
         filters = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
-        for statistic, found, (low, high) in covariance_statistics(filters, k, curve(depth), psd, scale):
-            checks.append(Check("conv_covariance", "filters", part.layer, None, part.name, statistic, found, low, high))
+        rows = covariance_statistics(filters, k, curve(depth), psd, scale)
+        checks += checks_of("conv_covariance", "filters", part.layer, None, part.name, rows)
     return checks
 
 
-def covariance_statistics(
-    x: np.ndarray, k: int, sigma: float, psd: str, scale: float = 1.0
-) -> list[tuple[str, float, Interval]]:
+def covariance_statistics(x: np.ndarray, k: int, sigma: float, psd: str, scale: float = 1.0) -> list[Row]:
     """Statistics of filters (C, k^2) and their expected intervals.
 
     - distance: `||F^T F / C - Sigma||_F / ||Sigma||_F`;
@@ -154,7 +143,7 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
     choice("distribution", distribution, ("normal", "uniform"))
     fourth = 3.0 if distribution == "normal" else 1.8
     checks = []
-    for part in _depthwise(source):
+    for part in depthwise(source):
         size = math.prod(part.kernel)
         x = part.read().cpu().double().reshape(part.channels, -1) * (math.sqrt(size) / gain)
         n = x.numel()
@@ -165,7 +154,7 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
         ]
         if distribution == "uniform":
             rows.append(("largest", float(x.abs().max()), (0.0, math.sqrt(3) * 1.01)))
-        checks += [_row("random_filters", part, name, found, limits) for name, found, limits in rows]
+        checks += checks_of("random_filters", "filters", part.layer, None, part.name, rows)
     return checks
 
 
@@ -173,7 +162,7 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
 def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
     """Checks that every filter has one pixel of 1 and the others 0, with the central pixels used evenly."""
     checks = []
-    for part in _depthwise(source):
+    for part in depthwise(source):
         x = part.read().cpu()
         flat = x.reshape(part.channels, -1)
         sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
@@ -187,8 +176,8 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
             ("central sum", central.reshape(part.channels, -1).sum(1), (1.0, 1.0)),
             ("uses of a pixel", counts.float(), (float(even), float(even + (part.channels % math.prod(sizes) > 0)))),
         ]
-        for name, found, limits in rows:
-            checks.append(_row("impulse_filters", part, name, _worst(found, limits), limits))
+        worst = ((name, _worst(found, limits), limits) for name, found, limits in rows)
+        checks += checks_of("impulse_filters", "filters", part.layer, None, part.name, worst)
     return checks
 
 
@@ -196,10 +185,11 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
 def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
     """Checks that every entry of every filter is the value."""
     checks = []
-    for part in _depthwise(source):
+    for part in depthwise(source):
         slack = abs(value) * 0.004  # half precision
         limits = (value - slack, value + slack)
-        checks.append(_row("box_filters", part, "entry", _worst(part.read().cpu(), limits), limits))
+        rows = [("entry", _worst(part.read().cpu(), limits), limits)]
+        checks += checks_of("box_filters", "filters", part.layer, None, part.name, rows)
     return checks
 
 
@@ -207,7 +197,3 @@ def _worst(found: Tensor, limits: Interval) -> float:
     """The entry farthest outside the limits, or the mean if all are inside."""
     outside = torch.maximum(limits[0] - found, found - limits[1])
     return float(found.flatten()[outside.argmax()]) if bool((outside > 0).any()) else float(found.mean())
-
-
-def _row(initialiser: str, part: DepthwisePart, statistic: str, found: float, limits: Interval) -> Check:
-    return Check(initialiser, "filters", part.layer, None, part.name, statistic, found, *limits)

@@ -5,25 +5,23 @@ import math
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import MLPPart, NamedTensors
-from weightscope.anatomy.mlp import find
-from weightscope.auditing.intervals import Interval, chi_squared, f_ratio, normal
+from weightscope.anatomy import MLPPart, NamedTensors, mlps
+from weightscope.anatomy.matrices import chosen_layers
+from weightscope.auditing.intervals import chi_squared, f_ratio, normal
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
-from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
+from weightscope.auditing.report import Check, Row, checks_of
 
 
 @EXPECTATIONS.register("mimetic_mlp", variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
 def mimetic_mlp_checks(
     source: NamedTensors, *, mode: str, b: float, sigma: float, gate: bool, layers: int | list[int] | None
 ) -> list[Check]:
-    """Checks of W1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
+    """Checks of fc1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
 
     - mean: of all entries;
     - input means: variance of the n means over hidden units, relative to that of independent entries;
     - unit means: the same for the p means over inputs, which no mode changes;
-    - slope: of the regression of W1 on W2^T, in the mode "anticorrelated".
+    - slope: of the regression of fc1 on fc2^T, in the mode "anticorrelated".
 
     Apart from the means, entries are assumed to be independent, of any scale.
 
@@ -31,28 +29,19 @@ def mimetic_mlp_checks(
         AnatomyError: if there is no MLP.
     """
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
-    parts = find(source)
-    if not parts:
-        raise AnatomyError("expected MLPs, found none")
-    wanted = chosen_layers(layers, (part.layer for part in parts))
     checks: list[Check] = []
-    for part in parts:
-        if part.layer not in wanted:
-            continue
+    for part in chosen_layers(mlps(source), layers):
         for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
-            w1 = part.read(name).cpu().double()
-            rows = _anticorrelated(w1, part) if mode == "anticorrelated" else _shifted(w1, mode, b, sigma)
-            checks += [
-                Check("mimetic_mlp", name, part.layer, None, part.name, statistic, found, *limits)
-                for statistic, found, limits in rows
-            ]
+            fc1 = part.read(name).cpu().double()
+            rows = _anticorrelated(fc1, part) if mode == "anticorrelated" else _shifted(fc1, mode, b, sigma)
+            checks += checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
     return checks
 
 
-def _shifted(w1: Tensor, mode: str, b: float, sigma: float) -> list[tuple[str, float, Interval]]:
-    p, n = w1.shape
-    mean, inputs, units = w1.mean(), w1.mean(0), w1.mean(1)
-    noise = float((w1 - inputs - units[:, None] + mean).square().sum()) / ((p - 1) * (n - 1))  # entry variance
+def _shifted(fc1: Tensor, mode: str, b: float, sigma: float) -> list[Row]:
+    p, n = fc1.shape
+    mean, inputs, units = fc1.mean(), fc1.mean(0), fc1.mean(1)
+    noise = float((fc1 - inputs - units[:, None] + mean).square().sum()) / ((p - 1) * (n - 1))  # entry variance
     spread = float(inputs.var()) * p / noise if noise else math.inf
     other = float(units.var()) * n / noise if noise else math.inf
     low, high = f_ratio(n - 1, (p - 1) * (n - 1))
@@ -69,10 +58,10 @@ def _shifted(w1: Tensor, mode: str, b: float, sigma: float) -> list[tuple[str, f
     ]
 
 
-def _anticorrelated(w1: Tensor, part: MLPPart) -> list[tuple[str, float, Interval]]:
-    """`(W1 - W2^T) / 2` has the slope -1/2 on W2^T, and independent residuals of the variance of W1 / 4."""
-    w2 = part.read("fc2").cpu().double().mT
-    x, y = w2 - w2.mean(), w1 - w1.mean()
+def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
+    """`(fc1 - fc2^T) / 2` has the slope -1/2 on fc2^T, and independent residuals of the variance of fc1 / 4."""
+    fc2 = part.read("fc2").cpu().double().mT
+    x, y = fc2 - fc2.mean(), fc1 - fc1.mean()
     slope = float((x * y).sum() / x.square().sum())
     rest = float((y - slope * x).var())
     error = math.sqrt(rest / float(x.square().sum()))

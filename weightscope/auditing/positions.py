@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, NamedTensors
-from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy import AttentionPart, NamedTensors, positions
 from weightscope.anatomy.embedding import find_positions
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.auditing.attention import self_attention
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
+from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
 from weightscope.init.positions import table_codes
@@ -28,11 +28,8 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         AnatomyError: if there is no position embedding.
     """
     choice("special", special, ("keep", "zero"))
-    tables = find_positions(source)
-    if not tables:
-        raise AnatomyError("expected position embeddings, found none")
     checks = []
-    for i, table in enumerate(tables):
+    for i, table in enumerate(positions(source)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
         mine, theirs = ordinary @ ordinary.T, codes @ codes.T
@@ -44,7 +41,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         ]
         if special == "zero" and table.prefix:
             rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
-        checks += [Check("sinusoidal_positions", "positions", i, None, table.name, *r[:2], *r[2]) for r in rows]
+        checks += checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
     return checks
 
 
@@ -73,15 +70,13 @@ def impulse_attention_checks(
     Raises:
         AnatomyError: if there is no self-attention, or no position embedding and no `grid`.
     """
-    found = [part for part in find_attention(source) if part.kind == "self"]
-    if not found:
-        raise AnatomyError("expected self-attention, found none")
-    wanted = chosen_layers(layers, (part.layer for part in found))
+    found = self_attention(source)
+    wanted = chosen_layers(found, layers)
     tables = find_positions(source)
     checks: list[Check] = []
     for i, part in enumerate(found):
         kind = pseudo_input if i == 0 or following is None else following
-        if part.layer in wanted and kind == "positions":
+        if part in wanted and kind == "positions":
             codes, tokens = position_codes(part, nearest_table(part, tables), grid)
             every = filter_offsets(filter_size, tokens.rows > 1)
             known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
@@ -114,5 +109,5 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
             ("uses of the offset", float(used[known[best]]), (1.0, float(allowed))),
         ]
         name = f"{part.name} {known[best]}"
-        checks += [Check("impulse_attention", "map", part.layer, head, name, *r[:2], *r[2]) for r in rows]
+        checks += checks_of("impulse_attention", "map", part.layer, head, name, rows)
     return checks

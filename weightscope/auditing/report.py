@@ -1,11 +1,13 @@
 """Results of an audit: checks with intervals, and the report of all of them."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
+from weightscope.auditing.intervals import LEVEL, Interval
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class Check:
         return math.isfinite(self.found) and self.low <= self.found <= self.high
 
 
+Row = tuple[str, float, Interval]
+"""A statistic, its value and the expected interval."""
+
+
+def checks_of(
+    initialiser: str, part: str, layer: int | None, head: int | None, name: str, rows: Iterable[Row]
+) -> list[Check]:
+    """The checks of several statistics of one part; arguments as the attributes of `Check`."""
+    return [Check(initialiser, part, layer, head, name, what, found, *limits) for what, found, limits in rows]
+
+
 @dataclass(frozen=True, repr=False)
 class AuditReport(Result):
     """The checks of an audit.
@@ -60,7 +73,7 @@ class AuditReport(Result):
     checks: tuple[Check, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     everything: bool = False
-    level: float = 1e-6
+    level: float = LEVEL
 
     @property
     def verdicts(self) -> dict[str, bool]:

@@ -10,8 +10,8 @@ from weightscope.anatomy import NamedTensors
 from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
-from weightscope.auditing.univariate import Row, selected, uniform_entries
+from weightscope.auditing.report import Check, Row, checks_of
+from weightscope.auditing.univariate import selected, uniform_entries
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.residual import (
     CONVOLUTIONS,
@@ -67,12 +67,12 @@ def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
         for letter in QKVO:
             w = part.read(letter).cpu()
             rows = uniform_entries(w, math.sqrt(6 / fan_sum(letter, w.shape)) * (scale if letter in "vo" else 1.0))
-            checks += [Check("t_fixup", letter, part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
+            checks += checks_of("t_fixup", letter, part.layer, None, part.name, rows)
     for mlp in mlps:
         for name in matrices_of(mlp):
             w = mlp.read(name).cpu()
             rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
-            checks += [Check("t_fixup", name, mlp.layer, None, mlp.name, *row[:2], *row[2]) for row in rows]
+            checks += checks_of("t_fixup", name, mlp.layer, None, mlp.name, rows)
     return checks
 
 
@@ -94,7 +94,7 @@ def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -
             ("off-centre energy", float(rest), (0.0, 1e-9)),
             ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02)),
         ]
-        checks += [Check("delta_orthogonal", "convolution", i, None, matrix.name, *r[:2], *r[2]) for r in rows]
+        checks += checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
     return checks
 
 

@@ -6,21 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weightscope.anatomy import NamedTensors, SSMPart
-from weightscope.anatomy.ssm import find
+from weightscope.anatomy import NamedTensors, SSMPart, ssms
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import Interval, normal
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
-from weightscope.errors import AnatomyError
-from weightscope.init._common import chosen_layers
+from weightscope.auditing.report import Check, Row, checks_of
 
 # Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
 _A_RANGE = 16.0
 _LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
 _LOG_SQUARE = (_A_RANGE * (math.log(_A_RANGE) ** 2 - 2 * math.log(_A_RANGE) + 2) - 2) / (_A_RANGE - 1)
 _LOG_STD = math.sqrt(_LOG_SQUARE - _LOG_MEAN**2)
-
-Row = tuple[str, float, Interval]
 
 
 @EXPECTATIONS.register("mimetic_ssm", variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
@@ -46,19 +42,13 @@ def mimetic_ssm_checks(
     Raises:
         AnatomyError: if there is no state-space layer.
     """
-    parts = find(source)
-    if not parts:
-        raise AnatomyError("expected state-space layers, found none")
-    wanted = chosen_layers(layers, (part.layer for part in parts))
-    checks = []
-    for part in parts:
-        if part.layer not in wanted:
-            continue
+    checks: list[Check] = []
+    for part in chosen_layers(ssms(source), layers):
         rows = _decay(part, c) if a else []
         rows += _step(part) if delta else []
         rows += _correlation(part) if cb else []
         rows += _taps(part) if (part.version == 2 if convolution is None else convolution) else []
-        checks += [Check("mimetic_ssm", "ssm", part.layer, None, part.name, *row[:2], *row[2]) for row in rows]
+        checks += checks_of("mimetic_ssm", "ssm", part.layer, None, part.name, rows)
     return checks
 
 

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from weightscope._util.names import matching
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import Interval, normal
+from weightscope.anatomy.matrices import Matrix, fans, matrices
+from weightscope.auditing.intervals import normal
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check
+from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import UsageError
-from weightscope.init._common import Matrix, fans, matrices
-
-Row = tuple[str, float, Interval]
 
 # Standardised moments 4, 6, 8.
 _UNIFORM = (9 / 5, 27 / 7, 9.0)
@@ -72,7 +70,7 @@ def _each(source: NamedTensors, name: str, select: str, bias: str, rows: Callabl
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += [Check(name, "weight", i, part, matrix.name, *r[:2], *r[2]) for r in rows(block.float())]
+            checks += checks_of(name, "weight", i, part, matrix.name, rows(block.float()))
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
             largest = float(matrix.bias.detach().abs().max())

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import click
 
-from weightscope.cli.shared import OutputFile, figure_option, json_option, out_option, population_of, write_json
+from weightscope.cli.shared import OutputFile, figure_option, json_option, out_option, write_json
 
 
 @click.command()
@@ -38,8 +38,9 @@ def export(source: str, out: Path, select: str) -> None:
       weightscope export digits.pop -o digits.h5 --select "*.mlp.*"
     """
     from weightscope.population import export as write
+    from weightscope.population import population_in
 
-    click.echo(f"wrote {write(population_of(source), out, select)}")
+    click.echo(f"wrote {write(population_in(source), out, select)}")
 
 
 @click.command()

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from weightscope._util.sources import is_population
-from weightscope.cli.shared import OutputFile, figure_option, json_option, population_of, write_json
+from weightscope.cli.shared import OutputFile, figure_option, json_option, write_json
 from weightscope.errors import UsageError
 
 _RENAMED = {"--compute": "--computed", "--correlation": "--kind=correlation"}
@@ -130,11 +130,12 @@ def _with_initialisers(
 
     from weightscope.analysis.within_network import skeleton
     from weightscope.benchmarking.arms import labelled
+    from weightscope.population import population_in
     from weightscope.training.initial_weights import resolve
 
     first: Any = sources[0]
     if is_population(first):
-        first = population_of(first).network(options.get("network", 0))
+        first = population_in(first).network(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part", "filters")) for _ in named]

@@ -4,14 +4,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from weightscope.errors import UsageError
-
-if TYPE_CHECKING:
-    from weightscope.population import Population
 
 _TRAINING = (
     click.option("--data", type=click.Path(path_type=Path), help="Folder searched first for the data set."),
@@ -77,16 +74,3 @@ def write_json(path: Path | None, values: Any) -> None:
     from weightscope._util import atomic
 
     atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def population_of(source: str) -> "Population":
-    """The population in a folder.
-
-    Raises:
-        UsageError: if there is no such folder.
-    """
-    from weightscope.population import Population
-
-    if not Path(source).is_dir():
-        raise UsageError(f"expected the folder of a population, made by `weightscope collect`, found {source}")
-    return Population(source)

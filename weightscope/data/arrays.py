@@ -7,7 +7,7 @@ import numpy as np
 from weightscope.data.registry import Arrays, DatasetInfo
 from weightscope.errors import DataError
 
-_PARTS = ("train_images", "train_labels", "test_images", "test_labels")
+PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def checked(source: Any, name: str) -> Arrays:
@@ -22,12 +22,12 @@ def checked(source: Any, name: str) -> Arrays:
     Raises:
         DataError: naming the array, what was expected and what was found.
     """
-    if all(hasattr(source, part) for part in _PARTS):
-        source = tuple(getattr(source, part) for part in _PARTS)
-    if not isinstance(source, (tuple, list)) or len(source) != len(_PARTS):
+    if all(hasattr(source, part) for part in PARTS):
+        source = tuple(getattr(source, part) for part in PARTS)
+    if not isinstance(source, (tuple, list)) or len(source) != len(PARTS):
         found = f"{len(source)} items" if isinstance(source, (tuple, list)) else type(source).__name__
-        raise DataError(f"{name}: expected a Dataset or the four arrays ({', '.join(_PARTS)}), found {found}")
-    where = [f"{name}: {part}" for part in _PARTS]
+        raise DataError(f"{name}: expected a Dataset or the four arrays ({', '.join(PARTS)}), found {found}")
+    where = [f"{name}: {part}" for part in PARTS]
     images = [_images(source[i], where[i]) for i in (0, 2)]
     labels = [_labels(source[i], where[i], len(images[i // 2])) for i in (1, 3)]
     if images[0].shape[1:] != images[1].shape[1:]:

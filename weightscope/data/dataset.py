@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope.data.arrays import checked, info_of
+from weightscope.data.arrays import PARTS, checked, info_of
 from weightscope.data.catalog import dataset_info, made_by
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError, UsageError
@@ -83,7 +83,7 @@ class Dataset:
         """
         n, m = _counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
         arrays = (self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
-        changed: dict[str, Any] = dict(zip(_PARTS, arrays, strict=True))
+        changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
         return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
 
     @cached_property
@@ -97,9 +97,6 @@ class Dataset:
             digest.update(f"{tuple(tensor.shape)}".encode())
             digest.update(tensor.cpu().contiguous().numpy().data)
         return digest.hexdigest()[:16]
-
-
-_PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def load(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.seeding import Purpose, numpy_generator
-from weightscope.artifacts.population_fit import labelled
+from weightscope.artifacts.population_fit import structure_label
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.structures import Accumulator, Structure
@@ -41,7 +41,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """Name and options."""
-        return labelled(self.structure.name, self.options)
+        return structure_label(self.structure.name, self.options)
 
     def accumulator(self, spec: WeightSpec) -> Accumulator[Structure]:
         """A new accumulator of the structure."""

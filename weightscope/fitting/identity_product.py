@@ -70,7 +70,7 @@ def fit_identity_product(
     scales = [layer_scale(network, part) for part in found]
     layers = []
     for i, part in enumerate(found):
-        depth = i / (len(found) - 1) if len(found) > 1 else 0.0
+        depth = i / max(1, len(found) - 1)
         scale = _scale(network, scales[i]) if fold_scales else None
         qk, vo = _query_key(part), _value_output(part, scale)
         layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))

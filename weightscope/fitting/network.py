@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightscope._util.plugins import is_reference
+from weightscope._util.plugins import underscored
 from weightscope._version import __version__
 from weightscope.anatomy import opened
 from weightscope.artifacts.network_fit import NetworkFit
@@ -45,7 +45,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     Example:
         >>> fit_network("hf://timm/convnext_atto.d2_in1k", "conv_schedule").save("schedule.safetensors")
     """
-    fit = NETWORK_FITS.find(network_structure(structure) if isinstance(structure, str) else structure)
+    fit = NETWORK_FITS.find(underscored(structure))
     parameters = list(inspect.signature(fit).parameters.values())[1:]
     known = [p.name for p in parameters]
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
@@ -57,11 +57,6 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     if not isinstance(found, NetworkFit):
         raise UsageError(f"{structure}: expected a NetworkFit, found {type(found).__name__}")
     return NetworkFit(found.numbers, {"weightscope": __version__, **_origin(source)})
-
-
-def network_structure(name: str) -> str:
-    """A structure's registered name, which may be given with hyphens; references are unchanged."""
-    return name if is_reference(name) else name.replace("-", "_")
 
 
 def _origin(source: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from weightscope._version import __version__
 from weightscope.artifacts.population_fit import Group, PopulationFit
 from weightscope.errors import UsageError
 from weightscope.fitting.held_out import CHOSEN, Candidate, best_of, rows_of, score, splits, totals
-from weightscope.fitting.networks import Entries, UsableNetworks, blocks_of
+from weightscope.fitting.usable_networks import Entries, UsableNetworks, blocks_of
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightSamples
 from weightscope.structures import STRUCTURES, Structure, structure_class

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.plugins import is_reference
+from weightscope._util.plugins import underscored
 from weightscope._util.sources import is_population
 from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
-from weightscope.fitting.network import NETWORK_FITS, fit_network, network_structure
+from weightscope.fitting.network import NETWORK_FITS, fit_network
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.structures import STRUCTURES
@@ -36,8 +36,7 @@ def fit_init(
     Example:
         >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
     """
-    registered = isinstance(structure, str) and not is_reference(structure)
-    name = network_structure(structure) if registered else None
+    name = underscored(structure) if isinstance(structure, str) else None
     if is_population(source):
         if name in NETWORK_FITS:
             known = ", ".join(("auto", *STRUCTURES))

@@ -1,15 +1,14 @@
-"""Shared by the initialisers: checks of arguments, weights of layers, and random numbers drawn on the CPU."""
+"""Shared by the initialisers: random numbers drawn on the CPU, and writing weights in place."""
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import matching
-from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.anatomy.matrices import fans, matrices
+from weightscope.errors import DataError, UsageError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -18,33 +17,6 @@ class Initialiser(Protocol):
     """A function that sets weights of a module in place and returns the module."""
 
     def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module: ...
-
-
-def chosen_layers(layers: int | Iterable[int] | None, there: Iterable[int]) -> set[int]:
-    """The layer numbers selected by `layers`: None for all, one number, or several; negative ones count from the end.
-
-    Args:
-        layers: the argument of an initialiser.
-        there: the numbers of the model's layers.
-
-    Raises:
-        UsageError: if the model has no such layer, or none is selected.
-    """
-    known = sorted(set(there))
-    if layers is None:
-        return set(known)
-    wanted = [layers] if isinstance(layers, int) else list(layers)
-    out = set()
-    for layer in wanted:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise UsageError(f"layers: expected integers, found {layer!r}")
-        number_ = layer + known[-1] + 1 if layer < 0 else layer
-        if number_ not in known:
-            raise UsageError(f"layers: expected some of {known}, found {layer}")
-        out.add(number_)
-    if not out:
-        raise UsageError("layers: expected at least one layer, found none")
-    return out
 
 
 def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
@@ -94,84 +66,6 @@ def put(tensor: Tensor, value: Tensor) -> None:
     if tensor.is_meta:
         raise DataError("the module is on the meta device and has no values; materialise it first")
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
-
-
-def transposed(module: nn.Module) -> bool:
-    """Whether this is transformers' `Conv1D`, a linear layer whose weight is (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-_PACKED = ("qkv", "Wqkv", "to_qkv", "c_attn")
-_WEIGHTED = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """The weight of a linear or convolutional layer.
-
-    Attributes:
-        name: of the parameter, from the root of the module.
-        weight: the parameter.
-        bias: the layer's bias; None if it has none.
-        layer: the module of both.
-        is_transposed: whether the parameter is stored (in, out).
-        fused: how many matrices of equal height the (out, in) matrix packs.
-    """
-
-    name: str
-    weight: Tensor
-    bias: Tensor | None
-    layer: nn.Module
-    is_transposed: bool
-    fused: int
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Views of a tensor of the weight's shape as the matrices (out, in, ...) that it packs."""
-        tensor = tensor.detach()
-        return list((tensor.T if self.is_transposed else tensor).chunk(self.fused))
-
-
-def matrices(module: nn.Module) -> list[Matrix]:
-    """The weights of linear and convolutional layers, tied ones once, without those tied to an embedding.
-
-    A fused projection of queries, keys and values counts as three matrices, since fusing must not change what an
-    initialiser draws that depends on the output width.
-
-    Raises:
-        AnatomyError: if there are none.
-    """
-    seen = {id(inner.weight) for inner in module.modules() if isinstance(inner, nn.Embedding)}
-    out = []
-    for path, inner in module.named_modules():
-        for key, bias in _weights(inner):
-            weight = getattr(inner, key)
-            if weight is None or id(weight) in seen:
-                continue
-            seen.add(id(weight))
-            rows, columns = weight.shape[:2][:: -1 if transposed(inner) else 1]
-            packed = key == "in_proj_weight" or path.rpartition(".")[2] in _PACKED
-            fused = 3 if packed and rows == 3 * columns else 1
-            name = f"{path}.{key}".lstrip(".")
-            out.append(Matrix(name, weight, bias, inner, transposed(inner), fused))
-    if not out:
-        raise AnatomyError(f"expected linear or convolutional layers, found none in {type(module).__name__}")
-    return out
-
-
-def _weights(inner: nn.Module) -> list[tuple[str, Tensor | None]]:
-    if isinstance(inner, nn.MultiheadAttention):
-        bias: Tensor | None = inner.in_proj_bias
-        keys = ["in_proj_weight"] if inner._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-        return [(key, bias if i == 0 else None) for i, key in enumerate(keys)]
-    if isinstance(inner, _WEIGHTED) or transposed(inner):
-        return [("weight", cast("Tensor | None", inner.bias))]
-    return []
-
-
-def fans(matrix: Tensor) -> tuple[int, int]:
-    """(fan in, fan out) of a weight (out, in, ...), as in torch: the inputs of one output, the outputs of one input."""
-    receptive = math.prod(matrix.shape[2:])
-    return matrix.shape[1] * receptive, matrix.shape[0] * receptive
 
 
 def each_matrix(

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from weightscope.anatomy import (
     AttentionPart,
-    MLPPart,
     attention,
     depthwise,
     mlps,
@@ -85,8 +84,7 @@ def _anatomical(module: nn.Module) -> list[tuple[str, list[str]]]:
         except AnatomyError:
             continue
         for part in parts:
-            named = part.names if isinstance(part, MLPPart) else part.parameters
-            groups = named.values() if isinstance(named, Mapping) else [named]
+            groups = part.parameters.values() if isinstance(part.parameters, Mapping) else [part.parameters]
             names = [name for group in groups for name in group]
             names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
             if isinstance(part, AttentionPart):

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, NamedTensors, attention
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.errors import UsageError
-from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
+from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init._topk import factors, spectrum
 from weightscope.init.registry import INITIALISERS
 
@@ -129,14 +130,11 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    found = self_attention(module)
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    for part in found:
-        if part.layer in wanted:
-            if parts != "vo":
-                write_query_key(part, construction, alpha_qk, beta_qk, generator)
-            if parts != "qk":
-                write_value_output(part, construction, alpha_vo, beta_vo, generator)
+    for part in chosen_layers(self_attention(module), layers):
+        if parts != "vo":
+            write_query_key(part, construction, alpha_qk, beta_qk, generator)
+        if parts != "qk":
+            write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 
 

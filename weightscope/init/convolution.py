@@ -127,7 +127,7 @@ def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
     else:
         stages = [part.stage for part in parts]
         places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
-    return [i / (n - 1) if n > 1 else 0.0 for i, n in places]
+    return [i / max(1, n - 1) for i, n in places]
 
 
 def settings(preset: str | None, sigma0: float | None, v: float | None, a: float | None) -> Schedule:

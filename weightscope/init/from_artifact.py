@@ -218,7 +218,7 @@ def _products(module: nn.Module, fit: ProductFit, generator: torch.Generator | N
     parts = self_attention(module)
     touched: list[str] = []
     for i, part in enumerate(parts):
-        depth = i / (len(parts) - 1) if len(parts) > 1 else 0.0
+        depth = i / max(1, len(parts) - 1)
         if fit.parts != "vo":
             write_query_key(part, "svd", *_at(fit.layers, "qk", depth), generator)
             touched += [*part.parameters["q"], *part.parameters["k"]]

@@ -9,9 +9,10 @@ from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.embedding import find_positions
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import M, chosen_layers, cpu_generator, frame, normal
+from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init.attention import self_attention
 from weightscope.init.impulse import normalised, solve
 from weightscope.init.registry import INITIALISERS
@@ -84,9 +85,7 @@ def impulse_attention_(
         choice("following", following, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
-    found = self_attention(module)
-    wanted = chosen_layers(layers, (part.layer for part in found))
-    for tower in _towers(module, [part for part in found if part.layer in wanted], grid):
+    for tower in _towers(module, chosen_layers(self_attention(module), layers), grid):
         assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
         plans = [(part, assignment.offsets(part.heads), assignment.rotations(part)) for part in tower.parts]
         split = len(plans) if following is None else sum(part.name == tower.first for part, _, _ in plans)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
+from weightscope.anatomy.matrices import chosen_layers
 from weightscope.errors import UsageError
-from weightscope.init._common import M, chosen_layers, normal
+from weightscope.init._common import M, normal
 from weightscope.init.registry import INITIALISERS
 
 _MODES = ("scalar", "rows", "anticorrelated")
@@ -68,11 +69,7 @@ def mimetic_mlp_(
     number("b", b)
     number("sigma", sigma, least=0)
     flag("gate", gate)
-    parts = mlps(module)
-    wanted = chosen_layers(layers, (part.layer for part in parts))
-    for part in parts:
-        if part.layer not in wanted:
-            continue
+    for part in chosen_layers(mlps(module), layers):
         if gate and part.kind != "gated":
             raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
         for name in ("fc1", "gate") if gate else ("fc1",):

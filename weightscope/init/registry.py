@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from weightscope._util.plugins import Registry
+from weightscope._util.signatures import Signature, distribute, label_of
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init._common import Initialiser
-from weightscope.init._signature import Signature, distribute, label_of
 
 INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
 """The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""

@@ -12,10 +12,11 @@ from weightscope._util.names import matching
 from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy.matrices import matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import M, frame, matrices, normal, put, uniform
+from weightscope.init._common import M, frame, normal, put, uniform
 from weightscope.init.attention import self_attention
 from weightscope.init.registry import INITIALISERS
 

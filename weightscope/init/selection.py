@@ -197,16 +197,14 @@ class _Layout:
         self.uneven: set[str] = set()
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
         self.filters = {f"{n}.weight".lstrip(".") for n, m in student.named_modules() if isinstance(m, convolutions)}
-        for part in _found(attention, student):
-            for named in (part.parameters, part.bias_parameters):
-                of_qkv = [group[0] for key, group in named.items() if key != "o"]
-                self.blocks |= {name: of_qkv.count(name) for name in of_qkv if of_qkv.count(name) > 1}
+        layers = _found(attention, student)
+        for part in layers:
             if (name := _uneven(part, student)) is not None:
                 self.uneven |= {name, name.removesuffix("weight") + "bias"}
-        for part in _found(mlps, student):
-            for named in (part.names, part.bias_names):
-                firsts = [group[0] for key, group in named.items() if key != "fc2"]
-                self.blocks |= {name: firsts.count(name) for name in firsts if firsts.count(name) > 1}
+        for part in [*layers, *_found(mlps, student)]:
+            for named in (part.parameters, part.bias_parameters):
+                inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
+                self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
         self.tables = {p.name: _table(p) for p in _found(positions, student)}
         self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from weightscope._util.checks import flag, positive
 from weightscope.anatomy import SSMPart, ssms
-from weightscope.init._common import M, chosen_layers
+from weightscope.anatomy.matrices import chosen_layers
+from weightscope.init._common import M
 from weightscope.init.registry import INITIALISERS
 
 # softplus(b) = 1 for b = log(e - 1) = 0.5413
@@ -77,11 +78,8 @@ def mimetic_ssm_(
         flag(name, value)
     if convolution is not None:
         flag("convolution", convolution)
-    parts = ssms(module)
-    wanted = chosen_layers(layers, (part.layer for part in parts))
-    for part in parts:
-        if part.layer in wanted:
-            _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
+    for part in chosen_layers(ssms(module), layers):
+        _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
     return module
 
 

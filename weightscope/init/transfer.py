@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, number
 from weightscope._util.names import listing, matching, unwrapped
+from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, cpu_generator, matrices, put
+from weightscope.init._common import M, cpu_generator, put
 from weightscope.init.registry import INITIALISERS
 
 
@@ -129,16 +130,27 @@ def transfer_singular_(
         count("rank", rank)
     share = number("fraction", fraction, least=0, most=1) if rank is None else 0.0
     choice("remainder", remainder, ("zero", "keep"))
-    found = {matrix.name: matrix for matrix in matrices(module)}
-    wanted = {name: value for name, value in _wanted(module, select, components).items() if name in found}
-    if not wanted:
-        raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
-    for name, value in _taken(source, wanted).items():
-        pairs = zip(found[name].split(wanted[name]), found[name].split(value), strict=True)
-        for mine, theirs in pairs:
+    found = _matrices(module, select, components)
+    taken = _taken(source, {matrix.name: matrix.weight for matrix in found})
+    for matrix in found:
+        for mine, theirs in zip(matrix.split(matrix.weight), matrix.split(taken[matrix.name]), strict=True):
             r = max(1, round(share * min(theirs.flatten(1).shape))) if rank is None else rank
             put(mine, _leading(mine.flatten(1).float(), theirs.flatten(1).float(), r, remainder).reshape(mine.shape))
     return module
+
+
+def _matrices(module: nn.Module, select: str, components: str | Sequence[str]) -> list[Matrix]:
+    """The selected weights of linear and convolutional layers.
+
+    Raises:
+        AnatomyError: if the module has no such layer.
+        UsageError: if none is selected.
+    """
+    everything, wanted = matrices(module), _wanted(module, select, components)
+    found = [matrix for matrix in everything if matrix.name in wanted]
+    if not found:
+        raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
+    return found
 
 
 def _leading(mine: Tensor, theirs: Tensor, rank: int, remainder: str) -> Tensor:
@@ -190,12 +202,7 @@ def permute_(
     """
     choice("mode", mode, ("entries", "rows", "columns"))
     cpu_generator(generator)
-    everything = matrices(module)
-    wanted = _wanted(module, select, components)
-    found = [matrix for matrix in everything if matrix.name in wanted]
-    if not found:
-        raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
-    for matrix in found:
+    for matrix in _matrices(module, select, components):
         for block in matrix.split(matrix.weight):
             put(block, _permuted(block.flatten(1), mode, generator).reshape(block.shape))
     return module

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number, positive
-from weightscope.init._common import M, each_matrix, fans, normal, uniform
+from weightscope.anatomy.matrices import fans
+from weightscope.init._common import M, each_matrix, normal, uniform
 from weightscope.init.registry import INITIALISERS
 
 _BIASES = ("uniform", "zero", "keep")

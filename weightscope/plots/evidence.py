@@ -13,7 +13,7 @@ from weightscope.plots import theme, typography
 from weightscope.plots.tensor_names import short_names
 
 _ROW = 0.23  # inches
-_TOTAL = "(all)"  # name of the sum over groups in `FitResult.table`
+_TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
 
 

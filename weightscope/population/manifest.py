@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util import atomic, toml
+from weightscope._util.sources import POPULATION_FILE
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
-NAME = "population.json"
+NAME = POPULATION_FILE
 SHARDS = "shards"
 _FORMAT = "weightscope-population"
 _SCHEMA = 1

@@ -335,6 +335,18 @@ class Population(Result):
                 start += width
 
 
+def population_in(folder: str | Path) -> Population:
+    """The complete population in a folder.
+
+    Raises:
+        UsageError: if there is no such folder.
+        DataError: as `Population`.
+    """
+    if not Path(folder).is_dir():
+        raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {folder}")
+    return Population(folder)
+
+
 def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:
     """The columns of `sub` as few ascending slices; adjacent tensors are read together."""
     runs: list[slice] = []

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
-from weightscope._util.plugins import Registry, is_reference, reference_to
+from weightscope._util.plugins import Registry, reference_to, underscored
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.entry_moments import EntryMoments
@@ -44,7 +44,6 @@ class Structure(ABC):
         name: short name in tables; by default that of the class.
         form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which standalone initialisers
             implement, or `"custom"`.
-        summary: one line of description.
         options: names of the arguments of `fit` after data and spec.
         needs_samples: whether fitting needs all samples at once.
         spec: names and shapes of the tensors that the D entries are.
@@ -55,7 +54,6 @@ class Structure(ABC):
 
     name: ClassVar[str]
     form: ClassVar[str] = "custom"
-    summary: ClassVar[str] = ""
     options: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True
 
@@ -179,8 +177,7 @@ def structure_class(wanted: str | type[Structure]) -> type[Structure]:
     Raises:
         UsageError: if the name is unknown, the reference cannot be imported, or it is not a `Structure` subclass.
     """
-    named = isinstance(wanted, str) and not is_reference(wanted)
-    found = STRUCTURES.find(str(wanted).replace("-", "_") if named else wanted)
+    found = STRUCTURES.find(underscored(wanted))
     if not (isinstance(found, type) and issubclass(found, Structure)):
         raise UsageError(f"structure: expected a subclass of weightscope.structures.Structure, found {wanted!r}")
     return found

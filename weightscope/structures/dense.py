@@ -30,7 +30,6 @@ class Dense(AffineGaussian):
     """
 
     name = "dense"
-    summary = "full covariance with Ledoit-Wolf shrinkage"
     needs_samples = False
 
     @classmethod

@@ -13,7 +13,6 @@ class Diagonal(AffineGaussian):
     """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
 
     name = "diagonal"
-    summary = "independent entries, each with its own variance"
     needs_samples = False
 
     @classmethod

@@ -48,7 +48,6 @@ class GroupMeans(Structure):
 
     name = "group_means"
     form = "group_means"
-    summary = "row, column and grand mean effects and independent noise for each tensor (stripes)"
     needs_samples = False
 
     def __init__(

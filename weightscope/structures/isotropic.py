@@ -19,7 +19,6 @@ class Isotropic(AffineGaussian):
     """
 
     name = "isotropic"
-    summary = "independent entries, one variance for each tensor"
     needs_samples = False
 
     @classmethod

@@ -43,7 +43,6 @@ class Kronecker(Structure):
 
     name = "kronecker"
     form = "kronecker"
-    summary = "matrix normal for each tensor: covariance between rows (x) between columns"
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ class LowRank(AffineGaussian):
     """
 
     name = "low_rank"
-    summary = "factor analysis: r factors and independent noise"
     options = ("rank",)
 
     @classmethod

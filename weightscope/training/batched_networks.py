@@ -207,9 +207,9 @@ class BatchedNetworks(nn.Module):
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         if images.ndim == 4:
             images = images.expand(self.count, *images.shape)
-        return self.of_stacked(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
+        return self.of_channels(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
 
-    def of_stacked(self, images: Tensor) -> Tensor:
+    def of_channels(self, images: Tensor) -> Tensor:
         """Logits (T, B, classes) of images (T*C, H, W, B), in the order of memory."""
         logits = self.network(images.permute(3, 0, 1, 2))  # (B, T*K)
         return logits.reshape(len(logits), self.count, -1).transpose(0, 1)

@@ -198,13 +198,18 @@ def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
 
     A data set's images are hashed in place of its source.
     """
-    named = [("network", recipe.network.type)]
-    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
     return {
         f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
-        for kind, name in named
-        if plugins.is_reference(name)
+        for kind, name in _references(recipe)
+        if kind != "data"
     }
+
+
+def _references(recipe: Recipe) -> list[tuple[str, str]]:
+    """The references to one's own code in a recipe, with the section of each."""
+    named = [("network", recipe.network.type), ("data", recipe.data.name)]
+    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
+    return [(section, name) for section, name in named if plugins.is_reference(name)]
 
 
 def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
@@ -249,14 +254,8 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),
         device=device,
-        own_code=OwnCode.of(_references(manifest.recipe)),
+        own_code=OwnCode.of(name for _, name in _references(manifest.recipe)),
     )
-
-
-def _references(recipe: Recipe) -> tuple[str, ...]:
-    """The references to one's own code in a recipe."""
-    names = [recipe.network.type, recipe.data.name, *(part.strip() for i in recipe.init for part in i.name.split("+"))]
-    return tuple(name for name in names if plugins.is_reference(name))
 
 
 def _run_here(job: Job, todo: list[int], manifest: Manifest, bar: "_Bar") -> None:

@@ -293,7 +293,7 @@ class TileRun:
         if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and not config.operations:
             load_images = functions.backend("triton").load_images
             moments = self.mean, self.std
-            return self.nets.of_stacked(load_images(self.images, index, draws, shares, moments, config, self.dtype))
+            return self.nets.of_channels(load_images(self.images, index, draws, shares, moments, config, self.dtype))
         raw = self.images[index.reshape(-1)]
         if draws is not None:
             raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)

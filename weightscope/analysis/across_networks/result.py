@@ -122,8 +122,7 @@ class PopulationCovariance(Result):
         title = f"{self.kind.capitalize()} over {self.n} networks" + (", mean over hidden units" if means else "")
         groups = self.groups() if means else None
         axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
-        figure = axes.get_figure(root=True)
-        assert figure is not None  # drawn on it just now
+        figure = plots.root_figure(axes)
         if path is not None:
             plots.save(figure, path)
         return figure

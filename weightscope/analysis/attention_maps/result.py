@@ -229,10 +229,7 @@ class AttentionMaps(Result):
         from weightscope import plots
 
         ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
-        axes = plots.rank_condition(ranks, max(widths), title=title or self._title("ranks"))
-        figure = axes.get_figure(root=True)
-        assert figure is not None  # drawn on it just now
-        return figure
+        return plots.root_figure(plots.rank_condition(ranks, max(widths), title=title or self._title("ranks")))
 
     def _grid(self, kind: Kind, title: str | None) -> "Figure":
         from weightscope import plots

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
+from weightscope._util.names import numbered
 from weightscope.analysis.attention_products.factored import STATISTICS, FactoredProduct
-from weightscope.analysis.attention_products.reading import Reader, distinct, gain_before, mean_rotation, name_of
+from weightscope.analysis.attention_products.reading import Reader, gain_before, mean_rotation, name_of
 from weightscope.analysis.attention_products.result import Key, ProductsResult, SourceInfo
 from weightscope.anatomy import AttentionPart
 from weightscope.anatomy.layer_scale import layer_scale
@@ -122,7 +123,9 @@ def products(
         raise UsageError("products: expected at least one model, found none")
     if labels is not None and (len(labels) != len(sources) or len(set(labels)) < len(labels)):
         raise UsageError(f"labels: expected {len(sources)} unique names, found {list(labels)}")
-    names = list(labels) if labels is not None else distinct([name_of(source) for source in sources])
+    names: list[str] = list(labels or ())
+    for source in sources if labels is None else ():
+        names.append(numbered(name_of(source), names))
     stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
     out = ProductsResult([], [], {}, [], stated)
     for source, label in zip(sources, names, strict=True):

@@ -143,18 +143,6 @@ def name_of(source: Any) -> str:
     return path.absolute().parent.name if stem in _PLAIN else stem or str(source)
 
 
-def distinct(labels: list[str]) -> list[str]:
-    """The labels, numbered where several are equal."""
-    out: list[str] = []
-    for label in labels:
-        name, n = label, 1
-        while name in out:
-            n += 1
-            name = f"{label} ({n})"
-        out.append(name)
-    return out
-
-
 # --- the normalisation before an attention module ------------------------------------------------------------------
 
 _NORMS = (

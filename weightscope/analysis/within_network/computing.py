@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.checks import count
+from weightscope._util.names import numbered
 from weightscope.analysis.within_network.layers import KroneckerShare, Layer
 from weightscope.analysis.within_network.parts import Part, Slices, find
 from weightscope.analysis.within_network.result import NetworkCovariances
@@ -144,12 +145,7 @@ def _labels(sources: Sequence[Any], labels: Sequence[str | None] | None) -> list
         raise UsageError(f"labels: expected unique names, found {', '.join(given)}")
     names: list[str] = []
     for source, label in zip(sources, labels or [None] * len(sources), strict=True):
-        base = name = label if label is not None else _own_label(source)
-        number = 1
-        while label is None and (name in names or name in given):
-            number += 1
-            name = f"{base} ({number})"
-        names.append(name)
+        names.append(numbered(_own_label(source), [*names, *given]) if label is None else label)
     return names
 
 

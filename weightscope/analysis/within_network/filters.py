@@ -44,11 +44,10 @@ def _distribution(part: DepthwisePart) -> FilterDistribution:
             "a covariance needs a network that did not diverge"
         )
     assert found.covariance is not None  # every size is kept
-    depth = part.layer / (part.depth - 1) if part.depth > 1 else 0.0
     return FilterDistribution(
         name=part.name,
         stage=part.stage,
-        depth=depth,
+        depth=part.layer / max(1, part.depth - 1),
         kernel=kh,
         count=found.n,
         mean=found.mean.reshape(kh, kh),

@@ -66,7 +66,7 @@ class Layer:
     @property
     def relative_depth(self) -> float:
         """`layer / (depth - 1)`, 0 if there is only one layer."""
-        return self.layer / (self.depth - 1) if self.depth > 1 else 0.0
+        return self.layer / max(1, self.depth - 1)
 
     @property
     def statistics(self) -> dict[str, float]:

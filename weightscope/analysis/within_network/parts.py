@@ -27,6 +27,7 @@ class Slices:
         depth: number of these layers.
         stage: of a depthwise layer, from 0; None elsewhere.
         stride: of a depthwise layer of a module; None where it is unknown.
+        tensors: names of the tensors that contain the samples.
         image: (channels, kh, kw) of one sample that is a filter or a patch; None for a row or a column.
         read: the samples (n, P), in the precision in which they are stored.
     """
@@ -37,6 +38,7 @@ class Slices:
     depth: int
     stage: int | None
     stride: int | None
+    tensors: tuple[str, ...]
     image: tuple[int, int, int] | None
     read: Callable[[], np.ndarray]
 
@@ -46,26 +48,27 @@ def _filters(source: anatomy.NamedTensors) -> Iterator[Slices]:
         group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
         stride = strides(source, p.name)
         step = max(stride) if stride else None
-        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel), partial(_whole, p))
+        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, p.parameters, (1, *p.kernel), partial(_whole, p))
 
 
 def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[Slices]:
     parts = anatomy.mlps(source)
     for p in parts:
-        for matrix in p.names:
+        for matrix in p.parameters:
             read = partial(_matrix, p, matrix, columns)
-            yield Slices(p.name, matrix, p.layer, len(parts), None, None, None, read)
+            yield Slices(p.name, matrix, p.layer, len(parts), None, None, p.parameters[matrix], None, read)
 
 
 def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[Slices]:
     parts = anatomy.patch_embeddings(source)
     for i, p in enumerate(parts):
         if not channels:
-            yield Slices(p.name, "", i, len(parts), None, None, (p.channels, *p.patch), partial(_whole, p))
+            image, read = (p.channels, *p.patch), partial(_whole, p)
+            yield Slices(p.name, "", i, len(parts), None, None, p.parameters, image, read)
             continue
         for c in range(p.channels):
             read = partial(_channel, p, c)
-            yield Slices(p.name, f"channel {c}", i, len(parts), None, None, (1, *p.patch), read)
+            yield Slices(p.name, f"channel {c}", i, len(parts), None, None, p.parameters, (1, *p.patch), read)
 
 
 def _whole(part: Any) -> np.ndarray:
@@ -126,12 +129,11 @@ def skeleton(
     Example:
         >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
     """
-    choice("part", part, PARTS)
     where = anatomy.named_tensors(source, config)
     root = nn.Module()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name in _tensors(where, part):
+        for name in dict.fromkeys(name for piece in find(where, part) for name in piece.tensors):
             path = name.rpartition(".")[0]
             holder = root
             *above, last = path.split(".")
@@ -141,14 +143,6 @@ def skeleton(
                 holder = holder.get_submodule(word)
             holder.add_module(last, _layer(where.shape(name), filters=part == "filters"))
     return root
-
-
-def _tensors(source: anatomy.NamedTensors, part: str) -> list[str]:
-    if part == "filters":
-        return [name for p in anatomy.depthwise(source) for name in p.parameters]
-    if part.startswith("patch"):
-        return [name for p in anatomy.patch_embeddings(source) for name in p.parameters]
-    return list(dict.fromkeys(name for p in anatomy.mlps(source) for names in p.names.values() for name in names))
 
 
 def _layer(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
