@@ -33,6 +33,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/covariance.py --json benchmarks/results/covariance.json
 	$(BIN)/python benchmarks/initialisers.py --json benchmarks/results/initialisers.json
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
+	$(BIN)/python benchmarks/exchangeable.py --json benchmarks/results/exchangeable.json
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
 	-$(BIN)/python benchmarks/gpu_resources.py --json benchmarks/results/gpu_resources.json # needs Triton, and no GPU
@@ -58,7 +59,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
-	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask]"
+	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,docs]"
 	touch $@
 
 clean:
