@@ -3,7 +3,6 @@
 import math
 from types import SimpleNamespace
 from typing import Literal
-from typing import Literal
 
 import numpy as np
 import pytest
