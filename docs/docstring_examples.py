@@ -7,7 +7,7 @@ import griffe
 
 
 class DocstringExamples(griffe.Extension):
-    """Sections `Example:` are code, as griffe's `Examples:` are; `weightscope.init` exports what it imports."""
+    """Docstring sections `Example:` are code, as griffe's `Examples:` are; `weightscope.init` exports its imports."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Change one object's docstring; griffe calls this for all of them."""
