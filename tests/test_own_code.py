@@ -222,14 +222,15 @@ def constant(module, *, generator):
 def test_code_that_changes_in_a_session_is_reloaded_by_workers_and_refused_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
+    values["population"] = {"networks": 2, "tile": 1}
+    collect(values, tmp_path / "before.pop", workers=2, device="cpu")  # starts the workers, without this path
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     file = tmp_path / "module_that_changes.py"
     file.write_text(STALE)
     module = importlib.import_module("module_that_changes")
-    values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
     values |= {"init": {"name": "module_that_changes:constant"}}
-    values["population"] = {"networks": 2, "tile": 1}
     a = collect(values, tmp_path / "a.pop", workers=2, device="cpu")
     assert np.allclose(a.weights(), 0.25, atol=1e-4)
     file.write_text(STALE.replace("0.25", "0.5"))

@@ -52,14 +52,14 @@ class OwnCode:
 
     Attributes:
         references: the functions of a recipe.
-        directory: the working directory of the launching process, in which their modules may be.
+        path: of the launching process, on which their modules are: its working directory and `sys.path`.
         passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
         process: of the launching process, where there is nothing to do.
         hashes: of the sources of the others, which a worker must have, too.
     """
 
     references: tuple[str, ...]
-    directory: str
+    path: tuple[str, ...]
     passed: bytes
     process: str
     hashes: tuple[str, ...] = ()
@@ -72,7 +72,8 @@ class OwnCode:
         hashes = tuple(
             "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
         )
-        return cls(references, os.getcwd(), cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
+        path = (os.getcwd(), *filter(None, sys.path))
+        return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
     def load(self) -> None:
         """Import the references, unless this is the launching process.
@@ -83,9 +84,8 @@ class OwnCode:
         if not self.references or self.process == _THIS_PROCESS:
             return
         plugins.restore(cloudpickle.loads(self.passed))
-        added = self.directory not in sys.path
-        if added:
-            sys.path.insert(0, self.directory)
+        before = list(sys.path)
+        sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
         try:
             for reference, expected in zip(self.references, self.hashes, strict=True):
                 module = sys.modules.get(reference.partition(":")[0])
@@ -98,8 +98,7 @@ class OwnCode:
                     raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
                 _versions[reference.partition(":")[0]] = expected
         finally:
-            if added:
-                sys.path.remove(self.directory)
+            sys.path[:] = before
 
 
 def spread(
