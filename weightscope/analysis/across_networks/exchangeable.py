@@ -15,7 +15,7 @@ from weightscope.errors import UsageError
 from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.statistics.samples import WeightSamples, usable_chunks
+from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -213,7 +213,7 @@ def exchangeable_covariance(
     spec = source.spec.select(select)
     moments = ExchangeableMoments(spec, permutations.restrict(spec.names))
     excluded = 0
-    for rows, diverged in usable_chunks(source, spec.names):
+    for rows, diverged in ahead(usable_chunks(source, spec.names)):
         finite = finite_rows(rows)
         excluded += diverged + int((~finite).sum())
         moments.update(rows if finite.all() else rows[finite])
