@@ -15,11 +15,17 @@ from fake_training import recipe, write_population
 from scipy import stats
 
 import weightscope
+from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise
 from weightscope.benchmarking.statistics import holm
 from weightscope.errors import UsageError
+from weightscope.fitting.population import fit
+from weightscope.init import mimetic_mlp_
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.spec import WeightSpec
+from weightscope.statistics.samples import WeightArray
+from weightscope.training.initial_weights import resolve
 
 RECIPE = Recipe.parse(
     {
@@ -124,6 +130,22 @@ def test_an_initialiser_that_changes_nothing_gives_equal_bits(tmp_path: Path) ->
     assert result.arms[1]["p"] == 1
 
 
+def test_an_initialiser_on_top_of_an_artifact(tmp_path: Path) -> None:
+    network = networks.build_for(RECIPE)
+    spec = WeightSpec.of(network)
+    weights = np.random.default_rng(0).standard_normal((8, spec.size))
+    file = tmp_path / "fit.safetensors"
+    fit(WeightArray(weights, spec), "*.mlp.fc?.weight", structure="isotropic").save(file)
+    alone, on_top = (plan_arms(RECIPE, [f"{file}{more}"])[0].recipe.init[0] for more in ("", "+mimetic_mlp"))
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    both = resolve(on_top)(networks.build_for(RECIPE), generator=generators[0])
+    expected = mimetic_mlp_(resolve(alone)(networks.build_for(RECIPE), generator=generators[1]), generator=generators[1])
+    for name in spec.names:
+        if ".mlp.fc1.weight" in name:
+            assert torch.equal(both.state_dict()[name], expected.state_dict()[name])
+            assert not torch.equal(both.state_dict()[name], network.state_dict()[name])
+
+
 def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "strong.toml").write_text('name = "mimetic_mlp"\nsigma = 0.5\n')
     arm = plan_arms(RECIPE, ["default", str(tmp_path / "strong.toml")])[1]
@@ -205,7 +227,8 @@ def test_a_function_is_recorded_by_reference_and_labelled_by_its_name(
 def test_labels_are_short_and_differ() -> None:
     table = InitConfig.model_validate({"name": "my.module:scaled_init", "scale": 0.1})
     inits = ["default", "my.module:my_init", "mimetic_mlp+mine:f", table, InitConfig(artifact="runs/fit.safetensors")]
-    labels = ["default", "my_init", "mimetic_mlp+f", "scaled_init (scale=0.1)", "fit"]
+    inits += ["runs/fit.safetensors+mimetic_mlp"]
+    labels = ["default", "my_init", "mimetic_mlp+f", "scaled_init (scale=0.1)", "fit", "fit+mimetic_mlp"]
     assert [arm.init for arm in plan_arms(RECIPE, inits)] == labels
     with pytest.raises(UsageError, match="found scaled_init more than once"):
         plan_arms(RECIPE, [scaled_init, "other:scaled_init"])

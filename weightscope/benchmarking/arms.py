@@ -51,7 +51,8 @@ def plan_arms(
     Args:
         recipe: network, data and training; its own [init] is not used.
         inits: registered names (several joined by `+` are applied in turn), functions
-            `f(module, *, generator) -> module`, references `"package.module:function"`, artifacts (.safetensors),
+            `f(module, *, generator) -> module`, references `"package.module:function"`, artifacts
+            (.safetensors; an initialiser on top of one is joined by `+`: `"fitted.safetensors+mimetic_attention"`),
             and [init] tables, as `InitConfig` or as .toml files: a name with its parameters.
         epochs: training lengths; the recipe's if empty.
         seeds: networks in each arm; the recipe's if None.
@@ -108,14 +109,16 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
         RecipeError: if a .toml file is not an [init] table.
     """
     if isinstance(init, InitConfig):
-        if init.artifact is not None:
-            return Path(init.artifact).stem, init
         numbers = ", ".join(f"{key}={value}" for key, value in init.parameters.items())
-        return _short(init.name) + (f" ({numbers})" if numbers else ""), init
+        label = _short(init.name) + (f" ({numbers})" if numbers else "")
+        if init.artifact is not None:
+            stem = Path(init.artifact).stem
+            return (stem if init.name == "default" else f"{stem}+{label}"), init
+        return label, init
     if isinstance(init, str | Path):
         path = Path(init)
-        if path.suffix == ".safetensors":
-            return path.stem, InitConfig(artifact=str(init))
+        if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
+            return labelled(InitConfig(artifact=match[1], name=match[2] or "default"))
         if path.suffix == ".toml":
             return path.stem, InitConfig.load(path)
         return _short(str(init)), InitConfig(name=str(init))

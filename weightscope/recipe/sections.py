@@ -131,7 +131,10 @@ class TrainingConfig(Section):
 
 
 class InitConfig(BaseModel):
-    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters."""
+    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters.
+
+    With both, the named initialiser is applied to the network that the artifact's has initialised.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

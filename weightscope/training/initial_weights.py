@@ -53,15 +53,18 @@ def initial_weights(
 
 
 def resolve(config: InitConfig) -> Callable[..., Any]:
-    """The initialiser of an [init] table: an artifact's, a registered one or one's own, or several joined by `+`.
+    """The initialiser of an [init] table: an artifact's, then the named ones on top, several joined by `+`.
 
     Raises:
         UsageError: if the name or a parameter is unknown.
         DataError: if the artifact cannot be read.
     """
-    if config.artifact is not None:
-        return initialisers.load_init(config.artifact)
-    return initialisers.get(config.name, **config.parameters)
+    if config.artifact is None:
+        return initialisers.get(config.name, **config.parameters)
+    fitted = initialisers.load_init(config.artifact)
+    if config.name == "default" and not config.parameters:
+        return fitted
+    return initialisers.compose(fitted, initialisers.get(config.name, **config.parameters))
 
 
 def _arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
