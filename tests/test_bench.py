@@ -137,9 +137,9 @@ def test_an_initialiser_on_top_of_an_artifact(tmp_path: Path) -> None:
     file = tmp_path / "fit.safetensors"
     fit(WeightArray(weights, spec), "*.mlp.fc?.weight", structure="isotropic").save(file)
     alone, on_top = (plan_arms(RECIPE, [f"{file}{more}"])[0].recipe.init[0] for more in ("", "+mimetic_mlp"))
-    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    both = resolve(on_top)(networks.build_for(RECIPE), generator=generators[0])
-    expected = mimetic_mlp_(resolve(alone)(networks.build_for(RECIPE), generator=generators[1]), generator=generators[1])
+    both = resolve(on_top)(networks.build_for(RECIPE), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    expected = mimetic_mlp_(resolve(alone)(networks.build_for(RECIPE), generator=generator), generator=generator)
     for name in spec.names:
         if ".mlp.fc1.weight" in name:
             assert torch.equal(both.state_dict()[name], expected.state_dict()[name])
