@@ -131,12 +131,16 @@ class TrainingConfig(Section):
 
 
 class InitConfig(BaseModel):
-    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters."""
+    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters.
+
+    `control = "scale"` replaces it by independent Gaussian entries with its mean and variance of each tensor.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = "default"
     artifact: str | None = None
+    control: Literal["scale"] | None = None
 
     @model_validator(mode="after")
     def _numbers(self) -> "InitConfig":
