@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.checks import count
+from weightscope._util.checks import choice, count
 from weightscope._util.plugins import reference_to
 from weightscope._util.sources import is_population
 from weightscope.errors import UsageError
@@ -16,6 +16,8 @@ from weightscope.recipe import InitConfig, Recipe
 
 Init = str | Path | InitConfig | Callable[..., Any]
 FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
+CONTROL = " (scale only)"  # suffix of the label of a control arm, before that of a frozen one
+CONTROLS = ("scale",)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Arm:
     """One initialiser at one training length.
 
     Attributes:
-        init: label: the initialiser's name, the function's name or the file's stem, with ` (frozen)` if it is.
+        init: label: the initialiser's name, the function's name or the file's stem; with ` (scale only)` if it is the
+            control of that initialiser, and with ` (frozen)` if tensors are frozen.
         epochs: training length, a full schedule.
         recipe: what `collect` trains.
     """
@@ -45,6 +48,7 @@ def plan_arms(
     epochs: Sequence[int] = (),
     seeds: int | None = None,
     frozen: str | None = None,
+    control: str | None = None,
 ) -> list[Arm]:
     """The arms of a benchmark, initialiser by initialiser within each length.
 
@@ -57,11 +61,16 @@ def plan_arms(
         epochs: training lengths; the recipe's if empty.
         seeds: networks in each arm; the recipe's if None.
         frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
+        control: "scale" for a control arm of every initialiser but the default: independent Gaussian entries with its
+            mean and variance of each tensor.
 
     Raises:
         UsageError: if there is no initialiser, two have the same label, or there are fewer than 2 seeds.
     """
     configs = [labelled(init) for init in inits]
+    if control is not None:
+        choice("control", control, CONTROLS)
+        configs = [pair for config in configs for pair in _with_control(*config)]
     labels = [label for label, _ in configs]
     repeated = [label for label, times in Counter(labels).items() if times > 1]
     if not configs or repeated:
@@ -84,6 +93,13 @@ def plan_arms(
                     changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
                 out.append(Arm(label + suffix, length, recipe.replace(changes)))
     return out
+
+
+def _with_control(label: str, config: InitConfig) -> list[tuple[str, InitConfig]]:
+    """An initialiser and its control; the default has none, because it changes nothing."""
+    if config.artifact is None and config.name == "default":
+        return [(label, config)]
+    return [(label, config), (label + CONTROL, config.model_copy(update={"control": "scale"}))]
 
 
 def recipe_of(source: Recipe | str | Path) -> Recipe:

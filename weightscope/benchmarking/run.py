@@ -30,6 +30,7 @@ def bench(
     epochs: Sequence[int] = (),
     seeds: int | None = None,
     frozen: str | None = None,
+    control: str | None = None,
     collector: Callable[..., Any] = collect,
     **options: Any,
 ) -> BenchResult:
@@ -43,6 +44,7 @@ def bench(
         epochs: see `plan_arms`.
         seeds: see `plan_arms`.
         frozen: see `plan_arms`.
+        control: see `plan_arms`; "scale" tells what an initialiser's structure adds beyond its scale.
         collector: trains one population; `collect` or a function with its signature.
         options: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...).
 
@@ -57,8 +59,8 @@ def bench(
     """
     folder = default_folder(recipe) if out is None else Path(out)
     recipe = recipe_of(recipe)
-    planned = plan_arms(recipe, inits, epochs=epochs, seeds=seeds, frozen=frozen)
-    for arm in planned[: len(inits)]:  # one arm of each initialiser
+    planned = plan_arms(recipe, inits, epochs=epochs, seeds=seeds, frozen=frozen, control=control)
+    for arm in planned[: len(planned) // max(len(epochs), 1)]:  # those of one length have all initialisers
         resolve(arm.recipe.init[0])
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}

@@ -6,19 +6,24 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from weightscope.benchmarking.arms import FROZEN
+from weightscope.benchmarking.arms import CONTROL, FROZEN
+
+_BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means, Student t intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
-    initialiser at its length, that of a frozen arm the first frozen one. p-values are two-sided; `p_holm` controls
-    the family-wise error rate of the whole table (Holm 1979).
+    initialiser at its length, that of a frozen arm the first frozen one. An arm that has a control is also compared
+    with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the effect of
+    scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole
+    table (Holm 1979).
     """
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["epochs"], run["init"]), []).append(run)
+    controls = {(epochs, arm): runs for (epochs, init), runs in groups.items() if (arm := control_of(init)) is not None}
     rows: list[dict[str, Any]] = []
     reference: dict[tuple[int, bool], tuple[str, dict[int, float]]] = {}
     for (epochs, init), group in groups.items():
@@ -31,11 +36,23 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         name, base = reference.setdefault((epochs, init.endswith(FROZEN)), (init, accuracy))
         if name != init:
             row |= {"reference": name} | paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
+        control = controls.get((epochs, init))
+        row |= {"control": None if control is None else control[0]["init"]} | dict.fromkeys(_BEYOND)
+        if control is not None:
+            base = {run["seed"]: run["accuracy"] for run in control}
+            found = paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
+            row |= dict(zip(_BEYOND, found.values(), strict=False))
         rows.append(row)
-    tested = [row for row in rows if row["p"] is not None]
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        row["p_holm"] = p
+    tested = [(row, key) for row in rows for key in ("p", "beyond_scale_p") if row[key] is not None]
+    for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):
+        row[f"{key}_holm"] = p
     return rows
+
+
+def control_of(init: str) -> str | None:
+    """The label of the initialiser that a control arm is the control of; None for other arms."""
+    bare = init.removesuffix(FROZEN)
+    return bare.removesuffix(CONTROL) + init[len(bare) :] if bare.endswith(CONTROL) else None
 
 
 def mean_interval(values: np.ndarray) -> dict[str, Any]:

@@ -69,6 +69,10 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
 @click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
+    "--control",
+    help="'scale': also train each initialiser's control: independent entries with its means and variances.",
+)
+@click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @training_options
@@ -93,6 +97,10 @@ def bench(recipe: str, inits: tuple[str, ...], out: Path | None, json_file: Path
     folder = out or default_folder(recipe)
     result = run(recipe, inits, folder, **options)
     click.echo(result.text())
-    result.plot(folder / "convergence.png")
-    click.echo(f"wrote {folder / 'results.json'} and {folder / 'convergence.png'}")
+    written = [folder / "results.json", folder / "convergence.png"]
+    result.plot(written[-1])
+    if options["control"]:
+        written.append(folder / "scale.png")
+        result.plot_scale(written[-1])
+    click.echo(f"wrote {', '.join(map(str, written))}")
     write_json(json_file, result.to_dict())

@@ -14,6 +14,7 @@ from weightscope.plots.files import render, root_figure, save
 from weightscope.plots.filters import Panel, covariance_page, filter_page
 from weightscope.plots.grids import filter_grid, matrix_grid
 from weightscope.plots.products import product_grid, products_by_depth
+from weightscope.plots.scale import scale_and_structure
 from weightscope.plots.theme import subplots
 from weightscope.plots.training import accuracy_distribution, training_curves
 
@@ -40,6 +41,7 @@ __all__ = [
     "render",
     "root_figure",
     "save",
+    "scale_and_structure",
     "stripe_ratios",
     "subplots",
     "training_curves",

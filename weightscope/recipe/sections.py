@@ -134,12 +134,14 @@ class InitConfig(BaseModel):
     """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters.
 
     With both, the named initialiser is applied to the network that the artifact's has initialised.
+    `control = "scale"` replaces it by independent Gaussian entries with its mean and variance of each tensor.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = "default"
     artifact: str | None = None
+    control: Literal["scale"] | None = None
 
     @model_validator(mode="after")
     def _numbers(self) -> "InitConfig":

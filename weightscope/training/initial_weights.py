@@ -9,6 +9,7 @@ import torch
 from weightscope import init as initialisers
 from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
 from weightscope.errors import UsageError
+from weightscope.init.scale_control import ScaleControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 
@@ -34,15 +35,18 @@ def initial_weights(
         UsageError: if an initialiser fails, or changes the network's tensors.
     """
     root = recipe.population.seed
-    functions = [resolve(config) for config in recipe.init]
+
+    def draw(k: int) -> tuple[torch.nn.Module, torch.Generator]:
+        seed_generators(torch_seed(root, k, Purpose.INIT))
+        return build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
+
     rows, seeds = [], []
     with torch.random.fork_rng(devices=[]), kept_generators():
+        functions = [_controlled(config, draw) for config in recipe.init]
         for k in ids:
             seeds.append(torch_seed(root, k, Purpose.INIT))
-            seed_generators(seeds[-1])
-            module = build()
+            module, generator = draw(k)
             spec = WeightSpec.of(module)
-            generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
             initialised = functions[k % len(functions)](module, generator=generator)
             module = initialised if isinstance(initialised, torch.nn.Module) else module
             if lines := spec.differences(WeightSpec.of(module)):
@@ -50,6 +54,17 @@ def initial_weights(
                 raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
             rows.append(spec.pack(_arrays(module)))
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
+
+
+def _controlled(
+    config: InitConfig, draw: Callable[[int], tuple[torch.nn.Module, torch.Generator]]
+) -> Callable[..., Any]:
+    """The initialiser of an [init] table, or its control, whose moments are estimated from the population's networks.
+
+    These are always networks 0 to 31, so that network k does not depend on how many there are.
+    """
+    function = resolve(config)
+    return function if config.control is None else ScaleControl.of(function, draw)
 
 
 def resolve(config: InitConfig) -> Callable[..., Any]:

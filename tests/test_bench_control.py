@@ -1,0 +1,177 @@
+"""Scale is not structure: control arms with an initialiser's mean and variance of each tensor and nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from weightscope import init, plots
+from weightscope.benchmarking import bench, plan_arms
+from weightscope.errors import UsageError
+from weightscope.init.scale_control import ScaleControl
+from weightscope.networks import ConvNeXt, ViT
+from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.initial_weights import initial_weights
+
+
+class Linear(nn.Module):
+    """Pixels to logits."""
+
+    def __init__(self, in_channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(in_channels * image_size**2, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.flatten(1))
+
+
+def tripled(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    """Changes the scale of a weight and nothing else."""
+    with torch.no_grad():
+        module.head.weight.mul_(3)
+    return module
+
+
+def templates(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    """Helpful structure: rows are the mean images of the classes, with noise."""
+    digits = load_digits()
+    means = np.stack([digits.data[digits.target == c].mean(0) for c in range(10)]) / 16
+    means = torch.from_numpy(means - means.mean(0)).float()
+    with torch.no_grad():
+        module.head.weight.copy_(means + 0.05 * torch.randn(means.shape, generator=generator))
+    return module
+
+
+RECIPE = Recipe.parse(
+    {
+        "network": {"type": Linear},
+        "data": {"name": "digits", "train": 64, "test": 300},
+        "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.001},
+        "population": {"networks": 24, "tile": 24},
+    }
+)
+OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+
+
+def test_scale_alone_shows_nothing_beyond_scale_and_planted_structure_does(tmp_path: Path) -> None:
+    """False-alarm rate of the first assertion: 0.01, seed fixed."""
+    result = bench(RECIPE, ["default", tripled, templates], tmp_path, control="scale", **OPTIONS)
+    rows = {row["init"]: row for row in result.arms}
+    assert list(rows) == ["default", "tripled", "tripled (scale only)", "templates", "templates (scale only)"]
+    assert rows["tripled"]["beyond_scale_p"] > 0.01
+    assert rows["templates"]["beyond_scale"] > 0.3, "more than 30 points"
+    assert rows["templates"]["beyond_scale_p_holm"] < 1e-6
+    assert rows["templates (scale only)"]["difference"] < 0.1, "which scale does not bring"
+    assert rows["default"]["control"] is rows["default"]["beyond_scale"] is None
+    accuracy = {init: np.array([r["accuracy"] for r in result.runs if r["init"] == init]) for init in rows}
+    for name in ("tripled", "templates"):
+        paired = accuracy[name] - accuracy[f"{name} (scale only)"]
+        assert rows[name]["beyond_scale"] == pytest.approx(paired.mean())
+        parts = rows[name]["beyond_scale"] + rows[f"{name} (scale only)"]["difference"]
+        assert rows[name]["difference"] == pytest.approx(parts)
+    assert "beyond scale" in result.text()
+    written = json.loads((tmp_path / "results.json").read_text())["summary"]
+    assert written[3]["beyond_scale"] == rows["templates"]["beyond_scale"]
+    result.plot_scale(tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").stat().st_size > 5000
+
+
+def convnext() -> nn.Module:
+    return ConvNeXt(8, 2, kernel_size=5, patch_size=2, in_channels=1)
+
+
+def vit() -> nn.Module:
+    return ViT(8, 2, width=16, depth=2, heads=2, num_classes=10, positions="learned", in_channels=1)
+
+
+CONTROLLED = {
+    "conv_covariance": (convnext, init.get("conv_covariance", preset="cifar-patch2")),
+    "mimetic_mlp": (convnext, init.get("mimetic_mlp")),
+    "fused projections": (vit, init.get("mimetic_attention")),
+    "a constant": (vit, init.get("sinusoidal_positions")),
+}
+
+
+@pytest.mark.parametrize("case", CONTROLLED)
+def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: str) -> None:
+    """Entries of 64 control draws against 64 draws of the arm; false-alarm rate below 1e-4 for each case."""
+    build, function = CONTROLLED[case]
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        return build(), torch.Generator().manual_seed(1000 + k)
+
+    control = ScaleControl.of(function, draw, draws=64)
+    assert control.moments, "the initialiser changes something"
+    samples: dict[str, dict[str, list[torch.Tensor]]] = {"default": {}, "arm": {}, "control": {}}
+    for k in range(64):
+        for kind, initialiser in (("default", init.get("default")), ("arm", function), ("control", control)):
+            module, generator = draw(k)
+            for tensor, value in initialiser(module, generator=generator).named_parameters():
+                samples[kind].setdefault(tensor, []).append(value.detach().flatten())
+    changed = {tensor for tensor, _ in control.moments}
+    for tensor in samples["arm"]:
+        default, arm, drawn = (torch.stack(samples[kind][tensor]).double() for kind in ("default", "arm", "control"))
+        if tensor not in changed:
+            assert torch.equal(default, drawn)
+            assert torch.equal(default, arm)
+            continue
+        count = drawn.numel()
+        split = 3 if "qkv.weight" in tensor else 1  # each of the three has moments of its own
+        parts = list(zip(arm.chunk(split, 1), drawn.chunk(split, 1), strict=True))
+        for wanted, found in parts:
+            std = float(wanted.std(correction=0))
+            assert abs(float(found.mean() - wanted.mean())) <= 5 * std * (len(parts) / count) ** 0.5 + 1e-9
+            assert float(found.std()) == pytest.approx(std, rel=5 * (0.5 * len(parts) / count) ** 0.5, abs=1e-6)
+            z = (found - found.mean()) / found.std()
+            if std < 1e-6:
+                continue
+            neighbours = (z[:, 1:] * z[:, :-1]).mean()
+            networks = (z[1:] * z[:-1]).mean()
+            assert abs(float(neighbours)) < 5 / z.numel() ** 0.5
+            assert abs(float(networks)) < 5 / z.numel() ** 0.5
+
+
+def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:
+    """The test above can fail: neighbouring entries of the arm's filters are correlated."""
+    build, function = CONTROLLED["conv_covariance"]
+    filters = function(build(), generator=torch.Generator().manual_seed(0)).state_dict()
+    z = filters["stages.0.blocks.1.conv_dw.weight"]
+    z = (z - z.mean()) / z.std()
+    assert float((z[..., 1:] * z[..., :-1]).mean()) > 0.2
+
+
+def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
+    recipe = RECIPE.replace({"init": {"name": f"{__name__}:templates", "control": "scale"}})
+
+    def build() -> nn.Module:
+        return Linear(1, 8, 10)
+
+    whole, _ = initial_weights(recipe, range(6), build)
+    part, _ = initial_weights(recipe.replace({"population.networks": 99}), [4, 5], build)
+    np.testing.assert_array_equal(whole[4:], part)
+    assert not np.array_equal(whole[0], whole[1])
+
+
+def test_frozen_arms_have_frozen_controls_and_the_default_has_none() -> None:
+    arms = plan_arms(RECIPE, ["default", tripled], frozen="head.bias", control="scale")
+    assert [arm.init for arm in arms] == [
+        "default",
+        "tripled",
+        "tripled (scale only)",
+        "default (frozen)",
+        "tripled (frozen)",
+        "tripled (scale only) (frozen)",
+    ]
+    assert [arm.recipe.init[0].control for arm in arms[:3]] == [None, None, "scale"]
+    artifact = plan_arms(RECIPE, [InitConfig(artifact="fit.safetensors")], control="scale")[1]
+    assert (artifact.init, artifact.recipe.init[0].artifact) == ("fit (scale only)", "fit.safetensors")
+    with pytest.raises(UsageError, match="control: expected one of 'scale', found 'mean'"):
+        plan_arms(RECIPE, ["default"], control="mean")
+    with pytest.raises(UsageError, match="expected initialisers with controls"):
+        plots.scale_and_structure([{"init": "default", "epochs": 1, "control": None}])

@@ -1,0 +1,88 @@
+"""What an initialiser's scale does and what its structure adds, on paired seeds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from weightscope.errors import UsageError
+from weightscope.plots import theme, typography
+from weightscope.plots.benchmark import p_value
+
+_ROW = 0.3  # inches
+_PARTS = (("effect of scale", "difference", "s"), ("structure beyond scale", "beyond_scale", "D"))
+
+
+@theme.themed
+def scale_and_structure(
+    summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None
+) -> Axes:
+    """The two parts of what an initialiser changes: its scale, and the structure beyond it.
+
+        effect of scale         accuracy(control) - accuracy(reference)
+        structure beyond scale  accuracy(initialiser) - accuracy(control)
+
+    The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
+    means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference.
+
+    Args:
+        summary: rows of a benchmark's `results.json` with controls: `init`, `epochs`, `control`, `difference`,
+            `beyond_scale`, their `_ci95` (fractions), and adjusted p-values.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+
+    Raises:
+        UsageError: if no initialiser has a control.
+
+    Example:
+        >>> save(scale_and_structure(json.load(open("results.json"))["summary"]), "scale.png")
+    """
+    found = {(row["epochs"], row["init"]): row for row in summary}
+    pairs = [(row, found[row["epochs"], row["control"]]) for row in summary if row.get("control") is not None]
+    if not pairs:
+        raise UsageError("scale and structure: expected initialisers with controls (bench's `control`), found none")
+    lengths = {row["epochs"] for row, _ in pairs}
+    places = [i + 0.4 * (i // 2) for i in range(2 * len(pairs))]
+    canvas = theme.Canvas.on(ax, 7.4, 1.2 + _ROW * (places[-1] + 1.75))
+    ax = canvas.ax
+    texts, ps = [], []
+    for y, (row, control, part) in zip(places, [(*pair, i) for pair in pairs for i in (0, 1)], strict=True):
+        text, p = _bar(ax, y, control if part == 0 else row, part)
+        texts.append(text)
+        ps.append(p)
+    ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    names = [row["init"] + (f", {row['epochs']} epochs" if len(lengths) > 1 else "") for row, _ in pairs]
+    labels = [typography.wrap(name, 165) for name in names]
+    centres = [(places[2 * i] + places[2 * i + 1]) / 2 for i in range(len(pairs))]
+    theme.list_axis(ax, centres, labels, places[-1] + 1)
+    theme.columns(ax, places, -0.8, [("mean (95 % CI)", texts), ("adjusted", ps)])
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    seeds = sorted({row["n"] for row, _ in pairs})
+    label = "difference of test accuracy on the same seed (percentage points)"
+    label += f", {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
+    ax.set_xlabel(typography.wrap(label, 72 * 0.5 * canvas.size[0], typography.LABEL))
+    canvas.legend(
+        [
+            Line2D([], [], color=theme.PALETTE[i], marker=marker, ls="none", label=name)
+            for i, (name, _, marker) in enumerate(_PARTS)
+        ]
+    )
+    canvas.finish(title)
+    return ax
+
+
+def _bar(ax: Axes, y: float, row: Mapping[str, Any], part: int) -> tuple[str, str]:
+    """Draw one part; returns its value with interval, and its p-value, as text."""
+    _, key, marker = _PARTS[part]
+    if row[key] is None:  # the control of the reference itself
+        return "reference", ""
+    value, (low, high) = 100 * row[key], (100 * end for end in row[f"{key}_ci95"])
+    bar: dict[str, Any] = {"fmt": marker, "color": theme.PALETTE[part], "ms": 5.5, "capsize": 3, "lw": 1.6, "gid": key}
+    ax.errorbar([value], [y], xerr=[[value - low], [high - value]], **bar)
+    decimals = typography.places(high - low)
+    ends = f"{typography.signed(low, decimals)} to {typography.signed(high, decimals)}"
+    p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
+    return f"{typography.signed(value, decimals)} ({ends})", p_value(p)
