@@ -40,7 +40,16 @@ FITS = [
     ("kronecker", "fc?.weight,conv.weight"),
     ("low_rank", "fc?.weight"),
     ("dense", "fc?.weight"),
+    ("exchangeable", "*"),
 ]
+# Renumbering hidden units, and the four channels with a flip of their sign for the sake of generality.
+AXES = {
+    "conv.weight": ("channels", None, None, None),
+    "conv.bias": ("channels",),
+    "fc1.weight": ("hidden", "channels"),
+    "fc2.weight": ("~channels", "hidden"),
+    "fc2.bias": ("~channels",),
+} | {name: ("hidden",) for name in SPEC.names if name.startswith("norm") or name == "fc1.bias"}
 
 
 def population(size=60):
@@ -51,7 +60,8 @@ def population(size=60):
 
 def fitted(structure="dense", select="fc?.weight", joint="all", weights=None):
     weights = population() if weights is None else weights
-    return fit(WeightArray(weights, SPEC), select, structure=structure, joint=joint)
+    permutations = AXES if structure == "exchangeable" else None
+    return fit(WeightArray(weights, SPEC), select, structure=structure, joint=joint, permutations=permutations)
 
 
 def frozen():
@@ -75,7 +85,7 @@ def path(tmp_path):
 
 
 def test_every_structure_is_covered():
-    assert {name for name, _ in FITS} == set(STRUCTURES) - {"exchangeable"}  # see test_exchangeable.py
+    assert {name for name, _ in FITS} == set(STRUCTURES)
 
 
 @pytest.mark.parametrize(("structure", "select"), ARTIFACTS)

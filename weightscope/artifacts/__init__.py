@@ -3,6 +3,7 @@
 format          the file: safetensors with a JSON header
 population_fit  `PopulationFit`, fitted to a population
 network_fit     `NetworkFit`, fitted to one network
+resizing        `resized_fit`, a fit to a population for networks of other widths and depths
 loading         `load_artifact`
 standalone      `write_standalone`, a Python file that needs torch and safetensors only
 """
@@ -10,6 +11,7 @@ standalone      `write_standalone`, a Python file that needs torch and safetenso
 from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.artifacts.population_fit import PopulationFit
+from weightscope.artifacts.resizing import ResizedFit, resized_fit
 from weightscope.artifacts.standalone import write_standalone
 
-__all__ = ["NetworkFit", "PopulationFit", "load_artifact", "write_standalone"]
+__all__ = ["NetworkFit", "PopulationFit", "ResizedFit", "load_artifact", "resized_fit", "write_standalone"]

@@ -164,7 +164,7 @@ class PopulationFit(Artifact):
         return f"{len(self.spec)} tensors in {len(self.groups)} groups, {self.networks} networks: {kinds}"
 
     def text(self) -> str:
-        """The comparison as a table, with the number of networks excluded and of entries that never vary."""
+        """The comparison as a table, networks excluded, entries that never vary, and what was shrunk or clipped."""
         held_out = self.settings.get("held_out", 0)
         lines = [
             f"{self.networks} networks ({self.excluded} excluded), log-likelihood of {held_out} held out, nats each"
@@ -175,6 +175,9 @@ class PopulationFit(Artifact):
             lines.append(f"  {'structure':<20}{'parameters':>11}{'held-out':>16}{'difference to best':>26}")
             lines += [_row_text(row) for row in self.table if row["group"] == name]
         lines += [f"{group.name}: fixed, it never varies" for group in self.groups if group.structure is None]
+        for group in self.groups:
+            if group.structure is not None and (notes := group.structure.notes()):
+                lines += ["", f"{group.name}, {group.label}:", *(f"  {note}" for note in notes)]
         return "\n".join(lines)
 
     def plot(self, ax: "Axes | None" = None, *, group: str | None = None) -> "Axes":

@@ -9,7 +9,7 @@ from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
 from weightscope.structures import Structure
 
-_FORMS = ("affine", "kronecker", "group_means", "fixed")  # what the template implements
+_FORMS = ("affine", "kronecker", "group_means", "exchangeable", "fixed")  # what the templates implement
 
 _TEMPLATE = '''\
 """Initialise {touched} from {artifact}, in the folder of this file.
@@ -20,7 +20,7 @@ _TEMPLATE = '''\
 """
 
 import json
-from math import prod
+{imports}from math import prod
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ def init_(module, generator=None):
     own = {{k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}}
     for i, group in enumerate(groups):
         a = {{key.removeprefix(f"{{i}}."): value for key, value in arrays.items() if key.startswith(f"{{i}}.")}}
-        x = _sample(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
+        x = {sample}(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
         if "varying" in a:  # entries that are the same in every network
             x = a["values"].masked_scatter(a["varying"].bool(), x)
         for name, shape, _ in group["spec"]:
@@ -65,6 +65,46 @@ def _sample(group, a, randn):
         x[start : start + p * n] += z.flatten()
         start += p * n
     return x
+'''
+
+_EXCHANGEABLE = '''
+
+def _parts(group, a, randn):
+    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, and spread over tensors."""
+    if group["form"] != "exchangeable":
+        return _sample(group, a, randn)
+    views = json.loads(bytes(a["permutations"].tolist()))["views"]
+    sizes, types = {}, {}
+    for view in views:
+        sizes |= {x.removeprefix("~"): n for x, n in zip(view["axes"], view["shape"]) if x}
+    order = list(sizes)
+    place = lambda label: order.index(label.removeprefix("~"))
+    for view in views:
+        free = sorted({x for x in view["axes"] if x and x[0] != "~"})
+        signed = {x for x in view["axes"] if x and x[0] == "~"}
+        for some in chain.from_iterable(combinations(free, r) for r in range(len(free) + 1)):
+            types.setdefault(tuple(sorted((*signed, *some), key=place)), []).append(view)
+    out = {name: torch.zeros(*shape, dtype=torch.float64) for name, shape, _ in group["spec"]}
+    for i, key in enumerate(sorted(types, key=lambda key: (len(key), [place(x) for x in key]))):
+        factor, start = a[f"factor.{i}"], 0
+        z = randn(*(sizes[x.removeprefix("~")] for x in key), len(factor))
+        for axis, label in enumerate(key):
+            z = z if label[0] == "~" else z - z.mean(axis, keepdim=True)
+        z = z @ factor.T
+        for view in types[key]:
+            axes, shape = view["axes"], view["shape"]
+            fixed = [n for n, x in zip(shape, axes) if not x]
+            part = z[..., start : start + prod(fixed)].reshape(*z.shape[:-1], *fixed)
+            at = iter(range(len(key), part.ndim))
+            part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
+            away = [j for j, x in enumerate(axes) if x and x not in key]
+            for j in away:
+                part = part.unsqueeze(j)
+            rows = out[view["tensor"]]
+            rows = rows[view["start"] : view["start"] + shape[0]] if shape else rows
+            rows += part / prod(shape[j] for j in away) ** 0.5
+            start += prod(fixed)
+    return a["mean"] + torch.cat([value.flatten() for value in out.values()])
 '''
 
 
@@ -103,7 +143,7 @@ def write_standalone(
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
     if foreign := [g.label for g in result.groups if g.structure is not None and g.structure.form not in _FORMS]:
-        raise UsageError(f"{foreign[0]}: a standalone initialiser needs one of the forms {', '.join(_FORMS[:3])}")
+        raise UsageError(f"{foreign[0]}: a standalone initialiser needs one of the forms {', '.join(_FORMS[:-1])}")
     if isinstance(artifact, PopulationFit):
         beside = result.save(file.with_suffix(".safetensors"))
     else:
@@ -123,4 +163,7 @@ def _source(result: PopulationFit, module: str, artifact: str) -> str:
         key: text.replace("\\", "/").replace('"""', "'''")
         for key, text in {"touched": touched, "summary": summary}.items()
     }
-    return _TEMPLATE.format(module=module, artifact=artifact, **safe)
+    parts = any(group.structure is not None and group.structure.form == "exchangeable" for group in result.groups)
+    safe |= {"imports": "from itertools import chain, combinations\n", "sample": "_parts"} if parts else {}
+    text = _TEMPLATE.format(module=module, artifact=artifact, **{"imports": "", "sample": "_sample"} | safe)
+    return text + _EXCHANGEABLE if parts else text

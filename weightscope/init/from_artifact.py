@@ -13,11 +13,13 @@ from weightscope.anatomy import depthwise
 from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
 from weightscope.artifacts.population_fit import Group, PopulationFit
+from weightscope.artifacts.resizing import ResizedFit, resized_fit
 from weightscope.errors import SpecError
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.attention import self_attention, write_query_key, write_value_output
 from weightscope.init.convolution import conv_covariance_
 from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
+from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.structures import Structure
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
@@ -31,7 +33,7 @@ class InitReport:
         touched: names of the tensors that it set.
         untouched: names of the module's other parameters, which are unchanged.
         absent: names in the artifact that the module does not have in that shape (only with `strict=False`).
-        notes: what was modified, such as covariances made positive semi-definite.
+        notes: what was modified, such as covariances made positive semi-definite, or parts rescaled to another width.
     """
 
     touched: tuple[str, ...]
@@ -52,6 +54,9 @@ class PopulationInit:
     `noise_shapes`; the fit's linear maps are applied in NumPy float64, and the result is rounded to each tensor's own
     dtype. The generator's state therefore determines every number, on any device.
 
+    The structure `exchangeable` applies to networks of other widths and depths, too, by
+    `weightscope.artifacts.resized_fit`; the report's notes say what was rescaled.
+
     Args:
         result: a fit, saved or not.
 
@@ -63,6 +68,7 @@ class PopulationInit:
     def __init__(self, result: PopulationFit) -> None:
         self.result = result
         self.report: InitReport | None = None
+        self._last: tuple[WeightSpec, ResizedFit] | None = None
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
@@ -72,32 +78,42 @@ class PopulationInit:
         parameters are set too; other tensors are unchanged.
 
         Args:
-            module: of the architecture that was fitted.
+            module: of the architecture that was fitted; of other widths and depths for `exchangeable`.
             generator: of the CPU; None for torch's global one.
-            strict: require every tensor of the fit in its shape. Otherwise the matching ones are set and the others
-                are listed in the report.
+            strict: require every tensor of the fit, in its shape or resized. Otherwise the matching ones are set and
+                the others are listed in the report.
 
         Raises:
             SpecError: if tensors are missing, misshapen or without memory; names them. Nothing is changed then.
             UsageError: if the generator is not one of the CPU.
         """
         there = _tensors(module)
-        problems = {t.name: p for t in self.result.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
-        fits = [name for name in self.result.spec.names if name not in problems]
+        found = self._resized(module)
+        problems = {t.name: p for t in found.fit.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
+        problems |= found.problems
+        fits = [name for name in found.fit.spec.names if name not in problems]
         if problems and (strict or not fits):
             shown = [f"`{name}` {problem}" for name, problem in list(problems.items())[:6]]
             more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(shown)}{more}")
         generator = cpu_generator(generator)
         values: dict[str, np.ndarray] = {}
-        for group in self.result.groups:
+        for group in found.fit.groups:
             values |= group.spec.unpack(draw(group, generator))
         for name in fits:
             there[name].copy_(torch.from_numpy(values[name]))
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
-        self.report = InitReport(tuple(fits), others, tuple(problems))
+        self.report = InitReport(tuple(fits), others, tuple(problems), found.notes)
         return module
+
+    def _resized(self, module: nn.Module) -> ResizedFit:
+        """The fit for a module, which is kept for the next one of its shapes."""
+        named = {unwrapped(t.name): t for t in WeightSpec.of(module).tensors}
+        spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())
+        if self._last is None or self._last[0] != spec:
+            self._last = spec, resized_fit(self.result, spec)
+        return self._last[1]
 
     def __repr__(self) -> str:
         kinds = sorted({group.label for group in self.result.groups})

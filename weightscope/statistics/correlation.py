@@ -36,6 +36,28 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int =
     return x * np.outer(scale, scale)
 
 
+def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.ndarray, int]:
+    """A correlation matrix without the eigenvalues that noise alone explains.
+
+    Eigenvalues up to the edge (1 + sqrt(C / samples))^2 of the Marchenko-Pastur law are replaced by their mean
+    (Laloux et al. 1999, "Noise dressing of financial correlation matrices"), and the diagonal is scaled back to one.
+
+    Args:
+        correlation: (C, C).
+        samples: effective number of samples.
+
+    Returns:
+        (C, C), and how many eigenvalues were kept.
+    """
+    values, vectors = np.linalg.eigh(correlation)
+    noise = values <= (1 + np.sqrt(len(values) / samples)) ** 2
+    values[noise] = values[noise].mean() if noise.any() else 0.0
+    cleaned = (vectors * values) @ vectors.T
+    scale = 1 / np.sqrt(cleaned.diagonal())
+    cleaned *= np.outer(scale, scale)
+    return cleaned, int((~noise).sum())
+
+
 @dataclass(frozen=True, eq=False)
 class Amplified:
     """Amplified correlations and what was done to them.
@@ -64,7 +86,7 @@ def amplified(
     Args:
         correlation: (C, C).
         errors: (C, C), standard errors of the correlations.
-        gain: factor of what is kept; 1 keeps sizes.
+        gain: factor of what is kept, >= 0; 1 keeps sizes, 0 gives I.
         threshold: in standard errors.
         limit: largest absolute value after amplification.
     """

@@ -42,10 +42,11 @@ class Structure(ABC):
 
     Attributes:
         name: short name in tables; by default that of the class.
-        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which standalone initialisers
-            implement, or `"custom"`.
+        form: how noise becomes a vector: `"affine"`, `"kronecker"`, `"group_means"` or `"exchangeable"`, which
+            standalone initialisers implement, or `"custom"`.
         options: names of the arguments of `fit` after data and spec.
         needs_samples: whether fitting needs all samples at once.
+        uses_permutations: whether `context` takes a permutation specification of the user's own.
         spec: names and shapes of the tensors that the D entries are.
         mean: (D,).
         diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
@@ -56,6 +57,7 @@ class Structure(ABC):
     form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True
+    uses_permutations: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -155,6 +157,10 @@ class Structure(ABC):
         Raises:
             DataError: if an array is missing, unknown, misshapen or not finite.
         """
+
+    def notes(self) -> list[str]:
+        """What was shrunk, clipped or projected in the fit, as lines of the report."""
+        return []
 
     def transform(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from weightscope._util.checks import positive
-from weightscope.errors import DataError, WeightscopeError
+from weightscope._util.checks import choice, number
+from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.correlation import amplified
+from weightscope.statistics.correlation import amplified, eigenvalues_clipped
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     TypeCovariance,
@@ -24,6 +25,8 @@ from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.structures.base import STRUCTURES, Structure, checked, checked_names, require_variation
 
 _LOG_2PI = float(np.log(2.0 * np.pi))
+Gain = float | Mapping[str, float]
+_DENOISERS = ("threshold", "eigenvalues")
 
 
 @STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")
@@ -44,7 +47,9 @@ class Exchangeable(Structure):
         permutations: the axes' groups.
         factors: for each type in order L_S (C, C), lower triangular.
         parameters: the number of fitted numbers.
-        diagnostics: intensities, design effects, and what an amplification did.
+        diagnostics: for each type intensities, design effects, and what an amplification did.
+        network: of the whole network, which tells fan-ins and depth where the structure is applied to another width
+            or depth; `spec` if None.
 
     Raises:
         DataError: if an array has the wrong shape, is not finite or is singular.
@@ -53,8 +58,9 @@ class Exchangeable(Structure):
     name = "exchangeable"
     form = "exchangeable"
     summary = "whole network: one covariance for each type of invariant part, within and across layers"
-    options = ("gain",)
+    options = ("gain", "denoise")
     needs_samples = False
+    uses_permutations = True
 
     def __init__(
         self,
@@ -64,9 +70,10 @@ class Exchangeable(Structure):
         factors: Sequence[np.ndarray],
         parameters: int = 0,
         diagnostics: Mapping[str, Any] | None = None,
+        network: WeightSpec | None = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
-        self.permutations = permutations
+        self.permutations, self.network = permutations, network or spec
         if len(factors) != len(permutations.types):
             raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
         self.factors = tuple(
@@ -75,54 +82,97 @@ class Exchangeable(Structure):
         )
 
     @classmethod
-    def context(cls, network: WeightSpec, part: WeightSpec) -> dict[str, Any]:
+    def context(
+        cls, network: WeightSpec, part: WeightSpec, permutations: PermutationSpec | None = None
+    ) -> dict[str, Any]:
         """The permutation specification of the tensors that are fitted, as part of that of their network.
 
         Raises:
-            AnatomyError: if the network's architecture is not known.
+            AnatomyError: if the network's architecture is not known and no specification is given.
+            UsageError: if some but not all entries of a tensor vary.
         """
-        from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+        for tensor in part.tensors:
+            if tensor.shape != network[tensor.name].shape:
+                whole = network[tensor.name].shape
+                raise UsageError(
+                    f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do"
+                )
+        if permutations is None:
+            from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
 
-        return {"permutations": permutation_spec(network).restrict(part.names)}
+            permutations = permutation_spec(network)
+        return {"permutations": permutations.restrict(part.names), "network": network}
 
     @classmethod
     def accumulator(
-        cls, spec: WeightSpec, *, gain: float | None = None, permutations: PermutationSpec | None = None
+        cls,
+        spec: WeightSpec,
+        *,
+        gain: Gain | None = None,
+        denoise: str = "threshold",
+        permutations: PermutationSpec | None = None,
+        network: WeightSpec | None = None,
     ) -> "_Accumulator":
         """An accumulator of moments.
 
         Args:
             spec: of the D entries.
-            gain: amplify correlations beyond 4 standard errors by this factor and drop the others, see
-                `weightscope.statistics.correlation.amplified`; None takes them as they are, shrunk.
+            gain: multiply the correlations that `denoise` leaves by this factor, >= 0, see
+                `weightscope.statistics.correlation.amplified`; 0 keeps the variances of all parts and no correlation,
+                None takes correlations as they are, shrunk. Or a mapping of patterns of types ("channels*",
+                "hidden.? x channels", "means") to factors: a type takes the first pattern that matches, and is left
+                as it is if none does.
+            denoise: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues" replaces the
+                eigenvalues inside the Marchenko-Pastur edge by their mean, see
+                `weightscope.statistics.correlation.eigenvalues_clipped`. Used with a gain only.
             permutations: of the same tensors; by default that of their names.
+            network: see the class.
+
+        Raises:
+            UsageError: if an option is invalid.
         """
-        if gain is not None:
-            positive("gain", gain)
-        return _Accumulator(spec, permutations or cls.context(spec, spec)["permutations"], gain)
+        if isinstance(gain, str):
+            raise UsageError(
+                f"gain: expected a number >= 0, found {gain!r}; `fit-init --gain auto` and `weightscope.choose_gain` "
+                "choose it by training networks"
+            )
+        for key, factor in gain.items() if isinstance(gain, Mapping) else [("gain", gain)] if gain is not None else []:
+            number(key, factor, least=0)
+        choice("denoise", denoise, _DENOISERS)
+        if denoise != "threshold" and gain is None:
+            raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
+        permutations = permutations or cls.context(spec, spec)["permutations"]
+        return _Accumulator(spec, permutations, _Amplification(gain, denoise), network)
 
     @classmethod
-    def of_moments(cls, moments: ExchangeableMoments, *, gain: float | None = None) -> Self:
-        """Fit to what `ExchangeableMoments` has taken up; `gain` as in `accumulator`."""
+    def of_moments(
+        cls,
+        moments: ExchangeableMoments,
+        *,
+        gain: Gain | None = None,
+        denoise: str = "threshold",
+        network: WeightSpec | None = None,
+    ) -> Self:
+        """Fit to what `ExchangeableMoments` has taken up; the options are those of `accumulator`."""
         permutations = moments.permutations
         found = moments.covariances()
+        amplification = _Amplification(gain, denoise)
+        amplification.check([label_of(covariance.kind.groups) for covariance in found])
         factors, parameters, notes = [], 0, {}
         means: dict[tuple[str, ...], np.ndarray] = {}
         for covariance in found:
-            label = " x ".join(covariance.kind.groups) or "means"
+            label = label_of(covariance.kind.groups)
             variances = covariance.covariance.diagonal()
             require_variation(variances, f"entries ({label})")
-            correlation, notes[label] = _correlation(covariance, gain)
+            correlation, notes[label] = _correlation(covariance, amplification)
             deviation = np.sqrt(variances)
             factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
             if not covariance.kind.groups:
                 means[()] = covariance.mean[None]
                 parameters += len(covariance.mean)
-        for kind in permutations.types:
-            means.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
-        mean = assembled(means, moments.spec, permutations)[0]
-        return cls(moments.spec, mean, permutations, factors, parameters, notes)
+        mean = mean_vector(means, moments.spec, permutations)
+        return cls(moments.spec, mean, permutations, factors, parameters, notes, network)
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -171,10 +221,23 @@ class Exchangeable(Structure):
             out.append(matrix * np.outer(scale, scale))
         return tuple(out)
 
+    def notes(self) -> list[str]:
+        """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
+        lines = []
+        for label, found in self.diagnostics.items():
+            if isinstance(found, Mapping) and "samples" in found:
+                lines.append(
+                    f"{label}: {found['samples']} samples, design effect {found['design_effect']:g}; {_did(found)}"
+                )
+        return [*lines, *self.diagnostics.get("resized", ())]
+
     def _arrays(self) -> dict[str, np.ndarray]:
         text = json.dumps({"views": [asdict(view) for view in self.permutations.views]}, sort_keys=True)
         arrays = {f"factor.{i}": factor for i, factor in enumerate(self.factors)}
-        return arrays | {"permutations": np.frombuffer(text.encode(), dtype=np.uint8)}
+        arrays["permutations"] = np.frombuffer(text.encode(), dtype=np.uint8)
+        if self.network != self.spec:
+            arrays["network"] = np.frombuffer(self.network.to_json().encode(), dtype=np.uint8)
+        return arrays
 
     @classmethod
     def from_tensors(
@@ -189,34 +252,76 @@ class Exchangeable(Structure):
             raise DataError("a structure's arrays do not fit: missing ['permutations']")
         permutations = _parsed(tensors["permutations"], spec)
         names = [f"factor.{i}" for i in range(len(permutations.types))]
-        checked_names(tensors, ["mean", "permutations", *names])
-        return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics)
+        checked_names(tensors, ["mean", "permutations", *names], ["network"])
+        network = _network(tensors["network"], spec) if "network" in tensors else None
+        return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
 
 
 class _Accumulator:
     """Takes up blocks of networks and fits to their moments."""
 
-    def __init__(self, spec: WeightSpec, permutations: PermutationSpec, gain: float | None) -> None:
-        self._moments, self._gain = ExchangeableMoments(spec, permutations), gain
+    def __init__(
+        self, spec: WeightSpec, permutations: PermutationSpec, options: "_Amplification", network: WeightSpec | None
+    ) -> None:
+        self._moments, self._options, self._network = ExchangeableMoments(spec, permutations), options, network
 
     def update(self, rows: np.ndarray) -> None:
         self._moments.update(rows)
 
     def finish(self) -> Exchangeable:
-        return Exchangeable.of_moments(self._moments, gain=self._gain)
+        return Exchangeable.of_moments(self._moments, **vars(self._options), network=self._network)
+
+
+@dataclass(frozen=True)
+class _Amplification:
+    """The options `gain` and `denoise`."""
+
+    gain: Gain | None
+    denoise: str
+
+    def of(self, label: str) -> float | None:
+        """The gain of a type, or None if it is left as it is."""
+        if isinstance(self.gain, Mapping):
+            return next((float(g) for pattern, g in self.gain.items() if fnmatchcase(label, pattern)), None)
+        return self.gain
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Raise UsageError if a pattern of the gain matches no type."""
+        for pattern in self.gain if isinstance(self.gain, Mapping) else ():
+            if not any(fnmatchcase(label, pattern) for label in labels):
+                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
+
+
+def label_of(groups: Sequence[str]) -> str:
+    """The name of a type in diagnostics and in the keys of `gain`: `"hidden.0 x channels"`, or `"means"`."""
+    return " x ".join(groups) or "means"
+
+
+def mean_vector(
+    means: Mapping[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec
+) -> np.ndarray:
+    """The invariant mean (D,) whose part of the empty type is given, (1, C); zero if there is no such type."""
+    parts = dict(means)
+    for kind in permutations.types:
+        parts.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
+    return assembled(parts, spec, permutations)[0]
 
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
 
 
-def _correlation(found: TypeCovariance, gain: float | None) -> tuple[np.ndarray, dict[str, Any]]:
+def _correlation(found: TypeCovariance, options: _Amplification) -> tuple[np.ndarray, dict[str, Any]]:
     """The correlation matrix to sample from, and what was done to it."""
     correlation, effect = found.correlation(), design_effect(found)
     independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
     errors = np.where(np.isfinite(found.errors), found.errors, independent)
     notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
+    gain = options.of(label_of(found.kind.groups))
     if gain is not None:
+        if options.denoise == "eigenvalues":
+            correlation, notes["eigenvalues"] = eigenvalues_clipped(correlation, found.samples / max(1.0, effect))
+            errors = np.zeros_like(errors)
         result = amplified(correlation, errors, gain)
         kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
         return result.matrix, notes | {"gain": gain} | kept
@@ -228,6 +333,20 @@ def _correlation(found: TypeCovariance, gain: float | None) -> tuple[np.ndarray,
     shrunk = correlation * np.where(same, 1 - within, 1 - between)
     np.fill_diagonal(shrunk, 1.0)
     return shrunk, notes | {"shrinkage_within": round(within, 4), "shrinkage_between": round(between, 4)}
+
+
+def _did(found: Mapping[str, Any]) -> str:
+    """The diagnostics of one type in words."""
+    if "gain" not in found:
+        return (
+            f"correlations shrunk by {found['shrinkage_within']:g} within tensors, "
+            f"{found['shrinkage_between']:g} between them"
+        )
+    if "eigenvalues" in found:
+        noise = f"{found['eigenvalues']} eigenvalues beyond the noise"
+    else:
+        noise = f"{found['kept']} of {found['kept'] + found['dropped']} correlations beyond 4 standard errors"
+    return f"gain {found['gain']:g}: {noise}, {found['clipped']} clipped, projection moved them by {found['moved']:.1%}"
 
 
 def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
@@ -242,6 +361,19 @@ def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:
     if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
         raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
     return root
+
+
+def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
+    """The stored spec of the whole network, which contains that of the structure."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`network`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
+    try:
+        network = WeightSpec.from_json(array.tobytes().decode())
+        if strangers := [tensor.name for tensor in spec.tensors if tensor not in network]:
+            raise DataError(f"it lacks {strangers[:3]}")
+    except (ValueError, WeightscopeError) as error:
+        raise DataError(f"`network`: expected the spec of the whole network, found something else: {error}") from error
+    return network
 
 
 def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
