@@ -97,7 +97,7 @@ def plan_arms(
 
 def _with_control(label: str, config: InitConfig) -> list[tuple[str, InitConfig]]:
     """An initialiser and its control; the default has none, because it changes nothing."""
-    if config.artifact is None and config.name == "default":
+    if config.control or (config.artifact is None and config.name == "default"):
         return [(label, config)]
     return [(label, config), (label + CONTROL, config.model_copy(update={"control": "scale"}))]
 
@@ -129,8 +129,8 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
         label = _short(init.name) + (f" ({numbers})" if numbers else "")
         if init.artifact is not None:
             stem = Path(init.artifact).stem
-            return (stem if init.name == "default" else f"{stem}+{label}"), init
-        return label, init
+            label = stem if init.name == "default" else f"{stem}+{label}"
+        return label + (CONTROL if init.control else ""), init
     if isinstance(init, str | Path):
         path = Path(init)
         if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):

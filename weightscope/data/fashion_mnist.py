@@ -55,6 +55,11 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     return train_images[:, None], train_labels, test_images[:, None], test_labels
 
 
+def at_hand(root: Path | None = None) -> bool:
+    """Whether the files are in one of the folders that are searched, so that nothing is downloaded."""
+    return find(root, _LAYOUTS) is not None
+
+
 def read_idx(path: Path, shape: tuple[int, ...], count: int, *, most: int) -> np.ndarray:
     """The first items of an IDX file of unsigned bytes.
 

@@ -8,23 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightscope import plots
 from weightscope._util import atomic
 from weightscope._util.checks import count
-from weightscope.analysis.across_networks import PopulationCovariance, covariance_across
+from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
 from weightscope.analysis.inspection import inspect
-from weightscope.artifacts import PopulationFit
-from weightscope.benchmarking import BenchResult, bench, summarise
+from weightscope.benchmarking import BenchResult, bench
+from weightscope.data import fashion_mnist
+from weightscope.demo.report import Results, write_report
 from weightscope.fitting.population import fit
 from weightscope.population import Population
-from weightscope.recipe import Recipe
-from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
+from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
 
-SELECT = "*.mlp.fc?.weight"
 BLOCK = "stages.0.blocks.1.mlp.fc?.weight"
+SELECT = "stages.*"  # all tensors of the blocks
+GAIN = 10.0  # chosen in analyses/one_structure, on images held back from the training set
 BENCH_SEED = 1_000_000  # the benchmark's networks share no seed with the population's
-BENCH_EPOCHS = (3,)
+EPOCHS = 3
+HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
 SMALLEST_POPULATION = 16
 
 
@@ -37,13 +38,16 @@ def run_demo(
     say: Callable[[str], None] = print,
     **options: Any,
 ) -> Path:
-    """Collect a population, compute its covariance, fit and benchmark initialisers, write the report.
+    """Collect a population, find what is correlated in it, draw initial weights from it, and write the report.
+
+    The initialiser is benchmarked on the population's data, at twice the width, and on Fashion-MNIST if its files are
+    there; against the default, the same means and variances without structure, and hand-made initialisers.
 
     Args:
         out: folder for everything; created if missing.
         networks: size of the population.
         epochs: epochs of the population's training.
-        seeds: paired seeds of the benchmark.
+        seeds: paired seeds of the benchmark; half as many at the other width and on the other data.
         say: called with one line before each step.
         options: passed on to `collect` (`workers`, `device`, `data`).
 
@@ -61,189 +65,42 @@ def run_demo(
     say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
     collect(recipe, out / "digits.pop", **options)
     population = Population(out / "digits.pop")
+    _write_json(out / "population.json", inspect(out / "digits.pop").to_dict())
 
-    say(f"2/5  the covariance of [vec fc1, vec fc2] -> {out / 'covariance.json'}")
-    whole, block = covariance_across(population, SELECT), covariance_across(population, BLOCK)
-    _write_json(out / "covariance.json", whole.to_dict())
-    block.save_matrix(out / "covariance-block-1.npz")
+    say(f"2/5  the covariance of the whole network -> {out / 'exchangeable.json'}")
+    raw, found = covariance_across(population, BLOCK), exchangeable_covariance(population)
+    raw.save_matrix(out / "covariance-block-1.npz")
+    _write_json(out / "exchangeable.json", found.to_dict())
 
     say(f"3/5  fitting structures -> {out / 'fitted.safetensors'}")
-    fitted = fit(population, SELECT)
+    compared = fit(population, SELECT, joint="all")
+    _write_json(out / "structures.json", compared.to_dict())
+    fitted = fit(population, SELECT, structure="exchangeable", joint="all", options={"gain": GAIN})
     fitted.save(out / "fitted.safetensors")
-    fit(population, SELECT, structure="diagonal").save(out / "diagonal.safetensors")
-    _write_json(out / "structures.json", fitted.to_dict())
 
-    say(f"4/5  benchmark: default, fitted and diagonal, {seeds} paired seeds -> {out / 'benchmark'}")
-    inits = ["default", str(out / "fitted.safetensors"), str(out / "diagonal.safetensors")]
-    other_seeds = recipe.replace({"population.seed": BENCH_SEED})
-    measured = bench(other_seeds, inits, out / "benchmark", epochs=BENCH_EPOCHS, seeds=seeds, **options)
-    _write_json(out / "population.json", inspect(out / "digits.pop").to_dict())
-    _write_json(out / "fitted-against-diagonal.json", _against(measured, "fitted", "diagonal"))
+    say(f"4/5  benchmarks on {seeds} paired seeds -> {out / 'benchmark'}")
+    benchmarks = _benchmarks(recipe, out, seeds, **options)
     say(f"5/5  the report -> {out / 'report.html'}")
-    return _report(out, population, whole, block, fitted, measured)
+    return write_report(out, Results(population, raw, found, compared, benchmarks))
+
+
+def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[str, BenchResult]:
+    """The comparisons by folder: `benchmark`, `benchmark-width` and, where its files are, `benchmark-fashion`."""
+    recipe = recipe.replace({"population.seed": BENCH_SEED, "training.epochs": EPOCHS})
+    artifact = str(out / "fitted.safetensors")
+    arms = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
+    hand_made = [InitConfig.model_validate(table) for table in HAND_MADE]
+    fewer = max(2, seeds // 2)
+    found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}
+    wide = recipe.replace({"network.width": 2 * recipe.network.width})
+    found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
+    fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
+    if fashion_mnist.at_hand(options.get("data")):
+        found["benchmark-fashion"] = bench(
+            recipe.replace(fashion), arms, out / "benchmark-fashion", seeds=fewer, **options
+        )
+    return found
 
 
 def _write_json(path: Path, values: Any) -> None:
     atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
-
-
-def _against(measured: BenchResult, init: str, reference: str) -> dict[str, Any]:
-    """One arm of the benchmark compared with another one than the first."""
-    runs = [[run for run in measured.runs if run["init"] == name] for name in (reference, init)]
-    return summarise([*runs[0], *runs[1]])[1]
-
-
-def _report(
-    out: Path,
-    population: Population,
-    whole: PopulationCovariance,
-    block: PopulationCovariance,
-    fitted: PopulationFit,
-    measured: BenchResult,
-) -> Path:
-    """Write `report.html` from the files of the previous steps."""
-    fitted_row = next(row for row in measured.arms if row["init"] == "fitted")
-    finding = _judgement(fitted_row)
-    report = Report(
-        "Weights of tiny ConvNeXts, and an initialiser made from them",
-        [
-            f"After {BENCH_EPOCHS[0]} epochs on the digits, compared with the default, the fitted initialiser is ",
-            finding,
-            ".",
-        ],
-    )
-    _population_part(report, population)
-    _structure_part(report, whole, block)
-    _fit_part(report, fitted)
-    _bench_part(report, measured)
-    return report.save(out / "report.html")
-
-
-def _judgement(row: dict[str, Any]) -> Sourced:
-    words = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["n"])
-    words = words.replace("no significant difference:", "not significantly different:", 1)
-    return Sourced(words, "benchmark/results.json")
-
-
-def _population_part(report: Report, population: Population) -> None:
-    facts = "population.json"
-    report.heading("The population").text(
-        "Networks of one recipe, trained from different seeds on scikit-learn's handwritten digits, 8 x 8 pixels. "
-        "Each is a sample from the distribution of trained weights."
-    )
-    report.numbers(
-        {
-            "networks": Number(facts, "/done", "d"),
-            "weights in each": Number(facts, "/dimension", ",d"),
-            "median test accuracy, %": Number(facts, "/quantiles/test_accuracy/0.5", ".1f", scale=100),
-            "diverged": Number(facts, "/diverged", "d"),
-        }
-    )
-    curves = plots.training_curves(population.metrics["test_accuracy_per_epoch"], quantity="test accuracy")
-    report.figure(
-        plots.render(curves),
-        "Test accuracy after each epoch: median and central 90 % of the networks.",
-        alt="A line that rises from chance to the final accuracy, with a narrowing band around it.",
-        source="digits.pop",
-    )
-
-
-def _structure_part(report: Report, whole: PopulationCovariance, block: PopulationCovariance) -> None:
-    report.heading("The structure").text(
-        "If the entries of fc1, the first matrix of an MLP, were independent, the mean of a column (over hidden units, "
-        "for one input channel) would vary over networks by a known amount. The ratios below compare the measured "
-        "variance with it."
-    )
-    title = "Covariance of [vec fc1, vec fc2], second block"
-    picture = plots.covariance_map(block.matrix, block.blocks, title=title, diagonal="mask")
-    report.figure(
-        plots.render(picture),
-        "Covariance over networks of the MLP weights of one block (MLP paper, Fig. 1). With so few networks, most of "
-        "it is noise.",
-        alt="A square map with two blocks on its diagonal, fc1 and fc2.",
-        source="covariance-block-1.npz",
-    )
-    title = "The same, averaged over pairs of hidden units"
-    picture = plots.covariance_map(block.matrix, block.blocks, title=title, groups=block.groups())
-    report.figure(
-        plots.render(picture),
-        "Hidden units are exchangeable, so averaging over pairs of them keeps the structure and reduces the noise. A "
-        "diagonal in the block of fc1 shows that weights from one input to different hidden units are correlated: "
-        "stripes.",
-        alt="A square map with two blocks; the diagonal of the fc1 block is visible if there are stripes.",
-        source="covariance-block-1.npz",
-    )
-    rows = [
-        (name, f"{kind} means", ratio.value, *ratio.ci95)
-        for name, result in whole.stripes.items()
-        for kind, ratio in (("column", result.column), ("row", result.row))
-    ]
-    report.figure(
-        plots.render(plots.stripe_ratios(rows, title="Variance of group means, relative to independent entries")),
-        "To the right of the line, means of columns or rows vary more than those of independent entries; to the left, "
-        "less. 95 % intervals over networks.",
-        alt="Ratios with intervals for every MLP matrix, around a line at one.",
-        source="covariance.json",
-    )
-
-
-def _fit_part(report: Report, fitted: PopulationFit) -> None:
-    report.heading("The initialiser").text(
-        "Structures were fitted to ",
-        Number("structures.json", "/networks", "d"),
-        " networks' MLP weights (",
-        Sourced(SELECT, "structures.json"),
-        ") and chosen in each block by the log-likelihood of ",
-        Number("structures.json", "/settings/held_out", "d"),
-        " held-out networks. All other tensors keep the network's default initialisation.",
-    )
-    rows = [row for row in fitted.table if row["group"] == "(all)" and row["failed"] is None]
-    columns = [
-        Column("structure", "structure"),
-        Column("parameters", "parameters", ",d"),
-        Column("log_prob", "held-out log-likelihood, nats per network", ",.1f"),
-        Column("difference", "difference from the best", ",.1f"),
-        Column("difference_se", "standard error", ".1f"),
-    ]
-    report.table(rows, columns, "All blocks together.", source="structures.json")
-    report.figure(
-        plots.render(plots.heldout_scores(fitted.table, title="Held-out log-likelihood, relative to the best")),
-        "Higher is better; differences are paired over the held-out networks.",
-        alt="One point with an interval for each structure.",
-        source="structures.json",
-    )
-
-
-def _bench_part(report: Report, measured: BenchResult) -> None:
-    source = "benchmark/results.json"
-    report.heading("Does it help?").text(
-        "Network k of every arm starts from the same default weights, sees the same batches in the same order, and "
-        "differs only in its initialiser. No seed is shared with the population; the images are the same. "
-        "p-values are adjusted for the number of comparisons (Holm)."
-    )
-    for row in measured.arms:
-        if row["difference"] is not None:
-            report.text(f"Compared with the default, the initialiser {row['init']} is ", _judgement(row), ".")
-    columns = [
-        Column("init", "initialiser"),
-        Column("epochs", "epochs", "d"),
-        Column("n", "seeds", "d"),
-        Column("mean", "accuracy, %", ".2f", scale=100),
-        Column("difference", "difference, points", "+.2f", scale=100),
-        Column("p_holm", "p (Holm)", ".2g"),
-    ]
-    report.table(Rows(source, "/summary"), columns, "Test accuracy after the last epoch.")
-    report.figure(
-        plots.render(plots.paired_differences(measured.runs, title="Paired differences from the default")),
-        "One point for each seed, with the mean and its 95 % interval.",
-        alt="Differences scattered around their means, and a line at zero.",
-        source=source,
-    )
-    row = _against(measured, "fitted", "diagonal")
-    words = verdict(row["difference"], row["difference_ci95"], row["p"], n=row["n"])
-    report.text(
-        "`fitted` samples from the chosen structures; `diagonal` keeps each entry's mean and variance without "
-        "correlations. The effect of the correlations, fitted against diagonal: ",
-        Sourced(words, "fitted-against-diagonal.json"),
-        ".",
-    )

@@ -57,7 +57,6 @@ class Exchangeable(Structure):
 
     name = "exchangeable"
     form = "exchangeable"
-    summary = "whole network: one covariance for each type of invariant part, within and across layers"
     options = ("gain", "denoise")
     needs_samples = False
     uses_permutations = True

@@ -1,0 +1,69 @@
+"""Published schemes as entries of one covariance, and initialisers drawn from it: reads analyses/one_structure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from weightscope import plots
+from weightscope.plots import theme
+
+HERE = Path(__file__).parent
+STUDY = HERE.parent / "analyses" / "one_structure"
+NAMES = {"convnext": "ConvNeXt", "vit": "ViT", "convmixer": "ConvMixer"}
+TITLES = {"correlation": "correlations within and across layers", "variance ratio": "stripes"}
+
+
+def entries(axes: Axes, rows: list[dict[str, Any]], what: str, title: str) -> None:
+    """One line for each scheme, one point with its interval for each block or pair of blocks."""
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows if row["what"] == what))
+    for place, scheme in enumerate(schemes):
+        found = [row for row in rows if row["scheme"] == scheme and row["what"] == what]
+        for i, row in enumerate(found):
+            y = place + (0 if len(found) == 1 else 0.6 * (i / (len(found) - 1) - 0.5))
+            clear = not row["ci95"][0] <= (0 if what == "correlation" else 1) <= row["ci95"][1]
+            colour = theme.PALETTE[0] if clear else theme.MUTED
+            axes.plot(row["ci95"], [y, y], color=colour, lw=1.2)
+            axes.plot(row["value"], y, "o", ms=3.5, color=colour)
+    axes.axvline(0 if what == "correlation" else 1, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
+    axes.set(yticks=range(len(schemes)), yticklabels=schemes, ylim=(len(schemes) - 0.4, -0.6), title=title)
+    axes.set_xlabel("correlation" if what == "correlation" else "variance relative to independent entries")
+
+
+def differences(axes: Axes, arms: list[dict[str, Any]], title: str, *, labelled: bool) -> None:
+    """Difference from the default of each arm, in points of accuracy, with its 95 % interval."""
+    shown = [row for row in arms if row["difference"] is not None]
+    for y, row in enumerate(shown):
+        low, high = (100 * value for value in row["difference_ci95"])
+        kind = 1 if row["init"].endswith("(scale only)") else 0 if row["init"].startswith("gain") else 2
+        axes.plot([low, high], [y, y], color=theme.PALETTE[kind], lw=1.4)
+        axes.plot(100 * row["difference"], y, theme.MARKERS[kind], ms=4.5, color=theme.PALETTE[kind])
+    axes.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
+    axes.set(yticks=range(len(shown)), ylim=(len(shown) - 0.4, -0.6), title=title, xlabel="points over default")
+    axes.set_yticklabels([row["init"] for row in shown] if labelled else [])
+
+
+def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
+    table = json.loads((study / "table.json").read_text())
+    found = [name for name in NAMES if name in table]
+    figure, axes = plots.subplots(len(found), 2, width=13, height=3.6 * len(found))
+    for line, name in zip(axes, found, strict=True):
+        networks, rows = table[name]["networks"], table[name]["rows"]
+        for ax, what in zip(line, ("correlation", "variance ratio"), strict=True):
+            entries(ax, rows, what, f"{NAMES[name]}: {TITLES[what]} ({networks} networks)")
+    plots.save(figure, out)
+
+    results = json.loads((study / "results.json").read_text())
+    found = [name for name in NAMES if name in results]
+    conditions = list(results[found[0]]["conditions"])
+    figure, axes = plots.subplots(len(found), len(conditions), width=16, height=3.4 * len(found))
+    for line, name in zip(axes, found, strict=True):
+        for ax, condition in zip(line, conditions, strict=True):
+            arms = results[name]["conditions"][condition]["arms"]
+            differences(ax, arms, f"{NAMES[name]}, {condition}", labelled=True)
+    plots.save(figure, out.with_name(f"{out.stem}_benchmarks{out.suffix}"))
+
+
+if __name__ == "__main__":
+    main()
