@@ -1,5 +1,6 @@
 """Every analysis, figure and benchmark script runs, at its smallest size; recipes of the studies are valid."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -52,6 +53,30 @@ def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path
     sums = study.fast_ratio(fc1, 1).sum(0)
     row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "fc1", "column"))
     assert sums[0] / sums[1] == pytest.approx(row["ratio"])
+
+
+def test_the_study_of_one_structure(population: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "one_structure")
+    study = importlib.import_module("run")
+    for name, value in {"SEEDS": {"short": 2}, "GAINS": (0.0, 3.0), "GAIN_SEEDS": 2}.items():
+        monkeypatch.setattr(study, name, value)
+    case = study.Case(population.recipe, "stages.*", ("mimetic_mlp",), 1, 1, 4, 12)
+    found = study.benchmarks(case, population, tmp_path / "work", workers=1, device="cpu", progress=False)
+    arms = {row["init"]: row for row in found["conditions"]["short"]["arms"]}
+    chosen = f"gain-{found['gain']['chosen']:g}"
+    assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
+    assert arms[chosen]["beyond_scale"] is not None
+    assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]
+    rows = study.table(population, "convnext")
+    study.merge(tmp_path / "table.json", "convnext", {"networks": len(population), "rows": rows})
+    study.merge(tmp_path / "results.json", "convnext", found)
+    script("figures/one_structure.py").main(tmp_path, tmp_path / "one.png")
+    assert (tmp_path / "one_benchmarks.png").stat().st_size > 10_000
+
+    means = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
+    means = means - means.mean(0)
+    row = next(r for r in rows if r["scheme"] == "stripes: fc1 column means")
+    assert row["value"] == pytest.approx(8 * np.square(means.mean(1)).mean() / np.square(means).mean())
 
 
 @pytest.mark.parametrize("figure", ["initialisers"])

@@ -23,6 +23,7 @@ from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import exchangeable_covariance
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.arms import labelled
+from weightscope.data import fashion_mnist
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
@@ -49,7 +50,7 @@ class Case:
         networks: in the population.
     """
 
-    recipe: Path
+    recipe: Recipe
     select: str
     hand_made: tuple[str | InitConfig, ...]
     short: int
@@ -65,7 +66,7 @@ class Case:
             "data.test": 2000,
             "network.patch_size": self.patch,
         }
-        width = Recipe.load(self.recipe).network.width
+        width = self.recipe.network.width
         return {
             "short": {"training.epochs": self.short},
             "long": {"training.epochs": self.long},
@@ -78,7 +79,7 @@ FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar
 CASES = {
     "convnext": Case(ROOT / "weightscope/demo/demo.toml", "stages.*", ("mimetic_mlp", FILTERS), 3, 12, 4, 256),
     "vit": Case(
-        ROOT / "populations/digits-vit.toml",
+        Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",
         ("mimetic_attention", "mimetic_mlp", "mimetic_attention+mimetic_mlp"),
         4,
@@ -87,7 +88,13 @@ CASES = {
         128,
     ),
     "convmixer": Case(
-        ROOT / "populations/digits-convmixer.toml", "blocks.*.weight,blocks.*.bias", (FILTERS,), 3, 12, 4, 128
+        Recipe.load(ROOT / "populations/digits-convmixer.toml"),
+        "blocks.*.weight,blocks.*.bias",
+        (FILTERS,),
+        3,
+        12,
+        4,
+        128,
     ),
 }
 
@@ -183,7 +190,7 @@ def gain_curve(case: Case, artifact: Callable[..., Path], folder: Path, **option
     """
     files = [artifact(f"gain-{gain:g}", gain=gain) for gain in GAINS]
     changes = {"data": held_back.digits, "population.seed": GAIN_SEED, "training.epochs": case.short}
-    recipe = Recipe.load(case.recipe).replace(changes)
+    recipe = case.recipe.replace(changes)
     found = bench(recipe, files, folder / "gain", seeds=GAIN_SEEDS, **options)
     accuracy = np.array([[run["accuracy"] for run in found.runs if run["init"] == f.stem] for f in files])
     behind = accuracy[accuracy.mean(1).argmax()] - accuracy
@@ -209,8 +216,13 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
     more += [best.model_copy(update={"artifact": str(artifact("scale", "isotropic", "tensor"))}), *case.hand_made[1:]]
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
     out: dict[str, Any] = {"gain": gain, "conditions": {}}
-    for condition, changes in case.conditions().items():
-        recipe = Recipe.load(case.recipe).replace({**changes, "population.seed": BENCH_SEED})
+    conditions = case.conditions()
+    if "other data" in SEEDS and not fashion_mnist.at_hand(options.get("data")):
+        print("Fashion-MNIST is not at hand: no comparison on other data")
+        conditions.pop("other data")
+    for condition in (name for name in conditions if name in SEEDS):
+        changes = conditions[condition]
+        recipe = case.recipe.replace({**changes, "population.seed": BENCH_SEED})
         wanted = [*arms, *(init for init in more if init != derived)] if condition == "short" else arms
         found = bench(recipe, wanted, folder / condition.replace(" ", "-"), seeds=SEEDS[condition], **options)
         out["conditions"][condition] = {"recipe": recipe.to_dict(), "arms": found.arms, "runs": found.runs}
@@ -229,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.only or CASES:
         case, folder = CASES[name], options.work / name
-        recipe = Recipe.load(case.recipe).replace({"population.networks": case.networks})
+        recipe = case.recipe.replace({"population.networks": case.networks})
         population = collect(recipe, folder / "population.pop", workers=options.workers, device="cpu")
         if options.part == "table":
             merge(options.out / "table.json", name, {"networks": len(population), "rows": table(population, name)})
