@@ -74,7 +74,7 @@ CASES = {
     "random_filters": (small_mixer, "random_filters", {"distribution": "uniform", "gain": 2.0}),
     "impulse_filters": (small_mixer, "impulse_filters", {}),
     "mimetic_mlp-scalar": (narrow_vit, "mimetic_mlp", {}),
-    "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 1e-3}),
+    "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 0.5}),
     "mimetic_mlp-anticorrelated": (narrow_vit, "mimetic_mlp", {"mode": "anticorrelated"}),
     "mimetic_ssm": (functools.partial(mamba, "hf-mamba"), "mimetic_ssm", {}),
     "mimetic_ssm-2": (functools.partial(mamba, "hf-mamba2"), "mimetic_ssm", {"c": 4.0}),
@@ -296,11 +296,11 @@ def test_an_audit_answers_the_same_twice_and_changes_nothing():
 def test_a_state_dict_with_its_config():
     model = small_vit(0)
     wi.mimetic_attention_(model, generator=generator(0))
-    wi.mimetic_mlp_(model, mode="rows", sigma=1e-3, generator=generator(0))
-    found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=1e-3)
+    wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=generator(0))
+    found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=0.5)
     assert found.passed
     assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
-    assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=1e-3).to_dict()
+    assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=0.5).to_dict()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import delta_orthogonal_, layer_scale_identity_, mimetic_mlp_, mimetic_ssm_, t_fixup_, zero_init_
 from weightscope.init.mlp import anticorrelated
 from weightscope.init.residual import zero_matrix
-from weightscope.networks import ViT
+from weightscope.networks import ConvNeXt, ViT
 
 
 def seeded(seed=0):
@@ -27,9 +27,9 @@ def vit(**options):
 
 @pytest.mark.parametrize("mode", ["scalar", "rows"])
 def test_the_mean_reaches_every_hidden_unit_alike(mode):
-    """Eq. 1 and 2: all p pre-activations of x move by the same number, b^T x or b sum(x)."""
+    """Eq. 1 and 2: all p pre-activations of x move by the same number, c^T x or b s sum(x)."""
     before = vit()
-    after = mimetic_mlp_(copy.deepcopy(before), mode=mode, b=0.1, sigma=0.01, generator=seeded())
+    after = mimetic_mlp_(copy.deepcopy(before), mode=mode, b=1.2, sigma=1.2, generator=seeded())
     x = torch.randn(5, 48, generator=seeded(1))
     for old, new in zip(before.blocks, after.blocks, strict=True):
         move = (new.mlp.fc1(x) - old.mlp.fc1(x)).detach()  # (5, p)
@@ -39,10 +39,45 @@ def test_the_mean_reaches_every_hidden_unit_alike(mode):
         assert torch.equal(old.mlp.fc2.weight, new.mlp.fc2.weight)
 
 
-def test_rows_keep_the_grand_mean_and_sigma_is_a_variance():
+@pytest.mark.parametrize("width", [16, 48, 256])
+def test_a_number_means_the_same_at_any_width(width):
+    """The share of fc1's mean square that is the mean's is b^2 / (1 + b^2) at every width; b = 0.3 is not lost at 16."""
+    net = nn.Sequential()
+    net.fc1, net.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    nn.init.normal_(net.fc1.weight, std=1 / math.sqrt(3 * width), generator=seeded())
+    mimetic_mlp_(net, b=0.3)
+    weight = net.fc1.weight.detach()
+    ratio = weight.mean() / weight.std()
+    assert abs(ratio - 0.3) < 6 / math.sqrt(weight.numel()) + 6 * 0.3 / math.sqrt(2 * weight.numel())
+
+
+def test_the_published_network_gets_the_published_mean():
+    """Eq. 2 with an absolute b at the width of Fig. 4: adding b is `b * sqrt(3 * 256)` in units of default entries."""
+    torch.manual_seed(0)
+    before = ConvNeXt(256, 1, layer_scale=None)
+    published = 0.01
+    after = mimetic_mlp_(copy.deepcopy(before), b=published * math.sqrt(3 * 256))
+    one, other = (net.stages[0].blocks[0].mlp.fc1.weight.detach() for net in (before, after))
+    torch.testing.assert_close(other, one + published, atol=1e-8, rtol=1e-6)
+    assert 1 / math.sqrt(3 * 256) == pytest.approx(one.std().item(), rel=0.02)  # what torch gives
+
+
+def test_after_a_layer_norm_the_scalar_mean_changes_gradients_only():
+    before = vit()
+    after = mimetic_mlp_(copy.deepcopy(before), b=1.0)
+    x = torch.randn(2, 3, 16, 16, generator=seeded(2))
+    outputs = [net(x) for net in (before, after)]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0)
+    for net, out in zip((before, after), outputs, strict=True):
+        out.square().mean().backward()
+    one, other = (net.blocks[0].norm2.bias.grad for net in (before, after))
+    assert (one - other).norm() > 0.1 * one.norm()
+
+
+def test_rows_keep_the_grand_mean_and_sigma_is_a_deviation():
     net = nn.TransformerEncoderLayer(4096, 8, 4)
     nn.init.zeros_(net.linear1.weight)
-    mimetic_mlp_(net, mode="rows", sigma=0.01, generator=seeded())
+    mimetic_mlp_(net, mode="rows", sigma=0.1 * math.sqrt(3 * 4096), generator=seeded())
     means = net.linear1.weight.detach()[0]
     assert abs(means.std() - 0.1) < 0.1 * 6 / math.sqrt(2 * 4096)
     assert abs(means.mean()) < 6 * 0.1 / 64
