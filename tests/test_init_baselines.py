@@ -10,7 +10,16 @@ from torch import nn
 
 from weightscope import anatomy
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import delta_orthogonal_, layer_scale_identity_, mimetic_mlp_, mimetic_ssm_, t_fixup_, zero_init_
+from weightscope.init import (
+    delta_orthogonal_,
+    layer_scale_identity_,
+    mimetic_conv_mlp_,
+    mimetic_first_last_mlp_,
+    mimetic_mlp_,
+    mimetic_ssm_,
+    t_fixup_,
+    zero_init_,
+)
 from weightscope.init.mlp import anticorrelated
 from weightscope.init.residual import zero_matrix
 from weightscope.networks import ConvNeXt, ViT
@@ -100,6 +109,82 @@ def test_gates_get_a_vector_of_their_own():
     assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
     assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
     assert torch.equal(new[1].read("fc1"), old[1].read("fc1"))
+
+
+# --- across layers ----------------------------------------------------------------------------------------------------
+
+
+def convnext(width, depth=2):
+    torch.manual_seed(0)
+    return ConvNeXt(width, depth, kernel_size=3, patch_size=2, expansion=2, layer_scale=None)
+
+
+def z_of(x, y, wanted):
+    """Fisher's transform of a correlation, in standard errors 1 / sqrt(n - 3) from that of what was asked for."""
+    found = torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].item()
+    return (math.atanh(found) - math.atanh(wanted)) * math.sqrt(x.numel() - 3)
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("correlation", [-0.5, 0.9])
+def test_central_pixels_get_the_correlation_with_the_product(width, correlation):
+    """Six standard errors at three sizes; an untouched network is more than six away where the size can tell."""
+    before = convnext(width)
+    after = mimetic_conv_mlp_(copy.deepcopy(before), correlation=correlation)
+    for old, new in zip(before.stages[0].blocks, after.stages[0].blocks, strict=True):
+        product = (new.mlp.fc2.weight @ new.mlp.fc1.weight).diagonal().detach()
+        pixels = new.conv_dw.weight.detach()[:, 0, 1, 1]
+        assert abs(z_of(product, pixels, correlation)) < 6
+        if width == 256:
+            assert abs(z_of(product, old.conv_dw.weight.detach()[:, 0, 1, 1], correlation)) > 6
+        deviation = old.conv_dw.weight.detach()[:, 0, 1, 1].std()
+        assert abs(pixels.std() / deviation - 1) < 6 / math.sqrt(width)
+        assert torch.equal(old.mlp.fc1.weight, new.mlp.fc1.weight)
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("mode", ["entries", "rows"])
+def test_the_last_fc2_gets_the_correlation_with_the_first(width, mode):
+    before = convnext(width, depth=3)
+    after = mimetic_first_last_mlp_(copy.deepcopy(before), correlation=-0.6, mode=mode)
+    first, middle, last = (block.mlp.fc2.weight.detach() for block in after.stages[0].blocks)
+    old = [block.mlp.fc2.weight.detach() for block in before.stages[0].blocks]
+    assert abs(z_of(first.mean(1), last.mean(1), -0.6)) < 6
+    if mode == "entries":
+        assert abs(z_of(first, last, -0.6)) < 6
+        assert abs(z_of(first, old[2], -0.6)) > 6
+    else:  # nothing but row means moves
+        assert abs(z_of(first, last, -0.6)) > 6
+        torch.testing.assert_close(last - last.mean(1, keepdim=True), old[2] - old[2].mean(1, keepdim=True))
+    assert torch.equal(first, old[0])
+    assert torch.equal(middle, old[1])
+
+
+def test_layers_of_different_shapes_and_equal_weights_are_refused():
+    stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
+    with pytest.raises(AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"):
+        mimetic_first_last_mlp_(stages)
+    mimetic_first_last_mlp_(stages, layers=[0, 1])
+    with pytest.raises(UsageError, match=r"expected two different layers, found \[0, 0\]"):
+        mimetic_first_last_mlp_(stages, layers=[0, 0])
+    with pytest.raises(UsageError, match="expected two layers"):
+        mimetic_first_last_mlp_(stages, layers=[0])
+    with pytest.raises(AnatomyError, match="at least two MLPs"):
+        mimetic_first_last_mlp_(convnext(8, depth=1))
+    with pytest.raises(UsageError, match=r"correlation: expected a number in \[-1, 1\], found -1.5"):
+        mimetic_conv_mlp_(stages, correlation=-1.5)
+    nn.init.ones_(stages.stages[0].blocks[0].conv_dw.weight)
+    with pytest.raises(UsageError, match="expected entries that vary"):
+        mimetic_conv_mlp_(stages)
+    with pytest.raises(UsageError, match="expected filters of odd side, found 4 x 4"):
+        mimetic_conv_mlp_(EvenBlock())
+
+
+class EvenBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8)
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
 
 
 # --- state-space layers -----------------------------------------------------------------------------------------------
