@@ -16,8 +16,10 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope.auditing import EXPECTATIONS, AuditReport, Check, audit
 from weightscope.auditing import attention as attention_audit
-from weightscope.auditing.intervals import LEVEL, chi_squared, f_ratio, normal, predicted
+from weightscope.auditing.intervals import LEVEL, chi_squared, f_ratio, normal, pooled_correlation, predicted
+from weightscope.auditing.intervals import correlation as correlation_interval
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.init.across_layers import correlated
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 torch.set_num_threads(1)
@@ -64,6 +66,11 @@ def narrow_vit(seed: int) -> nn.Module:
     return ViT(32, 8, 48, 1, 3, 10)
 
 
+def small_convnext(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return ConvNeXt(96, 4, kernel_size=3, expansion=2, layer_scale=None)
+
+
 CASES = {
     "mimetic_attention": (small_vit, "mimetic_attention", {}),
     "mimetic_attention-language": (narrow_vit, "mimetic_attention", {"preset": "language"}),
@@ -74,8 +81,11 @@ CASES = {
     "random_filters": (small_mixer, "random_filters", {"distribution": "uniform", "gain": 2.0}),
     "impulse_filters": (small_mixer, "impulse_filters", {}),
     "mimetic_mlp-scalar": (narrow_vit, "mimetic_mlp", {}),
-    "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 1e-3}),
+    "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 0.5}),
     "mimetic_mlp-anticorrelated": (narrow_vit, "mimetic_mlp", {"mode": "anticorrelated"}),
+    "mimetic_conv_mlp": (small_convnext, "mimetic_conv_mlp", {}),
+    "mimetic_first_last_mlp": (small_convnext, "mimetic_first_last_mlp", {"correlation": -0.2}),
+    "mimetic_first_last_mlp-rows": (small_convnext, "mimetic_first_last_mlp", {"mode": "rows", "correlation": 0.9}),
     "mimetic_ssm": (functools.partial(mamba, "hf-mamba"), "mimetic_ssm", {}),
     "mimetic_ssm-2": (functools.partial(mamba, "hf-mamba2"), "mimetic_ssm", {"c": 4.0}),
     "kaiming_uniform": (narrow_vit, "kaiming_uniform", {}),
@@ -89,7 +99,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_correct_initialisations_pass_on_200_seeds(case):
-    """No false alarm. At 1e-6 per check all 19 x 200 audits together have a chance of at most 15 % to see one."""
+    """No false alarm. At 1e-6 per check all 22 x 200 audits together have a chance of at most 15 % to see one."""
     make, name, parameters = CASES[case]
     model = make(0)
     start = copy.deepcopy(model.state_dict())
@@ -97,8 +107,8 @@ def test_correct_initialisations_pass_on_200_seeds(case):
         model.load_state_dict(start)
         if name == "mimetic_ssm":
             redraw(model, seed)
-        elif name == "mimetic_mlp":
-            wi.kaiming_uniform_(model, select="*mlp*", generator=generator(1000 + seed))
+        elif name in ("mimetic_mlp", "mimetic_conv_mlp", "mimetic_first_last_mlp"):
+            wi.kaiming_uniform_(model, select="*mlp*,*conv_dw*" if "conv" in name else "*mlp*", generator=generator(1000 + seed))
         wi.get(name, **parameters)(model, generator=generator(seed))
         report = audit(model, name, **parameters)
         assert report.passed, f"seed {seed}\n{report}"
@@ -234,6 +244,34 @@ def test_quantiles():
     assert stats.binomtest(misses, 2000, 0.05).pvalue > 1e-3
 
 
+@pytest.mark.parametrize(("rho", "sizes"), [(0.0, [8]), (-0.5, [12, 24, 48]), (0.9, [16])])
+def test_the_interval_of_a_pooled_correlation_has_its_level(rho, sizes):
+    """At a level of 5 %, 5 % of 600 correct initialisations fall outside."""
+    low, high = correlation_interval(rho, sizes, level=0.05)
+    g, outside = generator(5), 0
+    for _ in range(600):
+        found = []
+        for n in sizes:
+            x, y = torch.randn(2, n, generator=g, dtype=torch.float64)
+            found.append(float(torch.corrcoef(torch.stack([x, correlated(x, y, rho)]))[0, 1]))
+        outside += not low <= pooled_correlation(found, sizes) <= high
+    assert stats.binomtest(outside, 600, 0.05).pvalue > 1e-3
+
+
+def test_a_correlation_that_independent_weights_could_have_is_undecidable():
+    """4 x 16 channels: the start has a correlation of -0.03 or less in 2 of 5 networks, so nothing can be concluded."""
+    torch.manual_seed(0)
+    narrow = ConvNeXt(16, 4, kernel_size=3, expansion=2, layer_scale=None)
+    wi.mimetic_conv_mlp_(narrow)
+    with pytest.raises(UsageError, match=r"mimetic_conv_mlp: undecidable, .* correlation -0.5 over 64 channels"):
+        audit(narrow, "mimetic_conv_mlp")
+    with pytest.raises(UsageError, match=r"undecidable, .* correlation -0.5 over 16 rows"):
+        audit(narrow, "mimetic_first_last_mlp", mode="rows")
+    assert not audit(narrow, "mimetic_first_last_mlp").passed  # 512 entries decide
+    assert audit(wi.mimetic_first_last_mlp_(narrow), "mimetic_first_last_mlp").passed
+    assert "undecidable" in audit(narrow).skipped["mimetic_conv_mlp"]
+
+
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
@@ -296,11 +334,11 @@ def test_an_audit_answers_the_same_twice_and_changes_nothing():
 def test_a_state_dict_with_its_config():
     model = small_vit(0)
     wi.mimetic_attention_(model, generator=generator(0))
-    wi.mimetic_mlp_(model, mode="rows", sigma=1e-3, generator=generator(0))
-    found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=1e-3)
+    wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=generator(0))
+    found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=0.5)
     assert found.passed
     assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
-    assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=1e-3).to_dict()
+    assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=0.5).to_dict()
 
 
 @pytest.mark.parametrize(

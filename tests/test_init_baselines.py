@@ -10,10 +10,19 @@ from torch import nn
 
 from weightscope import anatomy
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import delta_orthogonal_, layer_scale_identity_, mimetic_mlp_, mimetic_ssm_, t_fixup_, zero_init_
+from weightscope.init import (
+    delta_orthogonal_,
+    layer_scale_identity_,
+    mimetic_conv_mlp_,
+    mimetic_first_last_mlp_,
+    mimetic_mlp_,
+    mimetic_ssm_,
+    t_fixup_,
+    zero_init_,
+)
 from weightscope.init.mlp import anticorrelated
 from weightscope.init.residual import zero_matrix
-from weightscope.networks import ViT
+from weightscope.networks import ConvNeXt, ViT
 
 
 def seeded(seed=0):
@@ -27,9 +36,9 @@ def vit(**options):
 
 @pytest.mark.parametrize("mode", ["scalar", "rows"])
 def test_the_mean_reaches_every_hidden_unit_alike(mode):
-    """Eq. 1 and 2: all p pre-activations of x move by the same number, b^T x or b sum(x)."""
+    """Eq. 1 and 2: all p pre-activations of x move by the same number, c^T x or b s sum(x)."""
     before = vit()
-    after = mimetic_mlp_(copy.deepcopy(before), mode=mode, b=0.1, sigma=0.01, generator=seeded())
+    after = mimetic_mlp_(copy.deepcopy(before), mode=mode, b=1.2, sigma=1.2, generator=seeded())
     x = torch.randn(5, 48, generator=seeded(1))
     for old, new in zip(before.blocks, after.blocks, strict=True):
         move = (new.mlp.fc1(x) - old.mlp.fc1(x)).detach()  # (5, p)
@@ -39,10 +48,45 @@ def test_the_mean_reaches_every_hidden_unit_alike(mode):
         assert torch.equal(old.mlp.fc2.weight, new.mlp.fc2.weight)
 
 
-def test_rows_keep_the_grand_mean_and_sigma_is_a_variance():
+@pytest.mark.parametrize("width", [16, 48, 256])
+def test_a_number_means_the_same_at_any_width(width):
+    """The share of fc1's mean square that is the mean's is b^2 / (1 + b^2) at every width; b = 0.3 is not lost at 16."""
+    net = nn.Sequential()
+    net.fc1, net.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    nn.init.normal_(net.fc1.weight, std=1 / math.sqrt(3 * width), generator=seeded())
+    mimetic_mlp_(net, b=0.3)
+    weight = net.fc1.weight.detach()
+    ratio = weight.mean() / weight.std()
+    assert abs(ratio - 0.3) < 6 / math.sqrt(weight.numel()) + 6 * 0.3 / math.sqrt(2 * weight.numel())
+
+
+def test_the_published_network_gets_the_published_mean():
+    """Eq. 2 with an absolute b at the width of Fig. 4: adding b is `b * sqrt(3 * 256)` in units of default entries."""
+    torch.manual_seed(0)
+    before = ConvNeXt(256, 1, layer_scale=None)
+    published = 0.01
+    after = mimetic_mlp_(copy.deepcopy(before), b=published * math.sqrt(3 * 256))
+    one, other = (net.stages[0].blocks[0].mlp.fc1.weight.detach() for net in (before, after))
+    torch.testing.assert_close(other, one + published, atol=1e-8, rtol=1e-6)
+    assert 1 / math.sqrt(3 * 256) == pytest.approx(one.std().item(), rel=0.02)  # what torch gives
+
+
+def test_after_a_layer_norm_the_scalar_mean_changes_gradients_only():
+    before = vit()
+    after = mimetic_mlp_(copy.deepcopy(before), b=1.0)
+    x = torch.randn(2, 3, 16, 16, generator=seeded(2))
+    outputs = [net(x) for net in (before, after)]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0)
+    for net, out in zip((before, after), outputs, strict=True):
+        out.square().mean().backward()
+    one, other = (net.blocks[0].norm2.bias.grad for net in (before, after))
+    assert (one - other).norm() > 0.1 * one.norm()
+
+
+def test_rows_keep_the_grand_mean_and_sigma_is_a_deviation():
     net = nn.TransformerEncoderLayer(4096, 8, 4)
     nn.init.zeros_(net.linear1.weight)
-    mimetic_mlp_(net, mode="rows", sigma=0.01, generator=seeded())
+    mimetic_mlp_(net, mode="rows", sigma=0.1 * math.sqrt(3 * 4096), generator=seeded())
     means = net.linear1.weight.detach()[0]
     assert abs(means.std() - 0.1) < 0.1 * 6 / math.sqrt(2 * 4096)
     assert abs(means.mean()) < 6 * 0.1 / 64
@@ -65,6 +109,82 @@ def test_gates_get_a_vector_of_their_own():
     assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
     assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
     assert torch.equal(new[1].read("fc1"), old[1].read("fc1"))
+
+
+# --- across layers ----------------------------------------------------------------------------------------------------
+
+
+def convnext(width, depth=2):
+    torch.manual_seed(0)
+    return ConvNeXt(width, depth, kernel_size=3, patch_size=2, expansion=2, layer_scale=None)
+
+
+def z_of(x, y, wanted):
+    """Fisher's transform of a correlation, in standard errors 1 / sqrt(n - 3) from that of what was asked for."""
+    found = torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].item()
+    return (math.atanh(found) - math.atanh(wanted)) * math.sqrt(x.numel() - 3)
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("correlation", [-0.5, 0.9])
+def test_central_pixels_get_the_correlation_with_the_product(width, correlation):
+    """Six standard errors at three sizes; an untouched network is more than six away where the size can tell."""
+    before = convnext(width)
+    after = mimetic_conv_mlp_(copy.deepcopy(before), correlation=correlation)
+    for old, new in zip(before.stages[0].blocks, after.stages[0].blocks, strict=True):
+        product = (new.mlp.fc2.weight @ new.mlp.fc1.weight).diagonal().detach()
+        pixels = new.conv_dw.weight.detach()[:, 0, 1, 1]
+        assert abs(z_of(product, pixels, correlation)) < 6
+        if width == 256:
+            assert abs(z_of(product, old.conv_dw.weight.detach()[:, 0, 1, 1], correlation)) > 6
+        deviation = old.conv_dw.weight.detach()[:, 0, 1, 1].std()
+        assert abs(pixels.std() / deviation - 1) < 6 / math.sqrt(width)
+        assert torch.equal(old.mlp.fc1.weight, new.mlp.fc1.weight)
+
+
+@pytest.mark.parametrize("width", [32, 96, 256])
+@pytest.mark.parametrize("mode", ["entries", "rows"])
+def test_the_last_fc2_gets_the_correlation_with_the_first(width, mode):
+    before = convnext(width, depth=3)
+    after = mimetic_first_last_mlp_(copy.deepcopy(before), correlation=-0.6, mode=mode)
+    first, middle, last = (block.mlp.fc2.weight.detach() for block in after.stages[0].blocks)
+    old = [block.mlp.fc2.weight.detach() for block in before.stages[0].blocks]
+    assert abs(z_of(first.mean(1), last.mean(1), -0.6)) < 6
+    if mode == "entries":
+        assert abs(z_of(first, last, -0.6)) < 6
+        assert abs(z_of(first, old[2], -0.6)) > 6
+    else:  # nothing but row means moves
+        assert abs(z_of(first, last, -0.6)) > 6
+        torch.testing.assert_close(last - last.mean(1, keepdim=True), old[2] - old[2].mean(1, keepdim=True))
+    assert torch.equal(first, old[0])
+    assert torch.equal(middle, old[1])
+
+
+def test_layers_of_different_shapes_and_equal_weights_are_refused():
+    stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
+    with pytest.raises(AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"):
+        mimetic_first_last_mlp_(stages)
+    mimetic_first_last_mlp_(stages, layers=[0, 1])
+    with pytest.raises(UsageError, match=r"expected two different layers, found \[0, 0\]"):
+        mimetic_first_last_mlp_(stages, layers=[0, 0])
+    with pytest.raises(UsageError, match="expected two layers"):
+        mimetic_first_last_mlp_(stages, layers=[0])
+    with pytest.raises(AnatomyError, match="at least two MLPs"):
+        mimetic_first_last_mlp_(convnext(8, depth=1))
+    with pytest.raises(UsageError, match=r"correlation: expected a number in \[-1, 1\], found -1.5"):
+        mimetic_conv_mlp_(stages, correlation=-1.5)
+    nn.init.ones_(stages.stages[0].blocks[0].conv_dw.weight)
+    with pytest.raises(UsageError, match="expected entries that vary"):
+        mimetic_conv_mlp_(stages)
+    with pytest.raises(UsageError, match="expected filters of odd side, found 4 x 4"):
+        mimetic_conv_mlp_(EvenBlock())
+
+
+class EvenBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8)
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
 
 
 # --- state-space layers -----------------------------------------------------------------------------------------------

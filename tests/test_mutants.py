@@ -328,7 +328,7 @@ def test_absolute_eigenvalues_hide_a_mirrored_shift():
 
 # --- MLP -----------------------------------------------------------------------------------------------------------
 
-SIGMA = 1e-3
+SIGMA, B = 0.5, 0.8  # in units of the deviation of default entries
 
 
 def fc1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
@@ -339,27 +339,36 @@ def fc1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> C
     return build
 
 
+def unit(fc1: Tensor) -> float:
+    return 1 / math.sqrt(3 * fc1.shape[1])
+
+
 def rows(fc1: Tensor, g: torch.Generator, sd: float) -> Tensor:
     return torch.randn(1, fc1.shape[1], generator=g) * sd
 
 
-ROWS, SCALAR, ANTI = {"mode": "rows", "sigma": SIGMA}, {"mode": "scalar", "b": 0.05}, {"mode": "anticorrelated"}
+ROWS, SCALAR, ANTI = {"mode": "rows", "sigma": SIGMA}, {"mode": "scalar", "b": B}, {"mode": "anticorrelated"}
 MLP = {
     "one number for each hidden unit": Mutant(
-        fc1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * math.sqrt(SIGMA)), ("unit means",), ROWS
+        fc1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * SIGMA * unit(w)), ("unit means",), ROWS
     ),
-    "variance used as deviation": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
+    "variance used as deviation": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, (SIGMA * unit(w)) ** 2)), ("input means",), ROWS),
     "one vector for each entry": Mutant(
-        fc1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * math.sqrt(SIGMA)), ("input means",), ROWS
+        fc1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * SIGMA * unit(w)), ("input means",), ROWS
     ),
     "scalar where a vector is meant": Mutant(
-        fc1_update(lambda w, _, g: w + math.sqrt(SIGMA)), ("input means", "mean"), ROWS
+        fc1_update(lambda w, _, g: w + SIGMA * unit(w)), ("input means", "mean"), ROWS
     ),
     "not done": Mutant(fc1_update(lambda w, _, g: w), ("input means",), ROWS),
-    "scalar with the wrong sign": Mutant(fc1_update(lambda w, _, g: w - 0.05), ("mean",), SCALAR),
+    "scalar with the wrong sign": Mutant(fc1_update(lambda w, _, g: w - B * unit(w)), ("mean",), SCALAR),
     "vector where a scalar is meant": Mutant(
-        fc1_update(lambda w, _, g: w + 0.05 + rows(w, g, 0.05)), ("input means",), SCALAR
+        fc1_update(lambda w, _, g: w + B * unit(w) + rows(w, g, 0.8 * unit(w))), ("input means",), SCALAR
     ),
+    "in units of the weights": Mutant(fc1_update(lambda w, _, g: w + B), ("mean",), SCALAR),
+    "in units of the other fan": Mutant(
+        fc1_update(lambda w, _, g: w + B / math.sqrt(3 * len(w))), ("mean",), SCALAR
+    ),
+    "sigma in units of the weights": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
     "sum for difference": Mutant(fc1_update(lambda w, fc2, g: (w + fc2.T) / 2), ("slope",), ANTI),
     "half forgotten": Mutant(fc1_update(lambda w, fc2, g: w - fc2.T), ("slope",), ANTI),
     "fc1 replaced": Mutant(fc1_update(lambda w, fc2, g: -fc2.T / 2), ("own share of variance",), ANTI),
@@ -369,7 +378,7 @@ MLP = {
 
 def into_fc2(module: nn.Module, g: torch.Generator) -> None:
     for part in anatomy.mlps(module):
-        part.write("fc2", part.read("fc2") + 0.05)
+        part.write("fc2", part.read("fc2") + B * unit(part.read("fc1")))
 
 
 MLP["second layer for first"] = Mutant(into_fc2, ("mean",), SCALAR)
@@ -383,8 +392,8 @@ def test_wrong_mlps_fail(name):
 @pytest.mark.parametrize("parameters", [ROWS, SCALAR, ANTI], ids=["rows", "scalar", "anticorrelated"])
 def test_right_mlps_pass(parameters):
     updates = {
-        "rows": lambda w, _, g: w + rows(w, g, math.sqrt(SIGMA)),
-        "scalar": lambda w, _, g: w + 0.05,
+        "rows": lambda w, _, g: w + rows(w, g, SIGMA * unit(w)),
+        "scalar": lambda w, _, g: w + B * unit(w),
         "anticorrelated": lambda w, fc2, g: (w - fc2.T) / 2,
     }
     model = vit()

@@ -121,3 +121,8 @@ def fans(matrix: Tensor) -> tuple[int, int]:
     """(fan in, fan out) of a weight (out, in, ...), as in torch: the inputs of one output, the outputs of one input."""
     receptive = math.prod(matrix.shape[2:])
     return matrix.shape[1] * receptive, matrix.shape[0] * receptive
+
+
+def default_deviation(matrix: Tensor) -> float:
+    """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in)."""
+    return 1 / math.sqrt(3 * fans(matrix)[0])

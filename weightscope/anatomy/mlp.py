@@ -91,6 +91,10 @@ class MLPPart(InSlots):
             )
         return self._weights[part]
 
+    def shape(self, part: MLPName) -> tuple[int, int]:
+        """(out, in) of one matrix, without reading it."""
+        return self._slot(part).size(self._tensors)
+
     def read(self, part: MLPName) -> Tensor:
         """A copy of one matrix, float32 or better, in torch's (out, in) layout: fc1 and gate (p, n), fc2 (n_out, p)."""
         return self._slot(part).read(self._tensors)

@@ -14,7 +14,7 @@ from weightscope._util.signatures import REQUIRED, Signature, distribute, label_
 from weightscope.anatomy import NamedTensors, named_tensors
 
 # Imported for their registration.
-from weightscope.auditing import attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
+from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check

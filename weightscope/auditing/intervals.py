@@ -7,7 +7,9 @@ shape, or at the same ratio of a smaller width, and the interval is a t predicti
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 from scipy import stats
 
 # Per check. A report of 5,000 checks (36 heads have about 300) then has a false-alarm rate below 0.5 %.
@@ -57,3 +59,45 @@ def skewed_limit(draws: Sequence[float], *, level: float = LEVEL) -> float:
     mean = sum(draws) / len(draws)
     sd = 1.3 * math.sqrt(sum((x - mean) ** 2 for x in draws) / (len(draws) - 1))
     return float(stats.gamma.isf(level, (mean / sd) ** 2, scale=sd**2 / mean))
+
+
+def correlation(rho: float, sizes: Sequence[int], *, level: float = LEVEL, slack: float = 0.0) -> Interval:
+    """Interval of `pooled_correlation` of x with `rho x / s_x + sqrt(1 - rho^2) y / s_y`, x and y independent.
+
+    The deviations s are the sample's, so that a sample correlation r of x and y becomes exactly
+    (rho + q r) / sqrt(1 + 2 rho q r) with q = sqrt(1 - rho^2), and r has a known distribution: t of n - 2 degrees of
+    freedom. Its Fisher transform is averaged over samples, and taken to be normal with the exact mean and variance.
+
+    Args:
+        rho: what was asked for; 0 for independent samples.
+        sizes: n of each sample; those of 4 or fewer have no weight.
+        level: probability outside.
+        slack: added on each side.
+    """
+    share = _shares(sizes)
+    moments = np.array([_transformed(rho, n) if n > 4 else (0.0, 0.0) for n in sizes])
+    low, high = normal(float(share @ moments[:, 0]), math.sqrt(share**2 @ moments[:, 1]), level=level)
+    return math.tanh(low) - slack, math.tanh(high) + slack
+
+
+def pooled_correlation(correlations: Sequence[float], sizes: Sequence[int]) -> float:
+    """tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
+    return math.tanh(float(_shares(sizes) @ _fisher(np.asarray(correlations))))
+
+
+def _shares(sizes: Sequence[int]) -> np.ndarray:
+    weights = np.array([n - 3.0 if n > 4 else 0.0 for n in sizes])
+    return weights / weights.sum()
+
+
+def _fisher(r: np.ndarray) -> np.ndarray:
+    return np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
+
+
+@lru_cache(maxsize=512)
+def _transformed(rho: float, n: int) -> tuple[float, float]:
+    """Mean and variance of atanh((rho + q r) / sqrt(1 + 2 rho q r)), by the quantiles of r."""
+    t = stats.t.ppf((np.arange(4_000) + 0.5) / 4_000, n - 2)
+    r, q = t / np.sqrt(n - 2 + t**2), math.sqrt(1 - rho**2)
+    z = _fisher((rho + q * r) / np.sqrt(1 + 2 * rho * q * r))
+    return float(z.mean()), float(z.var())

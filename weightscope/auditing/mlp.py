@@ -6,7 +6,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import MLPPart, NamedTensors, mlps
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy.matrices import chosen_layers, default_deviation
 from weightscope.auditing.intervals import chi_squared, f_ratio, normal
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
@@ -39,16 +39,19 @@ def mimetic_mlp_checks(
 
 
 def _shifted(fc1: Tensor, mode: str, b: float, sigma: float) -> list[Row]:
+    """`b` and `sigma` are in units of the default entries' deviation, as in `mimetic_mlp_`."""
     p, n = fc1.shape
+    unit = default_deviation(fc1)
+    b, sigma = b * unit, sigma * unit
     mean, inputs, units = fc1.mean(), fc1.mean(0), fc1.mean(1)
     noise = float((fc1 - inputs - units[:, None] + mean).square().sum()) / ((p - 1) * (n - 1))  # entry variance
     spread = float(inputs.var()) * p / noise if noise else math.inf
     other = float(units.var()) * n / noise if noise else math.inf
     low, high = f_ratio(n - 1, (p - 1) * (n - 1))
-    if mode == "rows":  # the means have variance sigma + noise / p
-        gain = 1 + sigma * p / noise if noise else math.inf
+    if mode == "rows":  # the means have variance sigma^2 + noise / p
+        gain = 1 + sigma**2 * p / noise if noise else math.inf
         low, high = (gain * x for x in chi_squared(n - 1))
-        limits = normal(0.0, math.sqrt(sigma / n + noise / (p * n)))
+        limits = normal(0.0, math.sqrt(sigma**2 / n + noise / (p * n)))
     else:
         limits = normal(b, math.sqrt(noise / (p * n)), slack=0.005 * abs(b))
     return [

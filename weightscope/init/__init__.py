@@ -8,6 +8,8 @@ underscore. `get` and `compose` also take functions of your own, or references t
 from typing import TYPE_CHECKING, Any
 
 # `as`: exported to type checkers, which cannot follow an `__all__` that is computed from the registry.
+from weightscope.init.across_layers import mimetic_conv_mlp_ as mimetic_conv_mlp_
+from weightscope.init.across_layers import mimetic_first_last_mlp_ as mimetic_first_last_mlp_
 from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
 from weightscope.init.convolution import box_filters_ as box_filters_
 from weightscope.init.convolution import conv_covariance as conv_covariance

@@ -1,13 +1,11 @@
 """Mimetic initialisation of MLPs: a non-zero mean in the first layer."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy.matrices import chosen_layers, default_deviation
 from weightscope.errors import UsageError
 from weightscope.init._common import M, normal
 from weightscope.init.registry import INITIALISERS
@@ -30,28 +28,35 @@ def mimetic_mlp_(
     module: M,
     *,
     mode: str = "scalar",
-    b: float = 0.01,
-    sigma: float = 1e-4,
+    b: float = 0.3,
+    sigma: float = 0.3,
     gate: bool = False,
     layers: int | list[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> M:
-    """Add a mean to the weights of the first layer of every MLP.
+    """Add a mean to the weights of the first layer of every MLP, in units of the default entries' deviation.
 
-        scalar           W1 <- W1 + b 1_p 1_n^T                     (Eq. 2)
-        rows             W1 <- W1 + 1_p c^T,  c ~ N(0, sigma I_n)   (Eq. 1; sigma is a variance)
-        anticorrelated   W1 <- (W1 - W2^T) / 2                      (section 2, seen in ViTs)
+        scalar           W1 <- W1 + b s 1_p 1_n^T                          (Eq. 2)
+        rows             W1 <- W1 + 1_p c^T,  c ~ N(0, (sigma s)^2 I_n)    (Eq. 1)
+        anticorrelated   W1 <- (W1 - W2^T) / 2                             (section 2, seen in ViTs)
+
+        s = 1 / sqrt(3 n)
 
     W1 (p, n) is the weight of the first layer (fc1) in torch's (out, in) layout, with n inputs and p hidden units; W2
-    that of the second (fc2). In the mode "rows" each layer draws one vector, so that the columns of W1 have means while
-    its grand mean stays zero. The paper does not give b or sigma; the defaults are a third of the standard deviation
-    of torch's default entries at n = 300.
+    that of the second (fc2). s is the standard deviation of torch's default entries, from which the paper's networks
+    start, so that a number means the same relative to them at any width. The paper's b is `b * s` and its sigma, a
+    variance, is `(sigma * s) ** 2`: to add a published b at width n, pass `b * sqrt(3 n)`. The paper prints neither
+    value (Fig. 4 sweeps b at n = 256); 0.3 here is its b = 0.01 or sigma = 1e-4 at n = 300.
+
+    In the mode "rows" each layer draws one vector, so that the columns of W1 have means while its grand mean stays
+    zero. After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and "scalar" does not change the
+    network's function at the start; it changes the gradients of the LayerNorm.
 
     Args:
         module: changed in place: the first layers' weights only.
         mode: "scalar", "rows" or "anticorrelated".
-        b: the mean in the mode "scalar".
-        sigma: the variance of the means in the mode "rows", >= 0.
+        b: the mean in the mode "scalar", in units of s.
+        sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
         gate: in gated MLPs, do the same to the gate (with its own vector).
         layers: which MLPs, counted from 0; None for all.
         generator: a CPU generator; None for torch's global one. Only "rows" draws.
@@ -63,7 +68,7 @@ def mimetic_mlp_(
     Source: MLP paper, Eq. 1 and 2.
 
     Example:
-        >>> mimetic_mlp_(vit, mode="rows", sigma=1e-4, generator=torch.Generator().manual_seed(0))
+        >>> mimetic_mlp_(vit, mode="rows", sigma=0.5, generator=torch.Generator().manual_seed(0))
     """
     choice("mode", mode, _MODES)
     number("b", b)
@@ -77,8 +82,8 @@ def mimetic_mlp_(
             if mode == "anticorrelated":
                 part.write(name, anticorrelated(w1, part.read("fc2")))
             elif mode == "rows":
-                vector = normal(w1.shape[1], generator=generator) * math.sqrt(sigma)
+                vector = normal(w1.shape[1], generator=generator) * (sigma * default_deviation(w1))
                 part.write(name, shifted(w1, vector.to(w1)))
             else:
-                part.write(name, shifted(w1, b))
+                part.write(name, shifted(w1, b * default_deviation(w1)))
     return module

@@ -9,6 +9,7 @@ from weightscope.structures.isotropic import Isotropic
 from weightscope.structures.group_means import GroupMeans
 from weightscope.structures.diagonal import Diagonal
 from weightscope.structures.kronecker import Kronecker
+from weightscope.structures.tensor_normal import TensorNormal
 from weightscope.structures.low_rank import LowRank
 from weightscope.structures.dense import Dense
 from weightscope.structures.exchangeable import Exchangeable
@@ -25,6 +26,7 @@ __all__ = [
     "Kronecker",
     "LowRank",
     "Structure",
+    "TensorNormal",
     "structure_class",
     "structure_reference",
 ]
