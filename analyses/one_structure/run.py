@@ -77,7 +77,9 @@ class Case:
 
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
 CASES = {
-    "convnext": Case(ROOT / "weightscope/demo/demo.toml", "stages.*", ("mimetic_mlp", FILTERS), 3, 12, 4, 256),
+    "convnext": Case(
+        Recipe.load(ROOT / "weightscope/demo/demo.toml"), "stages.*", ("mimetic_mlp", FILTERS), 3, 12, 4, 256
+    ),
     "vit": Case(
         Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",
