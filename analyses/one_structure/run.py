@@ -20,7 +20,7 @@ import held_back
 import numpy as np
 
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import exchangeable_covariance
+from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.arms import labelled
 from weightscope.data import fashion_mnist
@@ -76,10 +76,9 @@ class Case:
 
 
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
+CONVNEXT = ("mimetic_mlp", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
 CASES = {
-    "convnext": Case(
-        Recipe.load(ROOT / "weightscope/demo/demo.toml"), "stages.*", ("mimetic_mlp", FILTERS), 3, 12, 4, 256
-    ),
+    "convnext": Case(Recipe.load(ROOT / "weightscope/demo/demo.toml"), "stages.*", CONVNEXT, 3, 12, 4, 256),
     "vit": Case(
         Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",
@@ -130,6 +129,11 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
         pair = pairs[frozenset((a, b)), axes]
         size = {"value": pair.correlation, "ci95": list(pair.ci95), "z": float(pair.z), "p": pair.p}
         rows.append({"scheme": scheme, "what": "correlation", "a": a, "b": b, "groups": list(pair.groups)} | size)
+    if architecture == "convnext":
+        for block in filter_mlp_correlation(population).blocks:
+            scheme = "fourth order: central pixel and diag(W2 W1)"
+            size = {"value": block.correlation, "ci95": list(block.ci95), "p": block.p}
+            rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
     for tensor in population.spec.tensors:
         shape = tensor.shape
         if len(shape) == 4 and shape[1] == 1 and "blocks" in tensor.name:
@@ -178,6 +182,7 @@ def fitted(population: Population, case: Case, folder: Path) -> Callable[..., Pa
     def artifact(name: str, structure: str = "exchangeable", joint: Any = "all", **options: Any) -> Path:
         file = folder / f"{name}.safetensors"
         if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
             select = case.select.split(",")
             fit(population, select, structure=structure, joint=joint, options=options or None).save(file)
         return file
