@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weightscope.analysis.covariances import covariance
     from weightscope.analysis.inspection import inspect
     from weightscope.auditing import audit, track
-    from weightscope.benchmarking import bench, choose_gain
+    from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
@@ -41,7 +41,6 @@ _HOMES = {
     "audit": "auditing",
     "bench": "benchmarking",
     "catalogue": "cli.catalogue",
-    "choose_gain": "benchmarking",
     "collect": "training.collection",
     "covariance": "analysis.covariances",
     "export": "population",
@@ -67,7 +66,6 @@ __all__ = [
     "audit",
     "bench",
     "catalogue",
-    "choose_gain",
     "collect",
     "covariance",
     "export",

@@ -144,14 +144,14 @@ def choose_gain(
     trainings = bench(recipe, files, folder, seeds=seeds, **training)
     accuracy = np.array([run["accuracy"] for run in trainings.runs]).reshape(len(candidates), seeds)
     scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
-    curve, chosen = gain_curve(candidates, accuracy)
+    curve, chosen = curve_of(candidates, accuracy)
     rows = tuple(row | {"log_prob": score} for row, score in zip(curve, scores, strict=True))
     settings |= {"seeds": seeds}
     best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
     return GainChoice(candidates[chosen], rows, best, trainings, settings)
 
 
-def gain_curve(gains: Sequence[float], accuracy: np.ndarray) -> tuple[list[dict[str, Any]], int]:
+def curve_of(gains: Sequence[float], accuracy: np.ndarray) -> tuple[list[dict[str, Any]], int]:
     """The rows of `GainChoice.curve`, without likelihoods, and the index of the choice.
 
     Args:

@@ -9,10 +9,11 @@ import numpy as np
 
 from weightscope._util.checks import choice, number
 from weightscope.errors import UsageError
-from weightscope.statistics.correlation import amplified, eigenvalues_clipped
+from weightscope.statistics.correlation import amplified, eigenvalues_clipped, nearest_correlation
 from weightscope.statistics.exchangeable import TypeCovariance, design_effect
 
 Gain = float | Mapping[str, float]
+_FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Amplification:
         if isinstance(self.gain, str):
             raise UsageError(
                 f"gain: expected a number >= 0, found {self.gain!r}; `fit-init --gain auto` and "
-                "`weightscope.choose_gain` choose it by training networks"
+                "`weightscope.benchmarking.choose_gain` choose it by training networks"
             )
         for name, factor in self.gain.items() if isinstance(self.gain, Mapping) else [("gain", self.gain)]:
             if self.gain is not None:
@@ -79,7 +80,8 @@ def in_words(notes: Mapping[str, Any]) -> str:
     start = f"{notes['samples']} samples, design effect {notes['design_effect']:g}; "
     if "gain" not in notes:
         within, between = notes["shrinkage_within"], notes["shrinkage_between"]
-        return f"{start}correlations shrunk by {within:g} within tensors, {between:g} between them"
+        moved = f", projection moved them by {notes['moved']:.1%}" if notes.get("moved") else ""
+        return f"{start}correlations shrunk by {within:g} within tensors, {between:g} between them{moved}"
     if "eigenvalues" in notes:
         kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
     else:
@@ -89,19 +91,43 @@ def in_words(notes: Mapping[str, Any]) -> str:
 
 
 def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Correlations within tensors and, separately, between them, shrunk towards zero; and the two intensities."""
-    same = np.zeros(correlation.shape, dtype=bool)
-    for part in found.kind.slices.values():
-        same[part, part] = True
-    within, between = (_intensity(correlation, errors, mask) for mask in (same, ~same))
-    between = max(between, within)  # keeps the result positive definite
-    shrunk = correlation * np.where(same, 1 - within, 1 - between)
-    np.fill_diagonal(shrunk, 1.0)
-    return shrunk, {"shrinkage_within": round(within, 4), "shrinkage_between": round(between, 4)}
+    """Correlations shrunk towards zero, those of each pair of tensors by an intensity of their own.
+
+    The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
+    number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
+    Where the result is not positive definite, the nearest correlation matrix is taken.
+
+    Returns:
+        the matrix, and the shares of the sums of squares that were removed within tensors and between them, and
+        Frobenius distance of the projection relative to the norm without the diagonal.
+    """
+    same, weights = np.zeros(correlation.shape, dtype=bool), np.ones(correlation.shape)
+    parts = list(found.kind.slices.values())
+    for i, a in enumerate(parts):
+        same[a, a] = True
+        for b in parts[: i + 1]:
+            weights[a, b] = 1 - _intensity(correlation[a, b], errors[a, b], diagonal=a is b)
+            weights[b, a] = weights[a, b].T
+    target = correlation * weights
+    np.fill_diagonal(target, 1.0)
+    matrix, off = target, ~np.eye(len(target), dtype=bool)
+    if np.linalg.eigvalsh(target)[0] < _FLOOR:
+        matrix = nearest_correlation(target, floor=_FLOOR)
+    norm = float(np.linalg.norm(target[off]))
+    return matrix, {
+        "shrinkage_within": _removed(correlation, target, same & off),
+        "shrinkage_between": _removed(correlation, target, ~same),
+        "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    }
 
 
-def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
-    """Sum Var(r) / sum r^2 over the pairs of a mask, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
-    mask = np.triu(mask, 1)
+def _intensity(correlation: np.ndarray, errors: np.ndarray, *, diagonal: bool) -> float:
+    """Sum Var(r) / sum r^2 of a block, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
+    mask = ~np.eye(len(correlation), dtype=bool) if diagonal else np.ones(correlation.shape, dtype=bool)
     total = float(np.square(correlation[mask]).sum())
     return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
+
+
+def _removed(before: np.ndarray, after: np.ndarray, mask: np.ndarray) -> float:
+    total = float(np.square(before[mask]).sum())
+    return round(1 - float((before * after)[mask].sum()) / total, 4) if total else 0.0

@@ -26,8 +26,9 @@ class Exchangeable(Structure):
     A tensor with permuted axes splits into parts, one for each set S of axes whose deviations it holds; an invariant
     covariance couples parts of one S only, in the same way in each of their d_S dimensions (see
     `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of
-    small matrices that do not depend on its width. Correlations between tensors and, separately, within them are
-    shrunk towards zero by the intensity that minimises the expected squared error (Schaefer and Strimmer 2005).
+    small matrices that do not depend on its width: `weightscope.structures.resizing.resized` takes it to networks of
+    other widths and depths. The correlations of each pair of tensors are shrunk towards zero by an intensity of their
+    own (block James-Stein, Cai 1999), or cleaned of noise and amplified by the option `gain`.
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
