@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +10,21 @@ import shims
 import torch
 from torch import nn
 
-from weightscope.anatomy.permutation_groups import apply_permutation, check_permutations, permutation_spec
-from weightscope.errors import AnatomyError, SpecError
+from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
+from weightscope.anatomy.permutation_groups import (
+    apply_permutation,
+    check_permutations,
+    permutation_spec,
+    permutations_of,
+)
+from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.fitting.population import fit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.networks.building import build_for
+from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.samples import WeightArray
 
 NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, expansion=2, layer_scale=0.1),
@@ -179,3 +190,57 @@ def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
     assert permutations.heads["vo.1"] == ("heads.1", 3)
     assert check_permutations(Sums(network), images(), permutations) < 1e-12
     assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3
+
+
+def own_axes(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
+    """The specification of a network's names, as a user would write it."""
+    return {view.tensor: view.axes for view in permutation_spec(module).views}
+
+
+def test_a_specification_of_ones_own_is_checked_by_function() -> None:
+    recipe = Recipe.parse(
+        {
+            "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+            "data": {"name": "digits"},
+            "training": {"epochs": 1},
+        }
+    )
+    with torch.random.fork_rng():
+        module = build_for(recipe)
+    source = SimpleNamespace(spec=WeightSpec.of(module), recipe=recipe)
+    right = own_axes(module)
+    assert permutations_of(source, right).views == permutation_spec(module).views
+    assert permutations_of(source).views == permutation_spec(module).views
+    bias = "stages.0.blocks.0.mlp.fc1.bias"
+    for wrong in (right | {bias: ("other",)}, right | {"head.norm.bias": (None,)}):
+        with pytest.raises(SpecError, match="expected renumbering to leave the network's outputs unchanged"):
+            permutations_of(source, wrong)
+    with pytest.raises(SpecError, match=r"no axes for `head\.fc\.weight`"):
+        permutations_of(source, {name: axes for name, axes in right.items() if name != "head.fc.weight"})
+    array = SimpleNamespace(spec=source.spec)  # no network at hand: its names and lengths are all that can be checked
+    assert permutations_of(array, right | {bias: ("other",)}).sizes["other"] == 8
+
+
+def test_statistics_and_fits_take_ones_own_specification() -> None:
+    spec = WeightSpec([TensorSpec("in", (6, 4)), TensorSpec("out", (4, 6))])
+    axes = {"in": ("units", None), "out": (None, "units")}
+    x = np.random.default_rng(0).standard_normal((40, spec.size))
+    found = exchangeable_covariance(WeightArray(x, spec), permutations=axes)
+    assert found.permutations == PermutationSpec.from_axes(spec, axes)
+    result = fit(WeightArray(x, spec), "*", structure=["diagonal", "exchangeable"], joint="all", permutations=axes)
+    assert all(row["failed"] is None for row in result.table)
+    with pytest.raises(UsageError, match="not used by dense, only by exchangeable"):
+        fit(WeightArray(x, spec), "*", structure="dense", permutations=axes)
+
+
+def test_a_tensor_of_which_some_entries_never_vary_is_a_reason_not_a_crash() -> None:
+    spec = WeightSpec([TensorSpec("in", (6, 4)), TensorSpec("out", (4, 6))])
+    x = np.random.default_rng(0).standard_normal((40, spec.size))
+    x[:, 3] = 1.0
+    axes = {"in": ("units", None), "out": (None, "units")}
+    result = fit(WeightArray(x, spec), "*", structure=["diagonal", "exchangeable"], joint="all", permutations=axes)
+    reasons = {row["structure"]: row["failed"] for row in result.table}
+    assert reasons == {
+        "diagonal": None,
+        "exchangeable": "`in`: expected all of (6, 4) to vary, found 23 entries that do",
+    }

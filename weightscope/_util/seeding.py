@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     STRUCTURE = 4
     SWEEP = 5
     FORWARD = 6
+    GAIN = 7
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

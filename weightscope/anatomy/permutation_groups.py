@@ -6,13 +6,17 @@ A rule is a pattern of names with the group of each axis. Groups may use what th
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope.data.catalog import dataset_info
 from weightscope.errors import AnatomyError, SpecError
+from weightscope.networks.building import build_for
+from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
 
@@ -283,3 +287,54 @@ def check_permutations(
     finally:
         module.load_state_dict(kept)
     return float((after - before).abs().max() / before.abs().max())
+
+
+OwnPermutations = PermutationSpec | Mapping[str, Sequence[str | None]]
+
+
+def permutations_of(source: Any, given: OwnPermutations | None = None) -> PermutationSpec:
+    """The permutation specification of the tensors of a source: that of their names, or one's own, checked.
+
+    One's own is checked by function if the source has a recipe, as a population has: a network of the recipe with
+    random weights in all its tensors must have the same outputs after renumbering.
+
+    Args:
+        source: of weights, with a `spec`.
+        given: a specification, or tensor name -> the group of each axis (`PermutationSpec.from_axes`), of all tensors
+            of the source.
+
+    Raises:
+        AnatomyError: if the names are of no known architecture and none is given.
+        SpecError: if a tensor is missing or described wrongly, or renumbering changes the network's function.
+    """
+    spec: WeightSpec = source.spec
+    if given is None:
+        return permutation_spec(spec)
+    found = given if isinstance(given, PermutationSpec) else PermutationSpec.from_axes(spec, given)
+    described = {view.tensor for view in found.views}
+    if missing := [name for name in spec.names if name not in described]:
+        raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
+    recipe = getattr(source, "recipe", None)
+    if recipe is not None:
+        change = _change_of_function(recipe, found)
+        if not change < 1e-9:
+            raise SpecError(
+                "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
+                f"{change:.1g} of their size; axes of units that belong together need one group, and units of "
+                "attention heads `PermutationSpec.from_axes(spec, axes, heads)`"
+            )
+    return found
+
+
+@torch.no_grad()
+def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
+    """`check_permutations` of a recipe's network, whose tensors are all made to differ between units."""
+    info, generator = dataset_info(recipe.data.name), torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        module = build_for(recipe).double().eval()
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if value.is_floating_point():
+            noise = 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+            value.copy_(value * noise.exp() if name.endswith("running_var") else value + noise)
+    images = torch.randn(4, info.channels, info.size, info.size, generator=generator, dtype=torch.float64)
+    return check_permutations(module, images, permutations)

@@ -70,7 +70,7 @@ def _sample(group, a, randn):
 _EXCHANGEABLE = '''
 
 def _parts(group, a, randn):
-    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, and spread over tensors."""
+    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
     if group["form"] != "exchangeable":
         return _sample(group, a, randn)
     views = json.loads(bytes(a["permutations"].tolist()))["views"]
@@ -94,7 +94,7 @@ def _parts(group, a, randn):
         for view in types[key]:
             axes, shape = view["axes"], view["shape"]
             fixed = [n for n, x in zip(shape, axes) if not x]
-            part = z[..., start : start + prod(fixed)].reshape(*z.shape[:-1], *fixed)
+            part = z[..., start : start + prod(fixed)].reshape([*z.shape[:-1], *fixed])
             at = iter(range(len(key), part.ndim))
             part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
             away = [j for j, x in enumerate(axes) if x and x not in key]

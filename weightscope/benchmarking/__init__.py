@@ -1,8 +1,9 @@
 """Benchmarks of initialisers on paired seeds."""
 
 from weightscope.benchmarking.arms import Arm, plan_arms
+from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.statistics import summarise
 
-__all__ = ["Arm", "BenchResult", "bench", "plan_arms", "summarise"]
+__all__ = ["Arm", "BenchResult", "GainChoice", "bench", "choose_gain", "plan_arms", "summarise"]

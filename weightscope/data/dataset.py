@@ -86,6 +86,19 @@ class Dataset:
         changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
         return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
 
+    def held_back(self, count: int) -> "Dataset":
+        """The last so many training images in place of the test images, and only the others for training.
+
+        Raises:
+            UsageError: if none would be left to train on.
+        """
+        n = len(self.train_labels) - count
+        if n < 1:
+            raise UsageError(f"data.validation: expected 1 to {len(self.train_labels) - 1} images, found {count}")
+        arrays = (self.train_images[:n], self.train_labels[:n], self.train_images[n:], self.train_labels[n:])
+        changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
+        return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
+
     @cached_property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of images and labels.
@@ -105,6 +118,7 @@ def load(
     *,
     train: int | None = None,
     test: int | None = None,
+    validation: int | None = None,
 ) -> Dataset:
     """Read a registered data set, or check one of your own.
 
@@ -118,6 +132,7 @@ def load(
         root: a folder to search first, `--data` of the commands.
         train: only the first so many training images (classes are interleaved); None for all.
         test: only the first so many test images; None for all.
+        validation: hold back the last so many of these training images, which take the place of the test images.
 
     Raises:
         UsageError: if there is no such data set, or not as many images.
@@ -128,6 +143,11 @@ def load(
         >>> load("digits")
         <Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>
     """
+    found = _read(source, root, train, test)
+    return found if validation is None else found.held_back(validation)
+
+
+def _read(source: Any, root: str | Path | None, train: int | None, test: int | None) -> Dataset:
     if isinstance(source, Dataset):
         return source.first(train, test)
     if isinstance(source, str) and not is_reference(source):

@@ -13,6 +13,7 @@ from weightscope.errors import UsageError
 from weightscope.fitting.held_out import CHOSEN, Candidate, best_of, rows_of, score, splits, totals
 from weightscope.fitting.usable_networks import Entries, UsableNetworks, blocks_of
 from weightscope.spec import WeightSpec
+from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightSamples
 from weightscope.structures import STRUCTURES, Structure, structure_class
 
@@ -28,6 +29,7 @@ def fit(
     holdout: float = 0.2,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
 ) -> PopulationFit:
     """Fit structures to selected tensors and choose one for each group by held-out log-likelihood.
 
@@ -52,9 +54,13 @@ def fit(
         seed: of the choice of held-out networks.
         options: of the structure, if there is one: `{"rank": 8}` for `"low_rank"`. Without options a structure's
             default candidates are compared.
+        permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
+            each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
+            source is a population. By default that of the tensors' names.
 
     Raises:
         UsageError: if an argument is invalid or a pattern matches nothing.
+        SpecError: if the permutation specification does not fit the tensors, or changes the network's function.
         DataError: if there are too few usable networks, or no candidate can be fitted.
 
     Example:
@@ -63,6 +69,7 @@ def fit(
         >>> result.save("digits-mlp.safetensors")
     """
     classes, given = _requested(structure, options)
+    own = _own_permutations(source, classes, permutations)
     choice("joint", joint, get_args(Joint))
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
@@ -77,7 +84,7 @@ def fit(
         if not entries.varying.any():
             groups.append(Group(name, part, None, {}, *frozen))
             continue
-        candidates = _candidates(classes, given, fewest, source.spec, entries.spec)
+        candidates = _candidates(classes, given, fewest, (source.spec, entries.spec), own)
         fitted = _score_all(candidates, entries, tests)
         best = best_of(name, candidates)
         groups.append(Group(name, part, fitted, best.options, *frozen))
@@ -131,17 +138,43 @@ def _candidates(
     classes: Sequence[type[Structure]],
     options: dict[str, Any] | None,
     networks: int,
-    network: WeightSpec,
-    part: WeightSpec,
+    specs: tuple[WeightSpec, WeightSpec],
+    permutations: PermutationSpec | None,
 ) -> list[Candidate]:
-    """Each structure with the given options, or with its default candidates for N networks and D entries."""
+    """Each structure with the given options, or with its default candidates for N networks and D entries.
+
+    Args:
+        classes: the structures.
+        options: of the only one, or None.
+        networks: how many are fitted.
+        specs: of the network, and of the entries of the group that vary.
+        permutations: of the user's own, or None.
+    """
     out = []
     for cls in classes:
-        for chosen in [options] if options is not None else cls.candidates(networks, part.size):
+        own: dict[str, Any] = (
+            {"permutations": permutations} if cls.uses_permutations and permutations is not None else {}
+        )
+        for chosen in [options] if options is not None else cls.candidates(networks, specs[1].size):
             out.append(candidate := Candidate(cls, chosen))
             with candidate.attempt():
-                candidate.context = cls.context(network, part)
+                candidate.context = cls.context(*specs, **own)
     return out
+
+
+def _own_permutations(
+    source: WeightSamples,
+    classes: Sequence[type[Structure]],
+    given: PermutationSpec | Mapping[str, Sequence[str | None]] | None,
+) -> PermutationSpec | None:
+    """The specification of one's own, checked, or None."""
+    if given is None:
+        return None
+    if not any(cls.uses_permutations for cls in classes):
+        raise UsageError(f"permutations: not used by {', '.join(cls.name for cls in classes)}, only by exchangeable")
+    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+    return permutations_of(source, given)
 
 
 def _score_all(candidates: Sequence[Candidate], part: Entries, tests: Sequence[np.ndarray]) -> Structure:

@@ -6,7 +6,7 @@ package of weightscope imports matplotlib or seaborn.
 """
 
 from weightscope.plots.attention_maps import attention_grid, rank_condition
-from weightscope.plots.benchmark import convergence, paired_differences
+from weightscope.plots.benchmark import convergence, gain_curve, paired_differences
 from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
 from weightscope.plots.depth import Curve, Statistic, depth_curves
 from weightscope.plots.evidence import heldout_scores, stripe_ratios
@@ -32,6 +32,7 @@ __all__ = [
     "filter_covariance",
     "filter_grid",
     "filter_page",
+    "gain_curve",
     "heldout_scores",
     "matrix_grid",
     "paired_differences",

@@ -93,6 +93,52 @@ def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *,
     return ax
 
 
+@theme.themed
+def gain_curve(curve: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """Accuracy of candidate gains relative to the smallest, with standard errors of the paired differences.
+
+    Candidates stand at equal distances; the chosen one is marked.
+
+    Args:
+        curve: rows with `gain`, `difference` and `difference_se` (fractions), `n` and `chosen`.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+
+    Raises:
+        UsageError: unless exactly one row is chosen.
+
+    Example:
+        >>> gain_curve(choose_gain("digits.pop").rows())
+    """
+    rows = list(curve)
+    if sum(bool(row["chosen"]) for row in rows) != 1:
+        raise UsageError(f"gain curve: expected one chosen gain, found {sum(bool(row['chosen']) for row in rows)}")
+    canvas = theme.Canvas.on(ax, 5.6, 3.8)
+    ax = canvas.ax
+    y, error = (100 * np.array([row[key] for row in rows]) for key in ("difference", "difference_se"))
+    places = np.arange(len(rows))
+    line: dict[str, Any] = {"color": theme.PALETTE[0], "marker": "o", "ms": 5.5, "lw": 1.5, "capsize": 2.5}
+    ax.errorbar(places, y, yerr=error, mfc="white", mew=1.2, elinewidth=1.1, zorder=3, **line)
+    at = next(i for i, row in enumerate(rows) if row["chosen"])
+    ax.plot([at], [y[at]], "D", ms=8, color=theme.INK, mfc=theme.PALETTE[0], zorder=4, gid="chosen")
+    ax.axhline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    ax.set_xticks(places, [f"{row['gain']:g}" for row in rows])
+    ax.grid(axis="y")
+    ax.yaxis.set_major_locator(MaxNLocator(6))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    ax.set_xlabel("gain of the correlations")
+    ax.set_ylabel(f"accuracy minus that at gain {rows[0]['gain']:g}\n(percentage points)")
+    handles = [
+        Line2D(
+            [], [], color=line["color"], marker="o", mfc="white", mew=1.2, label=f"{rows[0]['n']} paired seeds, ± SE"
+        ),
+        Line2D([], [], color=theme.INK, marker="D", mfc=line["color"], ls="none", label="chosen"),
+    ]
+    canvas.legend(handles)
+    canvas.finish(title)
+    return ax
+
+
 def _handle(style: _Style, label: str) -> Line2D:
     return Line2D(
         [], [], color=style.colour, ls=style.line, marker=style.marker, mfc=style.face, mew=1.2, lw=1.5, label=label

@@ -25,11 +25,16 @@ from weightscope.recipe.parsing import explain, read_toml
 
 
 class DataConfig(Section):
-    """The data set by name or reference; `train` and `test` limit the number of images."""
+    """The data set by name or reference; `train` and `test` limit the number of images.
+
+    With `validation`, the last so many training images are not trained on; networks are evaluated on them in place of
+    the test images.
+    """
 
     name: str
     train: Count | None = None
     test: Count | None = None
+    validation: Count | None = None
     augment: AugmentConfig = AugmentConfig()
 
     @field_validator("name")
@@ -51,6 +56,9 @@ class DataConfig(Section):
             wanted = getattr(self, field)
             if wanted is not None and wanted > there:
                 raise ValueError(f"{field} may be at most {there} for {self.name}, found {wanted}")
+        left = (info.train if self.train is None else self.train) - 1
+        if self.validation is not None and self.validation > left:
+            raise ValueError(f"validation may be at most {left} of the training images, found {self.validation}")
         return self
 
 

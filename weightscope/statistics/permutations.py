@@ -115,12 +115,18 @@ class PermutationSpec:
                 )
 
     @classmethod
-    def from_axes(cls, spec: WeightSpec, axes: Mapping[str, Sequence[str | None]]) -> "PermutationSpec":
+    def from_axes(
+        cls,
+        spec: WeightSpec,
+        axes: Mapping[str, Sequence[str | None]],
+        heads: Mapping[str, tuple[str, int]] | None = None,
+    ) -> "PermutationSpec":
         """A specification of one's own: tensor name -> the group of each axis, None for fixed ones.
 
         Args:
             spec: of the tensors to describe; each needs an entry.
             axes: for each tensor one name per axis, see the class.
+            heads: see the class.
 
         Raises:
             SpecError: if a tensor is missing or has another number of axes, or see the class.
@@ -137,7 +143,7 @@ class PermutationSpec:
             if len(named) != len(tensor.shape):
                 raise SpecError(f"`{tensor.name}`: expected {len(tensor.shape)} axes {tensor.shape}, found {named}")
             views.append(View(tensor.name, tensor.name, tensor.shape, named))
-        return cls(tuple(views))
+        return cls(tuple(views), heads or {})
 
     @cached_property
     def sizes(self) -> dict[str, int]:

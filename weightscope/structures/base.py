@@ -101,12 +101,13 @@ class Structure(ABC):
         return _Samples(lambda data: cls.fit(data, spec, *args, **options))
 
     @classmethod
-    def context(cls, network: WeightSpec, part: WeightSpec) -> dict[str, Any]:
+    def context(cls, network: WeightSpec, part: WeightSpec, **own: Any) -> dict[str, Any]:
         """Arguments of `accumulator` that follow from the network which the fitted tensors are part of.
 
         Args:
             network: the spec of all its tensors.
             part: of the tensors that are fitted.
+            **own: `permutations`, a specification of the user's own, if `uses_permutations`.
 
         Raises:
             UsageError, DataError: if the structure does not apply to the network.

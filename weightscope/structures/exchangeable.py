@@ -2,31 +2,21 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from weightscope._util.checks import choice, number
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.correlation import amplified, eigenvalues_clipped
-from weightscope.statistics.exchangeable import (
-    ExchangeableMoments,
-    TypeCovariance,
-    assembled,
-    design_effect,
-    invariant_parts,
-)
+from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, invariant_parts
 from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.structures.amplification import Amplification, Gain, in_words, label_of
 from weightscope.structures.base import STRUCTURES, Structure, checked, checked_names, require_variation
 
 _LOG_2PI = float(np.log(2.0 * np.pi))
-Gain = float | Mapping[str, float]
-_DENOISERS = ("threshold", "eigenvalues")
 
 
 @STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")
@@ -36,8 +26,9 @@ class Exchangeable(Structure):
     A tensor with permuted axes splits into parts, one for each set S of axes whose deviations it holds; an invariant
     covariance couples parts of one S only, in the same way in each of their d_S dimensions (see
     `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of
-    small matrices that do not depend on its width. Correlations between tensors and, separately, within them are
-    shrunk towards zero by the intensity that minimises the expected squared error (Schaefer and Strimmer 2005).
+    small matrices that do not depend on its width: `weightscope.structures.resizing.resized` takes it to networks of
+    other widths and depths. The correlations of each pair of tensors are shrunk towards zero by an intensity of their
+    own (block James-Stein, Cai 1999), or cleaned of noise and amplified by the option `gain`.
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
@@ -82,7 +73,7 @@ class Exchangeable(Structure):
 
     @classmethod
     def context(
-        cls, network: WeightSpec, part: WeightSpec, permutations: PermutationSpec | None = None
+        cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **own: Any
     ) -> dict[str, Any]:
         """The permutation specification of the tensors that are fitted, as part of that of their network.
 
@@ -130,18 +121,9 @@ class Exchangeable(Structure):
         Raises:
             UsageError: if an option is invalid.
         """
-        if isinstance(gain, str):
-            raise UsageError(
-                f"gain: expected a number >= 0, found {gain!r}; `fit-init --gain auto` and `weightscope.choose_gain` "
-                "choose it by training networks"
-            )
-        for key, factor in gain.items() if isinstance(gain, Mapping) else [("gain", gain)] if gain is not None else []:
-            number(key, factor, least=0)
-        choice("denoise", denoise, _DENOISERS)
-        if denoise != "threshold" and gain is None:
-            raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
+        options = Amplification(gain, denoise)
         permutations = permutations or cls.context(spec, spec)["permutations"]
-        return _Accumulator(spec, permutations, _Amplification(gain, denoise), network)
+        return _Accumulator(spec, permutations, options, network)
 
     @classmethod
     def of_moments(
@@ -155,7 +137,7 @@ class Exchangeable(Structure):
         """Fit to what `ExchangeableMoments` has taken up; the options are those of `accumulator`."""
         permutations = moments.permutations
         found = moments.covariances()
-        amplification = _Amplification(gain, denoise)
+        amplification = Amplification(gain, denoise)
         amplification.check([label_of(covariance.kind.groups) for covariance in found])
         factors, parameters, notes = [], 0, {}
         means: dict[tuple[str, ...], np.ndarray] = {}
@@ -163,7 +145,7 @@ class Exchangeable(Structure):
             label = label_of(covariance.kind.groups)
             variances = covariance.covariance.diagonal()
             require_variation(variances, f"entries ({label})")
-            correlation, notes[label] = _correlation(covariance, amplification)
+            correlation, notes[label] = amplification.correlation(covariance)
             deviation = np.sqrt(variances)
             factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
@@ -222,12 +204,8 @@ class Exchangeable(Structure):
 
     def notes(self) -> list[str]:
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
-        lines = []
-        for label, found in self.diagnostics.items():
-            if isinstance(found, Mapping) and "samples" in found:
-                lines.append(
-                    f"{label}: {found['samples']} samples, design effect {found['design_effect']:g}; {_did(found)}"
-                )
+        labels = [label for kind in self.permutations.types if (label := label_of(kind.groups)) in self.diagnostics]
+        lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels]
         return [*lines, *self.diagnostics.get("resized", ())]
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -260,7 +238,7 @@ class _Accumulator:
     """Takes up blocks of networks and fits to their moments."""
 
     def __init__(
-        self, spec: WeightSpec, permutations: PermutationSpec, options: "_Amplification", network: WeightSpec | None
+        self, spec: WeightSpec, permutations: PermutationSpec, options: Amplification, network: WeightSpec | None
     ) -> None:
         self._moments, self._options, self._network = ExchangeableMoments(spec, permutations), options, network
 
@@ -269,31 +247,6 @@ class _Accumulator:
 
     def finish(self) -> Exchangeable:
         return Exchangeable.of_moments(self._moments, **vars(self._options), network=self._network)
-
-
-@dataclass(frozen=True)
-class _Amplification:
-    """The options `gain` and `denoise`."""
-
-    gain: Gain | None
-    denoise: str
-
-    def of(self, label: str) -> float | None:
-        """The gain of a type, or None if it is left as it is."""
-        if isinstance(self.gain, Mapping):
-            return next((float(g) for pattern, g in self.gain.items() if fnmatchcase(label, pattern)), None)
-        return self.gain
-
-    def check(self, labels: Sequence[str]) -> None:
-        """Raise UsageError if a pattern of the gain matches no type."""
-        for pattern in self.gain if isinstance(self.gain, Mapping) else ():
-            if not any(fnmatchcase(label, pattern) for label in labels):
-                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
-
-
-def label_of(groups: Sequence[str]) -> str:
-    """The name of a type in diagnostics and in the keys of `gain`: `"hidden.0 x channels"`, or `"means"`."""
-    return " x ".join(groups) or "means"
 
 
 def mean_vector(
@@ -308,51 +261,6 @@ def mean_vector(
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
-
-
-def _correlation(found: TypeCovariance, options: _Amplification) -> tuple[np.ndarray, dict[str, Any]]:
-    """The correlation matrix to sample from, and what was done to it."""
-    correlation, effect = found.correlation(), design_effect(found)
-    independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
-    errors = np.where(np.isfinite(found.errors), found.errors, independent)
-    notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
-    gain = options.of(label_of(found.kind.groups))
-    if gain is not None:
-        if options.denoise == "eigenvalues":
-            correlation, notes["eigenvalues"] = eigenvalues_clipped(correlation, found.samples / max(1.0, effect))
-            errors = np.zeros_like(errors)
-        result = amplified(correlation, errors, gain)
-        kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
-        return result.matrix, notes | {"gain": gain} | kept
-    same = np.zeros(correlation.shape, dtype=bool)
-    for part in found.kind.slices.values():
-        same[part, part] = True
-    within, between = (_intensity(correlation, errors, mask) for mask in (same, ~same))
-    between = max(between, within)  # keeps the result positive definite
-    shrunk = correlation * np.where(same, 1 - within, 1 - between)
-    np.fill_diagonal(shrunk, 1.0)
-    return shrunk, notes | {"shrinkage_within": round(within, 4), "shrinkage_between": round(between, 4)}
-
-
-def _did(found: Mapping[str, Any]) -> str:
-    """The diagnostics of one type in words."""
-    if "gain" not in found:
-        return (
-            f"correlations shrunk by {found['shrinkage_within']:g} within tensors, "
-            f"{found['shrinkage_between']:g} between them"
-        )
-    if "eigenvalues" in found:
-        noise = f"{found['eigenvalues']} eigenvalues beyond the noise"
-    else:
-        noise = f"{found['kept']} of {found['kept'] + found['dropped']} correlations beyond 4 standard errors"
-    return f"gain {found['gain']:g}: {noise}, {found['clipped']} clipped, projection moved them by {found['moved']:.1%}"
-
-
-def _intensity(correlation: np.ndarray, errors: np.ndarray, mask: np.ndarray) -> float:
-    """Sum Var(r) / sum r^2 over the pairs of a mask, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
-    mask = np.triu(mask, 1)
-    total = float(np.square(correlation[mask]).sum())
-    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
 
 
 def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:

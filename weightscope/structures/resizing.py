@@ -68,8 +68,8 @@ def default_deviations(network: WeightSpec) -> dict[str, float]:
         layer, _, kind = name.rpartition(".")
         weight = f"{layer}.weight"
         shape = network[weight].shape if kind in ("weight", "bias") and weight in network else ()
-        random = len(shape) > 1 and not _EMBEDDING.fullmatch(name)
-        out[name] = 1 / sqrt(3 * prod(shape[1:])) if random and prod(shape[1:]) else 0.0
+        fan_in = prod(shape[1:]) if len(shape) > 1 and not _EMBEDDING.fullmatch(name) else 0
+        out[name] = 1 / sqrt(3 * fan_in) if fan_in else 0.0
     return out
 
 

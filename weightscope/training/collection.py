@@ -184,7 +184,8 @@ def _wanted(
     inputs = manifests.artifact_hashes(recipe) | own_code
     for init in recipe.init:
         resolve_init(init)
-    images = load(recipe.data.name, data, train=recipe.data.train, test=recipe.data.test)
+    limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
+    images = load(recipe.data.name, data, **limits)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
     own_networks.check(recipe, kernels)
     if recipe.population.tile is None:

@@ -81,14 +81,15 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _load_cached(name: str, root: str | None, train: int | None, test: int | None) -> Dataset:
-    return load(name, root, train=train, test=test)
+def _load_cached(name: str, root: str | None, **counts: int | None) -> Dataset:
+    return load(name, root, **counts)
 
 
 def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
     data = recipe.data
     read = load if is_reference(data.name) else _load_cached  # a reference may be bound to another function later
-    return read(data.name, None if root is None else str(root), train=data.train, test=data.test)
+    counts = {"train": data.train, "test": data.test, "validation": data.validation}
+    return read(data.name, None if root is None else str(root), **counts)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:

@@ -1,7 +1,7 @@
 """The covariance of a whole network's weights, averaged over the permutations that leave its function unchanged."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -183,7 +183,7 @@ def exchangeable_covariance(
     source: WeightSamples,
     select: str | Sequence[str] = "*",
     *,
-    permutations: PermutationSpec | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
@@ -195,10 +195,13 @@ def exchangeable_covariance(
     Args:
         source: a population, or an array with a spec. One network is enough: its channels are samples then.
         select: patterns of tensor names.
-        permutations: the permutation specification; by default that of the tensors' names (`permutation_spec`).
+        permutations: the permutation specification, or tensor name -> the group of each axis, of all tensors of the
+            source; by default that of their names. One's own is checked by function on a population's network
+            (`weightscope.anatomy.permutation_groups.permutations_of`).
 
     Raises:
         AnatomyError: if the architecture is not known and no specification is given.
+        SpecError: if the specification does not fit the tensors, or renumbering changes the network's function.
         UsageError: if a pattern matches nothing.
         DataError: if no usable network is left.
 
@@ -206,12 +209,10 @@ def exchangeable_covariance(
         >>> found = exchangeable_covariance(Population("digits.pop"))
         >>> print(found.text())
     """
-    if permutations is None:
-        from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
 
-        permutations = permutation_spec(source.spec)
     spec = source.spec.select(select)
-    moments = ExchangeableMoments(spec, permutations.restrict(spec.names))
+    moments = ExchangeableMoments(spec, permutations_of(source, permutations).restrict(spec.names))
     excluded = 0
     for rows, diverged in ahead(usable_chunks(source, spec.names)):
         finite = finite_rows(rows)

@@ -1,0 +1,287 @@
+"""Exchangeable laws in networks of other widths and depths, refused where they do not fit, and exported."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from weightscope.anatomy.permutation_groups import permutation_spec
+from weightscope.artifacts import PopulationFit, load_artifact, resized_fit, write_standalone
+from weightscope.errors import SpecError
+from weightscope.fitting.population import fit
+from weightscope.init import load_init
+from weightscope.init.from_artifact import PopulationInit
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.exchangeable import ExchangeableMoments
+from weightscope.statistics.samples import WeightArray
+from weightscope.structures import resizing
+from weightscope.structures.exchangeable import Exchangeable
+from weightscope.structures.resizing import default_deviations, resized
+
+BLOCKS = "stages.0.blocks"
+
+
+def convnext(width: int = 16, depth: int = 2, kernel: int = 3) -> nn.Module:
+    return ConvNeXt(width, depth, kernel, 2, 4, expansion=2, in_channels=1, layer_scale=None)
+
+
+def planted(n: int = 150) -> tuple[np.ndarray, WeightSpec]:
+    """ConvNeXts (n, D) of 1.5 times the default deviation, with means, and with correlations over the channels.
+
+    Norm's bias and the column means of fc1 in each block: -0.6. Row means of fc2 in the two blocks: -0.5.
+    """
+    spec, rng = WeightSpec.of(convnext()), np.random.default_rng(0)
+    scale = {name: 1.5 * deviation or 0.1 for name, deviation in default_deviations(spec).items()}
+    drawn = {t.name: scale[t.name] * rng.standard_normal((n, *t.shape)) for t in spec.tensors}
+    shared = rng.standard_normal((3, n, 16))
+    for b, sign in ((0, 1.0), (1, -1.0)):
+        one, two, bias = (f"{BLOCKS}.{b}.{name}" for name in ("mlp.fc1.weight", "mlp.fc2.weight", "norm.bias"))
+        mixed(drawn[one].swapaxes(1, 2), np.sqrt(0.6) * shared[b], scale[one], 0.6)
+        drawn[bias][:] = scale[bias] * (np.sqrt(0.4) * rng.standard_normal((n, 16)) - np.sqrt(0.6) * shared[b])
+        mixed(drawn[two], sign * np.sqrt(0.5) * shared[2], scale[two], 0.5)
+        drawn[f"{BLOCKS}.{b}.norm.weight"] += 1.0
+    return np.concatenate([drawn[t.name].reshape(n, -1) for t in spec.tensors], axis=1), spec
+
+
+def mixed(matrices: np.ndarray, part: np.ndarray, scale: float, share: float) -> None:
+    """Put a part (n, channels) into the row means of matrices (n, channels, units), which keep their variance."""
+    own = matrices.mean(2, keepdims=True)
+    matrices += (np.sqrt(1 - share) - 1) * own + scale * part[..., None] / np.sqrt(matrices.shape[2])
+
+
+def whole(x: np.ndarray, spec: WeightSpec) -> Exchangeable:
+    return Exchangeable.fit(x, spec, **Exchangeable.context(spec, spec))
+
+
+@pytest.fixture(scope="module")
+def law() -> Exchangeable:
+    return whole(*planted())
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    x, spec = planted(40)
+    result = fit(WeightArray(x, spec), "*", structure="exchangeable", joint="all")
+    return result.save(tmp_path_factory.mktemp("law") / "law.safetensors")
+
+
+def correlation(law: Exchangeable, groups: tuple[str, ...], a: str, b: str) -> float:
+    kind, found = next(
+        (k, c) for k, c in zip(law.permutations.types, law.correlations, strict=True) if k.groups == groups
+    )
+    return float(found[kind.slices[a], kind.slices[b]][0, 0])
+
+
+def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
+    channels = ("channels.0",)
+    pair = f"{BLOCKS}.0.mlp.fc2.weight", f"{BLOCKS}.1.mlp.fc2.weight"
+    assert correlation(law, channels, *pair) < -0.4  # the planted law is there to be carried over
+    assert correlation(law, channels, f"{BLOCKS}.1.norm.bias", f"{BLOCKS}.1.mlp.fc1.weight") < -0.5
+    network = WeightSpec.of(convnext(32))
+    wide = resized(law, network).structure
+    assert wide is not None
+    assert wide.spec == network
+    n = 150
+    drawn = ExchangeableMoments(network, permutation_spec(network)).update(wide.sample(np.random.default_rng(1), n))
+    before, now = default_deviations(law.spec), default_deviations(network)
+    for found, factor, expected in zip(drawn.covariances(), law.factors, law.correlations, strict=True):
+        # 2,400 correlations and deviations in all, each beyond 5.5 standard errors with probability 4e-8.
+        error = np.sqrt((1 - expected**2) ** 2 / found.samples)
+        assert (np.abs(found.correlation() - expected) <= 5.5 * error + 1e-12).all()
+        ratio = np.concatenate([np.full(v.copies, now[v.tensor] / (before[v.tensor] or 1)) for v in found.kind.views])
+        wanted = np.sqrt(np.square(factor).sum(1)) * np.where(ratio == 0, 1, ratio)
+        np.testing.assert_allclose(
+            np.sqrt(found.covariance.diagonal()) / wanted, 1, atol=5.5 / np.sqrt(2 * found.samples)
+        )
+    means = network.unpack(wide.mean), law.spec.unpack(law.mean)
+    for name, ratio in ((f"{BLOCKS}.0.norm.weight", 1.0), (f"{BLOCKS}.0.mlp.fc2.weight", np.sqrt(0.5))):
+        np.testing.assert_allclose(means[0][name].mean(), ratio * means[1][name].mean(), rtol=1e-12)
+    assert resized(law, law.spec).structure is not None
+    np.testing.assert_allclose(resized(law, law.spec).structure.covariance(), law.covariance(), atol=1e-12)
+
+
+def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(law: Exchangeable) -> None:
+    deep = resized(law, WeightSpec.of(convnext(16, 4))).structure
+    assert deep is not None
+    channels, r = ("channels.0",), correlation
+    fc2 = [f"{BLOCKS}.{b}.mlp.fc2.weight" for b in range(4)]
+    across = r(law, channels, *fc2[:2])
+    for b, old in enumerate((0, 0, 1, 1)):
+        within = [(f"{BLOCKS}.{i}.norm.bias", f"{BLOCKS}.{i}.mlp.fc1.weight") for i in (b, old)]
+        assert r(deep, channels, *within[0]) == pytest.approx(r(law, channels, *within[1]))
+        stem = r(law, channels, "stem.0.bias", f"{BLOCKS}.{old}.norm.bias") / np.sqrt(2)
+        assert r(deep, channels, "stem.0.bias", f"{BLOCKS}.{b}.norm.bias") == pytest.approx(stem)
+    assert r(deep, channels, fc2[0], fc2[1]) == r(deep, channels, fc2[2], fc2[3]) == 0
+    assert r(deep, channels, fc2[0], fc2[2]) == pytest.approx(across / 2)
+    # So the normalised sums of the blocks that took one block's law are as strongly correlated as these were.
+    sums = sum(r(deep, channels, fc2[i], fc2[j]) for i in (0, 1) for j in (2, 3)) / 2
+    assert sums == pytest.approx(across)
+    notes = "; ".join(deep.notes())
+    assert f"{BLOCKS}.1 from {BLOCKS}.0, {BLOCKS}.2 from {BLOCKS}.1" in notes
+    assert (
+        f"taken more than once: {BLOCKS}.0 2 times, {BLOCKS}.1 2 times; covariances across blocks are divided" in notes
+    )
+
+
+def test_a_shallower_network_leaves_blocks_out() -> None:
+    x, rng = WeightSpec.of(convnext(8, 4)), np.random.default_rng(0)
+    law = whole(rng.standard_normal((30, x.size)) @ np.diag(rng.uniform(1, 2, x.size)), x)
+    found = resized(law, WeightSpec.of(convnext(8, 2)))
+    assert found.problems == {}
+    assert found.structure is not None
+    pairs = [(f"{BLOCKS}.{i}.norm.bias", f"{BLOCKS}.{j}.norm.bias") for i, j in ((0, 1), (0, 3))]
+    assert correlation(found.structure, ("channels.0",), *pairs[0]) == correlation(law, ("channels.0",), *pairs[1])
+    assert f"blocks left out: {BLOCKS}.1, {BLOCKS}.2" in found.structure.notes()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda width, depth: ViT(8, 2, width, depth, 2, 4, in_channels=1),
+        lambda width, depth: ConvMixer(width, depth, 3, 2, 4, in_channels=1),
+        lambda width, depth: ConvNeXt((width, 2 * width), (1, depth), 3, 2, 4, in_channels=1, expansion=2),
+    ],
+)
+def test_every_architecture_can_be_wider_and_deeper(make) -> None:
+    spec = WeightSpec.of(make(8, 2))
+    rng = np.random.default_rng(0)
+    strong = rng.standard_normal((40, 1)) * rng.standard_normal((1, spec.size))  # far from independent
+    law = whole(rng.standard_normal((40, spec.size)) + strong, spec)
+    for width, depth in ((12, 2), (8, 5), (12, 3), (16, 1)):
+        network = WeightSpec.of(make(width, depth))
+        found = resized(law, network)  # Cholesky's factorisation succeeds: everything is positive definite
+        assert found.problems == {}
+        assert found.structure is not None
+        assert found.structure.spec == network
+        assert np.isfinite(found.structure.log_prob(found.structure.sample(rng, 2))).all()
+
+
+def logits(module: nn.Module, images: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float(module(images).std())
+
+
+def test_outputs_have_the_size_that_they_had(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn networks against default ones, at the fitted width and at four times that."""
+    images, ratios = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)), {}
+
+    def ratio(width: int) -> float:
+        init, generator = load_init(artifact), torch.Generator().manual_seed(1)
+        torch.manual_seed(0)
+        default = np.mean([logits(convnext(width), images) for _ in range(12)])
+        return float(np.mean([logits(init(convnext(width), generator=generator), images) for _ in range(12)]) / default)
+
+    ratios = {width: ratio(width) for width in (16, 64)}
+    assert ratios[64] / ratios[16] == pytest.approx(1, abs=0.25)
+    monkeypatch.setattr(resizing, "default_deviations", lambda network: dict.fromkeys(network.names, 0.0))
+    assert ratio(64) / ratios[16] > 1.6  # the same deviations at every width would show
+
+
+def test_the_initialiser_says_what_it_rescaled(artifact: Path) -> None:
+    init = load_init(artifact)
+    same = init(convnext(), generator=torch.Generator().manual_seed(0))
+    assert init.report.notes == ()
+    module = init(convnext(32, 3), generator=torch.Generator().manual_seed(0))
+    assert set(init.report.touched) == set(WeightSpec.of(module).names)
+    text = str(init.report)
+    assert "resized: `channels.0 16 -> 32`" in text
+    assert "deviations x 0.707 (fan-in): `stages.0.blocks.0.mlp.fc1.weight`" in text
+    assert f"{BLOCKS}.1 from {BLOCKS}.1" in text
+    again = PopulationInit(load_artifact(artifact))(convnext(32, 3), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(again.stages[0].blocks[2].mlp.fc2.weight, module.stages[0].blocks[2].mlp.fc2.weight)
+    repeated = init(convnext(), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(repeated.head.fc.weight, same.head.fc.weight)
+
+
+def test_other_fixed_entries_are_refused_by_name(artifact: Path) -> None:
+    init, module = load_init(artifact), convnext(32, 2, kernel=5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(
+        SpecError, match=r"`stages.0.blocks.0.conv_dw.weight` expected axes that are not renumbered of "
+    ):
+        init(module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    init(module, generator=torch.Generator().manual_seed(0), strict=False)
+    filters = {f"{BLOCKS}.{b}.conv_dw.weight" for b in (0, 1)}
+    assert set(init.report.absent) == filters
+    changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == set(before) - filters
+    headless = convnext(32)
+    headless.head = nn.Identity()
+    with pytest.raises(SpecError, match=r"`head.fc.weight` is missing"):
+        init(headless)
+
+
+def test_structures_that_do_not_resize_are_refused_as_before() -> None:
+    x, spec = planted(40)
+    init = PopulationInit(fit(WeightArray(x, spec), "*.fc?.weight", structure="dense"))
+    with pytest.raises(SpecError, match=r"`stages.0.blocks.0.mlp.fc1.weight` expected \(32, 16\), found \(64, 32\)"):
+        init(convnext(32))
+
+
+def test_ones_own_permutations_can_be_wider_but_not_deeper() -> None:
+    def spec(width: int, blocks: int = 1) -> WeightSpec:
+        rows = [(f"blocks.{b}.up.weight", (2 * width, width)) for b in range(blocks)]
+        return WeightSpec(TensorSpec(*row) for row in [("read.weight", (width, 5)), *rows])
+
+    axes = {"read.weight": ("c", None), "blocks.0.up.weight": ("h", "c")}
+    x = np.random.default_rng(0).standard_normal((30, spec(4).size))
+    result = fit(WeightArray(x, spec(4)), "*", structure="exchangeable", joint="all", permutations=axes)
+    wide = resized_fit(result, spec(6)).fit
+    assert wide.spec == spec(6)
+    assert wide.sample(np.random.default_rng(0), 2).shape == (2, spec(6).size)
+    with pytest.raises(SpecError, match="another depth needs the permutation specification of a known architecture"):
+        resized_fit(result, spec(4, 3))
+
+
+def test_a_resized_fit_is_saved_and_exported(artifact: Path, tmp_path: Path) -> None:
+    wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3))).fit
+    assert isinstance(wide, PopulationFit)
+    file = write_standalone(wide, tmp_path / "wide_init.py")
+    module_spec = importlib.util.spec_from_file_location("wide_init", file)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    alone = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(alone)
+    ours = load_init(artifact)(convnext(24, 3).double(), generator=torch.Generator().manual_seed(5)).state_dict()
+    theirs = alone.init_(convnext(24, 3).double(), generator=torch.Generator().manual_seed(5)).state_dict()
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_standalone_export_draws_fused_projections(tmp_path: Path) -> None:
+    vit = ViT(8, 4, 8, 1, 2, 3, in_channels=1)
+    spec = WeightSpec.of(vit)
+    rows = np.random.default_rng(0).standard_normal((30, spec.size)) + 1
+    result = fit(WeightArray(rows, spec), "*", structure="exchangeable", joint="all")
+    file = write_standalone(result, tmp_path / "vit_init.py")
+    scope: dict[str, object] = {"__file__": str(file)}
+    exec(compile(file.read_text(), file, "exec"), scope)
+    ours = PopulationInit(result)(vit.double(), generator=torch.Generator().manual_seed(5)).state_dict()
+    copy = ViT(8, 4, 8, 1, 2, 3, in_channels=1).double()
+    theirs = scope["init_"](copy, generator=torch.Generator().manual_seed(5)).state_dict()
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), rtol=1e-10, atol=1e-12)
+
+
+def test_artifacts_without_the_networks_spec_stay_readable(law: Exchangeable) -> None:
+    part = law.spec.select("*.mlp.fc?.weight")
+    fitted = Exchangeable.fit(planted(40)[0][:, law.spec.columns(part)], part, **Exchangeable.context(law.spec, part))
+    arrays = fitted.to_tensors()
+    again = Exchangeable.from_tensors(arrays, part)
+    assert again.network == law.spec
+    del arrays["network"]
+    assert Exchangeable.from_tensors(arrays, part).network == part
+
+
+def test_default_deviations_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    networks = [convnext(32) for _ in range(60)]
+    for name, expected in default_deviations(WeightSpec.of(networks[0])).items():
+        values = torch.stack([network.state_dict()[name] for network in networks])
+        # The deviation of a uniform sample of m has a relative standard error of 0.45 / sqrt(m).
+        assert float(values.std()) == pytest.approx(expected, rel=5.5 * 0.45 / np.sqrt(values.numel()))

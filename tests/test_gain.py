@@ -1,0 +1,190 @@
+"""The gain of exchangeable: chosen by the one-standard-error rule, on images and seeds apart; by type; reported."""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from weightscope import plots
+from weightscope.artifacts import load_artifact
+from weightscope.benchmarking.gain import choose_gain, curve_of
+from weightscope.cli import main
+from weightscope.data import load
+from weightscope.errors import RecipeError, UsageError
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.correlation import eigenvalues_clipped
+from weightscope.statistics.permutations import PermutationSpec
+from weightscope.structures.exchangeable import Exchangeable
+from weightscope.training.collection import collect
+
+RECIPE = Recipe.parse(
+    {
+        "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+        "data": {"name": "digits", "train": 64, "test": 40},
+        "training": {"epochs": 1, "batch_size": 16},
+        "population": {"networks": 8, "tile": 4},
+    }
+)
+
+
+def test_the_smallest_gain_within_one_standard_error_is_taken() -> None:
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal(64)  # what seeds have in common cancels in the pairs
+    noise = 0.002 * rng.standard_normal((5, 64))
+    means = np.array([0.70, 0.72, 0.7499, 0.75, 0.74])
+    rows, chosen = curve_of([0, 1, 3, 10, 30], means[:, None] + 0.1 * shared + noise)
+    assert chosen == 2
+    assert [row["chosen"] for row in rows] == [False, False, True, False, False]
+    differences = (means[1] - means[0]) + noise[1] - noise[0]
+    assert rows[1]["difference"] == pytest.approx(differences.mean())
+    assert rows[1]["difference_se"] == pytest.approx(differences.std(ddof=1) / 8)
+    assert rows[1]["difference_se"] < 0.001 < 0.1 / 8  # unpaired, the standard error would be that of the seeds
+    best = int(np.argmax([row["accuracy"] for row in rows]))
+    assert (rows[best]["to_best"], rows[best]["to_best_se"]) == (0, 0)
+    assert curve_of([0, 1], np.full((2, 3), 0.5))[1] == 0
+
+
+def test_validation_images_are_training_images_and_not_trained_on() -> None:
+    plain, held = load("digits", train=100, test=30), load("digits", train=100, test=30, validation=25)
+    assert torch.equal(held.train_images, plain.train_images[:75])
+    assert torch.equal(held.test_images, plain.train_images[75:])
+    assert torch.equal(held.test_labels, plain.train_labels[75:])
+    assert held.mean != plain.mean
+    assert held.fingerprint != plain.fingerprint
+    with pytest.raises(RecipeError, match="validation may be at most 63 of the training images, found 64"):
+        RECIPE.replace({"data.validation": 64})
+    with pytest.raises(UsageError, match="expected 1 to 99 images, found 100"):
+        load("digits", train=100, validation=100)
+
+
+@pytest.fixture(scope="module")
+def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
+    return collect(RECIPE, tmp_path_factory.mktemp("gain") / "tiny.pop", workers=1, device="cpu", progress=False)
+
+
+def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path: Path) -> None:
+    options = {"workers": 1, "device": "cpu", "progress": False}
+    choice = choose_gain(population, "stages.*", tmp_path, gains=(0, 5), seeds=4, epochs=2, **options)
+    assert [row["gain"] for row in choice.curve] == [0, 5]
+    trained = choice.trainings.environment["recipe"]
+    assert (trained["data"]["validation"], trained["data"]["train"]) == (12, 64)
+    assert trained["training"]["epochs"] == 2
+    assert trained["population"]["seed"] not in (0, RECIPE.population.seed)
+    arm = Population(next((tmp_path / "runs").glob("gain-5*.pop")), partial=True)
+    assert set(arm.metrics["seed"]).isdisjoint(population.metrics["seed"])
+    assert choice.fit.settings["gain"]["curve"] == choice.rows()
+    assert choice.fit.groups[0].options == {"gain": choice.gain}
+    again = load_artifact(choice.fit.save(tmp_path / "chosen.safetensors"))
+    assert again.settings["gain"]["validation"] == 12
+    for text in ("* the smallest within one standard error of the best", "4 paired trainings of 2 epochs on 52 images"):
+        assert text in choice.text()
+    assert json.loads(json.dumps(choice.to_dict()))["gain"] == choice.gain
+    with pytest.raises(UsageError, match="at least 2 different numbers"):
+        choose_gain(population, out=tmp_path, gains=(3,))
+
+
+def test_the_command_takes_a_number_or_chooses_one(population: Population, tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        found = CliRunner().invoke(main, ["fit-init", str(population.path), *arguments])
+        return found.exit_code, found.output
+
+    out = tmp_path / "a.safetensors"
+    common = ["--structure", "exchangeable", "--joint", "all", "--select", "stages.*", "-o", str(out)]
+    code, text = run(*common, "--gain", "12")
+    assert code == 0, text
+    assert "gain 12: " in text
+    assert "correlations beyond 4 standard errors" in text
+    assert "clipped at 0.9, projection moved them by" in text
+    assert load_artifact(out).groups[0].options == {"gain": 12}
+    file = tmp_path / "a.json"
+    budget = ["--gain-seeds", "2", "--gain-epochs", "1", "--workers", "1", "--device", "cpu"]
+    code, text = run(*common, "--gain", "auto", *budget, "--json", str(file))
+    assert code == 0, text
+    curve = json.loads(file.read_text())["gain"]["curve"]
+    assert [row["gain"] for row in curve] == [0, 1, 3, 10, 30]
+    assert sum(row["chosen"] for row in curve) == 1
+    assert (tmp_path / "a-gain.png").stat().st_size > 5000
+    for arguments, message in (
+        (["--gain", "2", "-o", str(out)], "--gain: for --structure exchangeable, found auto"),
+        ([*common, "--gain-seeds", "3"], "--gain-seeds: for --gain auto, found no gain"),
+        ([*common, "--gain", "-1"], "gain: expected a number >= 0"),
+    ):
+        code, text = run(*arguments)
+        assert code != 0
+        assert message in text
+
+
+def test_the_curve_is_drawn_with_error_bars_and_one_mark() -> None:
+    rows, chosen = curve_of([0, 1, 30], np.array([[0.5, 0.6], [0.7, 0.75], [0.6, 0.8]]))
+    ax = plots.gain_curve(rows)
+    (bar,) = ax.containers
+    np.testing.assert_allclose(bar.lines[0].get_ydata(), [100 * row["difference"] for row in rows])
+    spans = [np.ptp(path.vertices[:, 1]) for path in bar.lines[2][0].get_paths()]
+    np.testing.assert_allclose(spans, [200 * row["difference_se"] for row in rows], atol=1e-12)
+    (mark,) = [line for line in ax.lines if line.get_gid() == "chosen"]
+    assert list(mark.get_xdata()) == [chosen]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "30"]
+    assert ax.get_xlabel() == "gain of the correlations"
+    assert "percentage points" in ax.get_ylabel()
+    plt.close(ax.figure)
+    with pytest.raises(UsageError, match="expected one chosen gain, found 0"):
+        plots.gain_curve([row | {"chosen": False} for row in rows])
+
+
+SPEC = WeightSpec([TensorSpec("a", (12,)), TensorSpec("b", (12,)), TensorSpec("c", (20,)), TensorSpec("d", (20,))])
+PERMUTATIONS = PermutationSpec.from_axes(SPEC, {"a": ("one",), "b": ("one",), "c": ("two",), "d": ("two",)})
+
+
+def weights() -> np.ndarray:
+    """Correlations of 0.2 in each of two groups of units."""
+    rng = np.random.default_rng(0)
+    parts = [rng.standard_normal((300, n)) for n in (12, 20)]
+    mixed = [[p, 0.2 * p + np.sqrt(0.96) * rng.standard_normal(p.shape)] for p in parts]
+    return np.concatenate([part for pair in mixed for part in pair], axis=1)
+
+
+def test_a_gain_for_each_type() -> None:
+    def found(**options) -> dict[str, float]:
+        law = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, **options)
+        kinds = zip(law.permutations.types, law.correlations, strict=True)
+        return {kind.groups[0]: float(matrix[0, 1]) for kind, matrix in kinds if kind.groups}
+
+    plain, both = found(gain=1.0), found(gain=3.0)
+    assert both["one"] == pytest.approx(3 * plain["one"])
+    assert both["two"] == pytest.approx(3 * plain["two"])
+    assert found(gain={"one": 3, "means": 0}) == pytest.approx({"one": both["one"], "two": found()["two"]})
+    assert found(gain={"t*": 0, "*": 1}) == pytest.approx({"one": plain["one"], "two": 0.0})
+    for options, message in (
+        ({"gain": {"three": 1}}, "gain: 'three' matches no type; there are means, one, two"),
+        ({"gain": {"one": -1}}, "one: expected a number >= 0"),
+        ({"gain": "auto"}, "--gain auto"),
+        ({"denoise": "eigenvalues"}, "needs a gain, found none"),
+        ({"gain": 1, "denoise": "magic"}, "denoise: expected one of"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            found(**options)
+
+
+def test_eigenvalues_within_the_edge_of_noise_are_replaced_by_their_mean() -> None:
+    rng = np.random.default_rng(0)
+    n, c = 2000, 40
+    noise = np.corrcoef(rng.standard_normal((n, c)).T)
+    cleaned, kept = eigenvalues_clipped(noise, n)
+    assert kept == 0
+    np.testing.assert_allclose(cleaned, np.eye(c), atol=1e-12)
+    direction = rng.standard_normal((1, c))
+    one = np.corrcoef((rng.standard_normal((n, c)) + rng.standard_normal((n, 1)) * direction).T)
+    truth = direction.T @ direction + np.eye(c)
+    truth /= np.sqrt(np.outer(truth.diagonal(), truth.diagonal()))
+    cleaned, kept = eigenvalues_clipped(one, n)
+    assert kept == 1
+    np.testing.assert_allclose(cleaned.diagonal(), 1)
+    assert np.linalg.norm(cleaned - truth) < 0.7 * np.linalg.norm(one - truth)
+    law = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, gain=2.0, denoise="eigenvalues")
+    assert any("eigenvalues beyond the noise" in line for line in law.notes())

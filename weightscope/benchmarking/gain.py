@@ -1,0 +1,197 @@
+"""`choose_gain`: how much to amplify a population's correlations, chosen by short paired trainings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightscope._util.checks import count, number
+from weightscope._util.results import Result
+from weightscope._util.seeding import Purpose, torch_seed
+from weightscope._util.tables import text_table
+from weightscope.artifacts.population_fit import PopulationFit
+from weightscope.benchmarking.result import BenchResult
+from weightscope.benchmarking.run import bench
+from weightscope.data.catalog import dataset_info
+from weightscope.errors import UsageError
+from weightscope.fitting.population import fit
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GAINS = (0.0, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, repr=False)
+class GainChoice(Result):
+    """The gain that was chosen, and the curve that chose it.
+
+    Attributes:
+        gain: the smallest candidate whose accuracy is within one standard error of the best one's.
+        curve: one row for each candidate: `gain`, `n`, `accuracy` (mean on the validation images), paired `difference`
+            to the smallest gain and to the best one (`to_best`) with their standard errors `difference_se` and
+            `to_best_se`, `log_prob` (of held-out networks, nats each) and `chosen`.
+        fit: with the chosen gain; its settings have the curve under "gain".
+        trainings: the benchmark of the candidates.
+        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images).
+    """
+
+    gain: float
+    curve: tuple[dict[str, Any], ...]
+    fit: PopulationFit
+    trainings: BenchResult
+    settings: dict[str, Any]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The curve."""
+        return [dict(row) for row in self.curve]
+
+    def summary(self) -> str:
+        """The gain, and the budget that chose it."""
+        s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
+        return (
+            f"gain {self.gain:g} of {gains}, by {s['seeds']} paired trainings of {s['epochs']} epochs on {s['train']} "
+            f"images, evaluated on {s['validation']} other training images"
+        )
+
+    def text(self) -> str:
+        """The curve as a table."""
+        cells = [
+            (
+                ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
+                f"{100 * row['accuracy']:.2f}",
+                f"{100 * row['difference']:+.2f} +- {100 * row['difference_se']:.2f}",
+                f"{100 * row['to_best']:+.2f} +- {100 * row['to_best_se']:.2f}",
+                f"{row['log_prob']:.1f}",
+            )
+            for row in self.curve
+        ]
+        head = ("gain", "accuracy %", f"to gain {self.curve[0]['gain']:g}", "to the best", "held-out")
+        rule = "* the smallest within one standard error of the best"
+        return f"{self.summary()}\n{text_table(head, cells)}\n{rule}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, without the fit."""
+        return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
+
+    def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
+        """Accuracy against gain, with standard errors of the paired differences and the choice marked."""
+        from weightscope import plots
+
+        figure = plots.root_figure(plots.gain_curve(self.curve, title=title))
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+
+def choose_gain(
+    population: Population | str | Path,
+    select: str | Sequence[str] = "*",
+    out: str | Path = "gain",
+    *,
+    gains: Sequence[float] = GAINS,
+    seeds: int = 16,
+    epochs: int | None = None,
+    validation: int | None = None,
+    fitting: Mapping[str, Any] | None = None,
+    **training: Any,
+) -> GainChoice:
+    """Fit `exchangeable` with each gain and choose one by short trainings on paired seeds.
+
+    Neither images nor seeds of a later benchmark are used: networks are trained on the first training images and
+    evaluated on the last ones, never on the test images, and their root seed is that of a domain of its own. The
+    smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger
+    gain is a larger departure from what was estimated: more is clipped and projected.
+
+    Args:
+        population: a population, whose recipe is trained; or its folder.
+        select: patterns of tensors that the initialiser sets.
+        out: folder of the candidates and their trainings. Calling again resumes.
+        gains: candidates, >= 0; 0 has the variances of all parts and no correlation.
+        seeds: networks for each candidate.
+        epochs: of each training; by default a quarter of the recipe's.
+        validation: how many of the training images to evaluate on; by default a fifth.
+        fitting: further arguments of `fit`; by default `{"joint": "all"}`. The option "denoise" may be in its options.
+        training: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...).
+
+    Raises:
+        UsageError: if a number is invalid; see also `fit` and `bench`.
+        Resumable: if interrupted.
+
+    Example:
+        >>> choice = choose_gain(Population("digits.pop"), "stages.*")
+        >>> print(choice)
+        >>> choice.fit.save("digits.safetensors")
+    """
+    population = population if isinstance(population, Population) else Population(population)
+    candidates = sorted({number("gains", float(gain), least=0) for gain in gains})
+    if len(candidates) < 2:
+        raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
+    count("seeds", seeds, least=2)
+    recipe, settings = _short(population.recipe, epochs, validation)
+    folder, given = Path(out), {"joint": "all", **(fitting or {})}
+    folder.mkdir(parents=True, exist_ok=True)
+    options = dict(given.pop("options", None) or {})
+    fits = [
+        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **given)
+        for gain in candidates
+    ]
+    files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
+    trainings = bench(recipe, files, folder, seeds=seeds, **training)
+    accuracy = np.array([run["accuracy"] for run in trainings.runs]).reshape(len(candidates), seeds)
+    scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
+    curve, chosen = curve_of(candidates, accuracy)
+    rows = tuple(row | {"log_prob": score} for row, score in zip(curve, scores, strict=True))
+    settings |= {"seeds": seeds}
+    best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
+    return GainChoice(candidates[chosen], rows, best, trainings, settings)
+
+
+def curve_of(gains: Sequence[float], accuracy: np.ndarray) -> tuple[list[dict[str, Any]], int]:
+    """The rows of `GainChoice.curve`, without likelihoods, and the index of the choice.
+
+    Args:
+        gains: (G,), ascending.
+        accuracy: (G, n), of n paired seeds.
+    """
+    best = int(accuracy.mean(axis=1).argmax())
+
+    def paired(reference: int) -> tuple[np.ndarray, np.ndarray]:
+        differences = accuracy - accuracy[reference]
+        return differences.mean(axis=1), differences.std(axis=1, ddof=1) / np.sqrt(accuracy.shape[1])
+
+    (first, first_se), (top, top_se) = paired(0), paired(best)
+    chosen = int(np.flatnonzero(-top <= top_se)[0])
+    rows = [
+        {
+            "gain": float(gain),
+            "n": accuracy.shape[1],
+            "accuracy": float(accuracy[i].mean()),
+            "difference": float(first[i]),
+            "difference_se": float(first_se[i]),
+            "to_best": float(top[i]),
+            "to_best_se": float(top_se[i]),
+            "chosen": i == chosen,
+        }
+        for i, gain in enumerate(gains)
+    ]
+    return rows, chosen
+
+
+def _short(recipe: Recipe, epochs: int | None, validation: int | None) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe of the candidates' trainings, and its numbers."""
+    images = dataset_info(recipe.data.name).train if recipe.data.train is None else recipe.data.train
+    held = count("validation", max(1, images // 5) if validation is None else validation)
+    length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)
+    seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)
+    changes = {
+        "training.epochs": length,
+        "training.evaluate": "end",
+        "data.validation": held,
+        "population.seed": seed,
+    }
+    return recipe.replace(changes), {"epochs": length, "seed": seed, "train": images - held, "validation": held}
