@@ -162,7 +162,9 @@ def test_the_last_fc2_gets_the_correlation_with_the_first(width, mode):
 
 def test_layers_of_different_shapes_and_equal_weights_are_refused():
     stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
-    with pytest.raises(AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"):
+    with pytest.raises(
+        AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"
+    ):
         mimetic_first_last_mlp_(stages)
     mimetic_first_last_mlp_(stages, layers=[0, 1])
     with pytest.raises(UsageError, match=r"expected two different layers, found \[0, 0\]"):

@@ -63,7 +63,7 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     case = study.Case(population.recipe, "stages.*", ("mimetic_mlp",), 1, 1, 4, 12)
     found = study.benchmarks(case, population, tmp_path / "work", workers=1, device="cpu", progress=False)
     arms = {row["init"]: row for row in found["conditions"]["short"]["arms"]}
-    chosen = f"gain-{found['gain']['chosen']:g}"
+    chosen = f"gain-{found['gain']['gain']:g}"
     assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
     assert arms[chosen]["beyond_scale"] is not None
     assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import held_back
 import numpy as np
 
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
-from weightscope.benchmarking import bench
+from weightscope.benchmarking import bench, choose_gain
 from weightscope.benchmarking.arms import labelled
 from weightscope.data import fashion_mnist
 from weightscope.fitting.population import fit
@@ -31,7 +30,7 @@ from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-GAIN_SEED, BENCH_SEED = 1_000_000, 2_000_000  # seeds shared neither with each other nor with the populations
+BENCH_SEED = 2_000_000  # seeds shared neither with the populations nor with the choice of the gain
 GAINS, GAIN_SEEDS = (0.0, 1.0, 3.0, 10.0, 30.0), 32
 SEEDS = {"short": 64, "long": 32, "other data": 64, "other width": 64}
 
@@ -190,39 +189,21 @@ def fitted(population: Population, case: Case, folder: Path) -> Callable[..., Pa
     return artifact
 
 
-def gain_curve(case: Case, artifact: Callable[..., Path], folder: Path, **options: Any) -> dict[str, Any]:
-    """The gain chosen by short paired trainings whose seeds and images are not those of the benchmarks.
-
-    The smallest gain whose mean accuracy is within one standard error (of the paired difference) of the best.
-    """
-    files = [artifact(f"gain-{gain:g}", gain=gain) for gain in GAINS]
-    changes = {"data": held_back.digits, "population.seed": GAIN_SEED, "training.epochs": case.short}
-    recipe = case.recipe.replace(changes)
-    found = bench(recipe, files, folder / "gain", seeds=GAIN_SEEDS, **options)
-    accuracy = np.array([[run["accuracy"] for run in found.runs if run["init"] == f.stem] for f in files])
-    behind = accuracy[accuracy.mean(1).argmax()] - accuracy
-    errors = behind.std(1, ddof=1) / np.sqrt(behind.shape[1])
-    chosen = int(np.flatnonzero(behind.mean(1) <= errors)[0])
-    curve = [
-        {"gain": g, "accuracy": float(a), "behind": float(b), "se": float(e)}
-        for g, a, b, e in zip(GAINS, accuracy.mean(1), behind.mean(1), errors, strict=True)
-    ]
-    return {"chosen": GAINS[chosen], "seeds": behind.shape[1], "curve": curve}
-
-
 def benchmarks(case: Case, population: Population, folder: Path, **options: Any) -> dict[str, Any]:
     """Every condition with its arms; a label that ends in "(scale only)" is the control of the one before."""
     artifact = fitted(population, case, folder)
-    gain = gain_curve(case, artifact, folder, **options)
-    derived = str(artifact(f"gain-{gain['chosen']:g}", gain=gain["chosen"]))
+    choice = choose_gain(
+        population, case.select.split(","), folder / "gain", gains=GAINS, seeds=GAIN_SEEDS, epochs=case.short, **options
+    )
+    derived = str(artifact(f"gain-{choice.gain:g}", gain=choice.gain))
     best = labelled(case.hand_made[0])[1]
     on_top = best.model_copy(update={"artifact": derived})
     arms = ["default", derived, InitConfig(artifact=derived, control="scale"), best, on_top]
     more: list[Any] = [str(artifact("gain-1", gain=1.0)), str(artifact("shrunk"))]
-    more += [str(artifact("within-blocks", joint="block", gain=gain["chosen"]))]
+    more += [str(artifact("within-blocks", joint="block", gain=choice.gain))]
     more += [best.model_copy(update={"artifact": str(artifact("scale", "isotropic", "tensor"))}), *case.hand_made[1:]]
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
-    out: dict[str, Any] = {"gain": gain, "conditions": {}}
+    out: dict[str, Any] = {"gain": choice.to_dict(), "conditions": {}}
     conditions = case.conditions()
     if "other data" in SEEDS and not fashion_mnist.at_hand(options.get("data")):
         print("Fashion-MNIST is not at hand: no comparison on other data")
