@@ -108,7 +108,9 @@ def test_correct_initialisations_pass_on_200_seeds(case):
         if name == "mimetic_ssm":
             redraw(model, seed)
         elif name in ("mimetic_mlp", "mimetic_conv_mlp", "mimetic_first_last_mlp"):
-            wi.kaiming_uniform_(model, select="*mlp*,*conv_dw*" if "conv" in name else "*mlp*", generator=generator(1000 + seed))
+            wi.kaiming_uniform_(
+                model, select="*mlp*,*conv_dw*" if "conv" in name else "*mlp*", generator=generator(1000 + seed)
+            )
         wi.get(name, **parameters)(model, generator=generator(seed))
         report = audit(model, name, **parameters)
         assert report.passed, f"seed {seed}\n{report}"

@@ -72,7 +72,8 @@ def test_the_standard_error_is_that_of_leaving_networks_out():
     rows = independent(200, 1)
     found = filter_mlp_correlation(WeightArray(rows, SPEC)).total
     left = [
-        filter_mlp_correlation(WeightArray(np.delete(rows, k, axis=0), SPEC)).total.correlation for k in range(0, 200, 4)
+        filter_mlp_correlation(WeightArray(np.delete(rows, k, axis=0), SPEC)).total.correlation
+        for k in range(0, 200, 4)
     ]
     jackknife = np.sqrt(199 * np.var(left))
     assert found.error == pytest.approx(jackknife, rel=0.35)  # from every fourth network, 10 % noise

@@ -352,7 +352,9 @@ MLP = {
     "one number for each hidden unit": Mutant(
         fc1_update(lambda w, _, g: w + torch.randn(len(w), 1, generator=g) * SIGMA * unit(w)), ("unit means",), ROWS
     ),
-    "variance used as deviation": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, (SIGMA * unit(w)) ** 2)), ("input means",), ROWS),
+    "variance used as deviation": Mutant(
+        fc1_update(lambda w, _, g: w + rows(w, g, (SIGMA * unit(w)) ** 2)), ("input means",), ROWS
+    ),
     "one vector for each entry": Mutant(
         fc1_update(lambda w, _, g: w + torch.randn(w.shape, generator=g) * SIGMA * unit(w)), ("input means",), ROWS
     ),
@@ -365,9 +367,7 @@ MLP = {
         fc1_update(lambda w, _, g: w + B * unit(w) + rows(w, g, 0.8 * unit(w))), ("input means",), SCALAR
     ),
     "in units of the weights": Mutant(fc1_update(lambda w, _, g: w + B), ("mean",), SCALAR),
-    "in units of the other fan": Mutant(
-        fc1_update(lambda w, _, g: w + B / math.sqrt(3 * len(w))), ("mean",), SCALAR
-    ),
+    "in units of the other fan": Mutant(fc1_update(lambda w, _, g: w + B / math.sqrt(3 * len(w))), ("mean",), SCALAR),
     "sigma in units of the weights": Mutant(fc1_update(lambda w, _, g: w + rows(w, g, SIGMA)), ("input means",), ROWS),
     "sum for difference": Mutant(fc1_update(lambda w, fc2, g: (w + fc2.T) / 2), ("slope",), ANTI),
     "half forgotten": Mutant(fc1_update(lambda w, fc2, g: w - fc2.T), ("slope",), ANTI),

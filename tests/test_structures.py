@@ -31,7 +31,11 @@ MIXED = WeightSpec([TensorSpec("conv.weight", (4, 1, 2, 2)), TensorSpec("bias", 
 VECTOR = WeightSpec([TensorSpec("bias", (6,))])
 MLP = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc1.bias", (5,)), TensorSpec("fc2.weight", (3, 5))])
 LAYERS = WeightSpec(
-    [TensorSpec(f"blocks.{i}.{name}", shape) for i in range(3) for name, shape in (("fc1.weight", (2, 3)), ("bias", (2,)))]
+    [
+        TensorSpec(f"blocks.{i}.{name}", shape)
+        for i in range(3)
+        for name, shape in (("fc1.weight", (2, 3)), ("bias", (2,)))
+    ]
 )
 COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
 
@@ -369,7 +373,9 @@ def planted_layers(n, seed=0):
     rows, columns = naive.random_covariance(4, rng), naive.random_covariance(5, rng)
     rows, columns = rows * 4 / np.trace(rows), columns * 5 / np.trace(columns)
     spec = WeightSpec(
-        t for i in range(3) for t in (TensorSpec(f"blocks.{i}.bias", (4,)), TensorSpec(f"blocks.{i}.fc2.weight", (4, 5)))
+        t
+        for i in range(3)
+        for t in (TensorSpec(f"blocks.{i}.bias", (4,)), TensorSpec(f"blocks.{i}.fc2.weight", (4, 5)))
     )
     draw = rng.standard_normal((n, 60)) @ np.linalg.cholesky(np.kron(layers, np.kron(rows, columns))).T
     data = rng.standard_normal((n, spec.size))
@@ -418,7 +424,7 @@ def test_a_tensor_normal_needs_layers_and_networks():
         TensorNormal.fit(data_of(MATRICES), MATRICES)
     spec = WeightSpec([TensorSpec(f"blocks.{i}.w", (30, 2)) for i in range(2)])
     data = np.random.default_rng(0).standard_normal((20, 120))
-    with pytest.raises(DataError, match=r"shape \(2, 30, 2\): expected more samples, found 7; at least 8 are necessary"):
+    with pytest.raises(DataError, match=r"shape \(2, 30, 2\): expected more samples, found 7; at least 8 are"):
         TensorNormal.fit(data[:7], spec)
     assert np.isfinite(TensorNormal.fit(data, spec).log_prob(data)).all()
 

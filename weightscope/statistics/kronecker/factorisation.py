@@ -88,7 +88,8 @@ def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iteration
     Raises:
         DataError: if there are too few samples for an estimate.
 
-    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011; for matrices Dutilleul 1999.
+    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011;
+    for matrices Dutilleul 1999.
 
     Example:
         >>> fit = tensor_normal(w - w.mean(axis=0))  # w (N, L, p, n)
