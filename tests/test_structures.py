@@ -385,7 +385,7 @@ def planted_layers(n, seed=0):
 
 
 def test_a_tensor_normal_recovers_planted_factors():
-    """Errors of a correlation are below 1/sqrt(N p n), 0.5 % here; 4 % of the largest entry is more than six of them."""
+    """Errors of a correlation are below 1/sqrt(N p n), 0.5 % here; 4 % is more than six of them."""
     data, spec, planted = planted_layers(2000)
     fitted = TensorNormal.fit(data, spec)
     assert [array.shape for array in fitted.arrays] == [(3, 1, 4), (3, 4, 5)]
