@@ -385,7 +385,7 @@ def planted_layers(n, seed=0):
 
 
 def test_a_tensor_normal_recovers_planted_factors():
-    """Errors of a correlation are below 1/sqrt(N p n), 0.5 % here; 4 % of the largest entry is more than six of them."""
+    """Errors of a correlation are below 1/sqrt(N p n), 0.5 % here; 4 % is more than six of them."""
     data, spec, planted = planted_layers(2000)
     fitted = TensorNormal.fit(data, spec)
     assert [array.shape for array in fitted.arrays] == [(3, 1, 4), (3, 4, 5)]
@@ -424,9 +424,7 @@ def test_a_tensor_normal_needs_layers_and_networks():
         TensorNormal.fit(data_of(MATRICES), MATRICES)
     spec = WeightSpec([TensorSpec(f"blocks.{i}.w", (30, 2)) for i in range(2)])
     data = np.random.default_rng(0).standard_normal((20, 120))
-    with pytest.raises(
-        DataError, match=r"shape \(2, 30, 2\): expected more samples, found 7; at least 8 are necessary"
-    ):
+    with pytest.raises(DataError, match=r"shape \(2, 30, 2\): expected more samples, found 7; at least 8 are"):
         TensorNormal.fit(data[:7], spec)
     assert np.isfinite(TensorNormal.fit(data, spec).log_prob(data)).all()
 

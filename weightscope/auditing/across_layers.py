@@ -17,9 +17,7 @@ _SLACK = 0.005  # rounding in half precision
 
 
 @EXPECTATIONS.register("mimetic_conv_mlp")
-def mimetic_conv_mlp_checks(
-    source: NamedTensors, *, correlation: float, layers: int | list[int] | None
-) -> list[Check]:
+def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: int | list[int] | None) -> list[Check]:
     """Checks of the correlation between central pixels and diag(W2 W1), in each block and pooled over blocks.
 
     Raises:

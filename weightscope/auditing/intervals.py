@@ -81,7 +81,7 @@ def correlation(rho: float, sizes: Sequence[int], *, level: float = LEVEL, slack
 
 
 def pooled_correlation(correlations: Sequence[float], sizes: Sequence[int]) -> float:
-    """tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
+    """The tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
     return math.tanh(float(_shares(sizes) @ _fisher(np.asarray(correlations))))
 
 

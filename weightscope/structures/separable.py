@@ -74,9 +74,7 @@ class Separable(Structure):
         super().__init__(spec, mean, parameters, diagnostics)
         self.arrays = self.arrays_of(spec)
         self.roots = tuple(
-            tuple(
-                _root(root, f"{axis}.{i}", d) for axis, root, d in zip(self.axes, roots, array.shape, strict=True)
-            )
+            tuple(_root(root, f"{axis}.{i}", d) for axis, root, d in zip(self.axes, roots, array.shape, strict=True))
             for i, (array, roots) in enumerate(zip(self.arrays, zip(*factors, strict=True), strict=True))
         )
 

@@ -104,9 +104,9 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     have it, whatever their covariance, and a structure that is fitted to covariances does not reproduce it.
 
     Channels and blocks of one network depend on each other. The standard error is that of the delta method over
-    networks, with psi_k = a_k / sqrt(B C) - (r / 2) (b_k / B + c_k / C) for the sums a_k, b_k and c_k of f d, f^2 and d^2
-    in network k, and A, B and C over all; interval and p-value are Student's with N - 1 degrees of freedom on Fisher's
-    scale.
+    networks, with psi_k = a_k / sqrt(B C) - (r / 2) (b_k / B + c_k / C) for the sums a_k, b_k and c_k of f d, f^2 and
+    d^2 in network k, and A, B and C over all; interval and p-value are Student's with N - 1 degrees of freedom
+    on Fisher's scale.
 
     Args:
         source: a `Population` of ConvNeXts, or an array with a spec.

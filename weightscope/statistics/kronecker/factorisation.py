@@ -64,7 +64,8 @@ def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10, max_iterati
         >>> covariance = np.kron(fit.rows, fit.columns)
     """
     fit = tensor_normal(matrices, tolerance=tolerance, max_iterations=max_iterations)
-    return MatrixNormal(*fit.factors, fit.iterations, fit.converged)
+    rows, columns = fit.factors
+    return MatrixNormal(rows, columns, fit.iterations, fit.converged)
 
 
 def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> TensorNormal:
@@ -88,7 +89,8 @@ def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iteration
     Raises:
         DataError: if there are too few samples for an estimate.
 
-    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011; for matrices Dutilleul 1999.
+    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011;
+    for matrices Dutilleul 1999.
 
     Example:
         >>> fit = tensor_normal(w - w.mean(axis=0))  # w (N, L, p, n)
