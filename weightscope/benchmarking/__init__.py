@@ -1,8 +1,10 @@
 """Benchmarks of initialisers on paired seeds."""
 
 from weightscope.benchmarking.arms import Arm, plan_arms
+from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.statistics import summarise
 
-__all__ = ["Arm", "BenchResult", "bench", "plan_arms", "summarise"]
+__all__ = ["Arm", "Axis", "BenchPlan", "BenchResult", "bench", "plan_arms", "plan_bench", "summarise"]
