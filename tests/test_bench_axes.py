@@ -62,7 +62,7 @@ def test_axes_are_read_from_text(text: str, names: tuple[str, ...], points: tupl
         ("a.b=", "expected NAME=VALUE"),
         ("a.b=1,1", "different values, found 1 twice"),
         ("a.b=0:1:0", "a step that is not 0"),
-        ("a.b=0:1:0.3", "a STEP from START to STOP"),
+        ("a.b=0:1:0.3", "STEP to lead from START to STOP"),
         ("a.b=1,,2", "a value between the commas"),
         ("a.b,a.c=1/2,3", "expected 2 values at each point, found 3"),
     ],
@@ -156,8 +156,8 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
     assert len(more.runs) == 10
     grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **OPTIONS)
     assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
-    with pytest.raises(RecipeError, match="was trained with another recipe.*training.learning_rate"):
-        other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
+    other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
+    with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
         bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
 
 
@@ -171,17 +171,18 @@ def test_workers_change_nothing_and_a_sweep_stays_in_its_table(tmp_path: Path) -
     assert [r["accuracy"] for r in one.runs] == [r["accuracy"] for r in two.runs]
     fewer = planned(recipe, init=["default"], seeds=3)[1]
     assert [(arm.init, arm.recipe.population.networks) for arm in fewer] == [("default", 3)] * 2, "arguments come first"
-    with pytest.raises(RecipeError, match="bench.seedz: unknown key"):
+    with pytest.raises(RecipeError, match=r"bench\.seedz: unknown key"):
         Recipe.parse({**PLAIN, "bench": {"seedz": 2}})
 
 
 SWEEP = [
     *("--init", "default", "--init", "mimetic_mlp(sigma=0.5)", "--vary", "network.kernel_size=3,5"),
-    *("--vary", "data.train=32,64,96", "--vary", "training.batch_size=16,32", "--vary", "data.test=20,40"),
+    *("--vary", "data.train=32,48,64"),
 ]
 
 
-def test_a_sweep_of_24_cells_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) -> None:
+def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) -> None:
+    """benchmarks/sweep.py does the same with 24 cells."""
     recipe = {**PLAIN, "training": {"epochs": 1, "batch_size": 16}}
     lines = [
         f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in part.items()) for name, part in recipe.items()
@@ -193,7 +194,7 @@ def test_a_sweep_of_24_cells_resumes_after_sigkill_without_repeating_a_tile(tmp_
     first = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 240
-        while len(list(tmp_path.rglob("*.h5"))) < 5:
+        while len(list(tmp_path.rglob("*.h5"))) < 3:
             assert first.poll() is None, "killed before it ended"
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -201,15 +202,15 @@ def test_a_sweep_of_24_cells_resumes_after_sigkill_without_repeating_a_tile(tmp_
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert 5 <= len(before) < 48
+    assert 3 <= len(before) < 12
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert len(after) == 48
+    assert len(after) == 12
     assert {path: after[path] for path in before} == before
-    assert f"24 cells, 48 arms, 96 networks in 48 tiles, {len(before)} of them done" in again.stdout
+    assert f"6 cells, 12 arms, 24 networks in 12 tiles, {len(before)} of them done" in again.stdout
     written = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(written["runs"]) == 96
+    assert len(written["runs"]) == 24
     assert all(run["curve"] for run in written["runs"])
     assert (tmp_path / "out" / "table.md").exists()
 
@@ -309,7 +310,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     shift = best["mean"] - best["difference"]
     np.testing.assert_allclose([low, high], np.array(best["difference_ci95"]) + shift, atol=1e-9)
     assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
-    with pytest.raises(UsageError, match="axis: expected one of mimetic_attention.alpha_qk"):
+    with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
         plots.accuracy_along(swept.arms, "network.depth")
 
 
@@ -334,7 +335,8 @@ def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> Non
 
 def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     base = np.linspace(0.95, 0.99, 6)
-    runs = runs_of("default", {}, {}, base) + runs_of("x", {}, {}, np.minimum(base + [0.0, 0.05, 0, 0.01, 0, 0.01], 1))
+    differences = np.minimum(base + np.array([0, 0.05, 0, 0.01, 0, 0.01]), 1) - base
+    runs = runs_of("default", {}, {}, base) + runs_of("x", {}, {}, base + differences)
     ax = plots.accuracy_curves(runs)
     lines = {line.get_label(): line.get_ydata() for line in ax.lines}
     np.testing.assert_allclose(lines["default"], [0.5 * base.mean(), base.mean()])
@@ -342,8 +344,6 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     assert len(bands) == 1, "the reference has none"
     heights = bands[0].get_paths()[0].vertices[:, 1]
     assert heights.max() <= 1
-    differences = np.array([0, 0.05, 0, 0.01, 0, 0.01])[:6]
-    differences = np.minimum(base + differences, 1) - base
     half = 2.5705818 * differences.std(ddof=1) / 6**0.5
     assert heights.min() == pytest.approx(0.5 * (base + differences).mean() - 0.5 * half, abs=1e-6)
     with pytest.raises(UsageError, match="one cell and one training length, found 2"):

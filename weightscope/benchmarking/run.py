@@ -17,10 +17,12 @@ from weightscope._util.checks import count
 from weightscope._util.environment import environment
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms, recipe_of
+from weightscope.benchmarking.axes import Axis
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import summarise
 from weightscope.errors import UsageError
+from weightscope.population import Population
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
@@ -39,8 +41,8 @@ def bench(
     seed: int | None = None,
     frozen: str | None = None,
     control: str | None = None,
-    vary: Mapping[str, Any] | None = None,
-    grid: Mapping[str, Any] | None = None,
+    vary: Mapping[str, Any] | Sequence[Axis] = (),
+    grid: Mapping[str, Any] | Sequence[Axis] = (),
     **options: Any,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
@@ -99,7 +101,7 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
     """
     recipe = recipe_of(recipe)
     table = (recipe.bench or BenchConfig()).model_dump()
-    design = {key: value if value not in (None, (), [], {}) else table[key] for key, value in given.items()}
+    design = {**table, **{key: value for key, value in given.items() if value not in (None, (), [], {})}}
     own = design.pop("seed")
     inits = design.pop("init")
     recipe = recipe.model_copy(update={"bench": None})
@@ -149,10 +151,13 @@ def _trained(
     workers = options.get("workers")
     if workers is None and device.type != "cpu":
         workers = 1
-    training.train_all(tasks, workers, options.get("progress", True), options)
+    new = training.train_all(tasks, workers, options.get("progress", True), options)
     for arm, recipe in zip(arms, recipes, strict=True):
         path = folder / training.RUNS / arm.folder
-        population = collect(recipe, path, **{**options, "workers": 1, "progress": False})  # all is there: it checks
+        if path in new:
+            population = Population(path, partial=True)
+        else:  # nothing is trained, but data, own code and artifacts are compared with those of then
+            population = collect(recipe, path, **{**options, "workers": 1, "progress": False})
         mine = sorted((task for task in tasks if task.path == path), key=lambda task: task.tile)
         yield arm, population, training.seconds_of(population, mine)
 

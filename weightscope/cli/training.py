@@ -113,7 +113,7 @@ def bench(
     from weightscope.benchmarking.axes import Axis
 
     folder = out or default_folder(recipe)
-    axes = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
+    axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
     plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
     click.echo(plan.text() if only_plan else plan.summary())
     if only_plan:

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from weightscope.recipe.base import Count, Section
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Values = Annotated[dict[str, str | list[Any]], Field(default_factory=dict)]
+Values = dict[str, str | list[Any]]
 
 
 class BenchConfig(Section):
@@ -19,8 +19,8 @@ class BenchConfig(Section):
     """
 
     init: tuple[str | dict[str, Any], ...] = ()
-    vary: Values
-    grid: Values
+    vary: Values = Field(default_factory=dict)
+    grid: Values = Field(default_factory=dict)
     epochs: tuple[Count, ...] = ()
     seeds: Count | None = None
     seed: Seed | None = None
