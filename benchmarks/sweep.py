@@ -20,7 +20,7 @@ from typing import Any
 
 from reporting import write
 
-from weightscope._util.environment import environment, usable_cores
+from weightscope._util.environment import usable_cores
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.recipe import Recipe
 
@@ -80,7 +80,7 @@ def main() -> None:
     print(plan.summary())
     print(f"{found['kept']} of {found['tiles']} tiles when killed, {repeated} of them repeated")
     print(f"seconds of one worker: estimated {estimate:.0f}, measured {found['measured']:.0f}")
-    write(given.json, {"environment": environment("cpu"), **found})
+    write(given.json, [found])
 
 
 if __name__ == "__main__":

@@ -151,13 +151,15 @@ def _trained(
     workers = options.get("workers")
     if workers is None and device.type != "cpu":
         workers = 1
-    new = training.train_all(tasks, workers, options.get("progress", True), options)
+    left = {task.path for task in tasks if not training.done(task)}
     for arm, recipe in zip(arms, recipes, strict=True):
         path = folder / training.RUNS / arm.folder
-        if path in new:
-            population = Population(path, partial=True)
-        else:  # nothing is trained, but data, own code and artifacts are compared with those of then
-            population = collect(recipe, path, **{**options, "workers": 1, "progress": False})
+        if path not in left:  # trains nothing, but compares data, own code and artifacts with those of then
+            collect(recipe, path, **{**options, "workers": 1, "progress": False})
+    training.train_all(tasks, workers, options.get("progress", True), options)
+    for arm in arms:
+        path = folder / training.RUNS / arm.folder
+        population = Population(path, partial=True)
         mine = sorted((task for task in tasks if task.path == path), key=lambda task: task.tile)
         yield arm, population, training.seconds_of(population, mine)
 

@@ -128,11 +128,8 @@ def train(task: Task, options: dict[str, Any]) -> None:
     atomic.write(task.time, json.dumps({"seconds": time.perf_counter() - start, "networks": task.rows}).encode())
 
 
-def train_all(tasks: Sequence[Task], workers: int | None, progress: bool, options: dict[str, Any]) -> set[Path]:
+def train_all(tasks: Sequence[Task], workers: int | None, progress: bool, options: dict[str, Any]) -> None:
     """Train the tiles that are not on disk, on `workers` processes of this machine.
-
-    Returns:
-        The populations to which tiles were added.
 
     Raises:
         Resumable: if interrupted, or a worker died; says how many tiles are kept.
@@ -149,7 +146,6 @@ def train_all(tasks: Sequence[Task], workers: int | None, progress: bool, option
     except BrokenProcessPool as error:
         why = "a worker process died, perhaps because memory ran out"
         raise Resumable(f"{why}: {_kept(tasks)}; run the same command again, with fewer workers") from error
-    return {task.path for task in todo}
 
 
 def on_workers(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int | None) -> Iterator[Any]:
