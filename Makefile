@@ -35,6 +35,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
 	$(BIN)/python benchmarks/exchangeable.py --json benchmarks/results/exchangeable.json
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
+	$(BIN)/python benchmarks/sweep.py --json benchmarks/results/sweep.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
 	-$(BIN)/python benchmarks/gpu_resources.py --json benchmarks/results/gpu_resources.json # needs Triton, and no GPU
 

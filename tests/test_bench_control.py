@@ -77,7 +77,7 @@ def test_scale_alone_shows_nothing_beyond_scale_and_planted_structure_does(tmp_p
     assert "beyond scale" in result.text()
     written = json.loads((tmp_path / "results.json").read_text())["summary"]
     assert written[3]["beyond_scale"] == rows["templates"]["beyond_scale"]
-    result.plot_scale(tmp_path / "scale.png")
+    result.figures()["scale"](tmp_path / "scale.png")
     assert (tmp_path / "scale.png").stat().st_size > 5000
 
 

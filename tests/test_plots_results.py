@@ -181,10 +181,13 @@ def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() 
     assert lines["default (frozen)"].get_markerfacecolor() == "white"
     assert list(ax.get_xticks()) == lengths
     assert ax.get_xscale() == "log"
-    intervals = [path.vertices[:, 1] for path in bars["default"].lines[2][0].get_paths()]
-    np.testing.assert_allclose([v.max() - v.min() for v in intervals], 0.016)
+    for init, width in (("default", 0.0), ("artifact", 0.01)):  # paired, so the reference has none
+        intervals = [path.vertices[:, 1] for path in bars[init].lines[2][0].get_paths()]
+        np.testing.assert_allclose([v.max() - v.min() for v in intervals], width, atol=1e-12)
     assert [t.get_text().replace("\n", " ") for t in ax.get_legend().get_texts()] == inits
-    assert ax.get_legend().get_title().get_text() == "mean of 8 seeds with 95 % CI"
+    assert (
+        ax.get_legend().get_title().get_text() == "mean of 8 seeds; bars: 95 % CI of the paired difference from default"
+    )
     assert plots.convergence(bench_summary(inits, [2, 3])).get_xscale() == "linear"
 
 
@@ -192,13 +195,25 @@ def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
     ax = plots.convergence(bench_summary(["default", "artifact"], [3]))
     assert [t.get_text() for t in ax.get_yticklabels()] == ["default", "artifact"]
     assert [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)] == pytest.approx([0.72, 0.74])
-    assert ends_of(bars_of(ax)[0]) == [pytest.approx((0.712, 0.728))]
+    assert ends_of(bars_of(ax)[0]) == [pytest.approx((0.72, 0.72))]
+    assert ends_of(bars_of(ax)[1]) == [pytest.approx((0.735, 0.745))], "the paired interval, not that of the mean"
+    alone = plots.convergence(bench_summary(["default"], [3]))
+    assert ends_of(bars_of(alone)[0]) == [pytest.approx((0.712, 0.728))]
     reference = [line for line in ax.lines if line.get_gid() == "reference"]
     assert [line.get_xdata()[0] for line in reference] == pytest.approx([0.72])
     texts = [t.get_text() for t in ax.texts]
     assert "reference" in texts
     assert "+2.0, p = 2×10⁻⁹" in texts
-    assert "after 3 epochs; mean of 8 seeds with 95 % CI" in ax.get_xlabel()
+    assert "after 3 epochs; mean of 8 seeds; bars: 95 % CI of the paired" in ax.get_xlabel().replace("\n", " ")
+
+
+def test_intervals_of_accuracies_stay_between_0_and_100_per_cent() -> None:
+    rows = bench_summary(["default", "artifact"], [3])
+    rows[0] |= {"mean": 0.93}
+    rows[1] |= {"mean": 0.95, "difference": 0.02, "difference_ci95": [-0.28, 0.32]}
+    assert ends_of(bars_of(plots.convergence(rows))[1]) == [pytest.approx((0.65, 1.0))]
+    ends = [row | {"ci95": [0.65, 1.21]} for row in rows[:1]]
+    assert ends_of(bars_of(plots.convergence(ends))[0]) == [pytest.approx((0.65, 1.0))]
 
 
 def test_the_adjusted_p_value_is_preferred() -> None:

@@ -78,8 +78,16 @@ def main() -> None:
         case, folder = run.CASES[name], options.work / name
         files = [str(file) for file in artifacts(Population(folder / "population.pop"), case.select, folder / "ways")]
         arms = ["default", InitConfig(artifact=files[0], control="scale"), *files]
-        recipe = case.recipe.replace({"training.epochs": case.short, "population.seed": run.BENCH_SEED})
-        found = bench(recipe, arms, folder / "alternatives", seeds=options.seeds, workers=options.workers, device="cpu")
+        recipe = case.recipe.replace({"training.epochs": case.short})
+        found = bench(
+            recipe,
+            arms,
+            folder / "alternatives",
+            seeds=options.seeds,
+            seed=run.BENCH_SEED,
+            workers=options.workers,
+            device="cpu",
+        )
         run.merge(options.out / "alternatives.json", name, {"arms": found.arms})
         print(found.text(), flush=True)
 

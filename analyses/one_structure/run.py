@@ -210,9 +210,11 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
         conditions.pop("other data")
     for condition in (name for name in conditions if name in SEEDS):
         changes = conditions[condition]
-        recipe = case.recipe.replace({**changes, "population.seed": BENCH_SEED})
+        recipe = case.recipe.replace(changes)
         wanted = [*arms, *(init for init in more if init != derived)] if condition == "short" else arms
-        found = bench(recipe, wanted, folder / condition.replace(" ", "-"), seeds=SEEDS[condition], **options)
+        found = bench(
+            recipe, wanted, folder / condition.replace(" ", "-"), seeds=SEEDS[condition], seed=BENCH_SEED, **options
+        )
         out["conditions"][condition] = {"recipe": recipe.to_dict(), "arms": found.arms, "runs": found.runs}
         print(f"{condition}\n{found.text()}", flush=True)
     return out

@@ -2,8 +2,21 @@
 
 from weightscope.benchmarking.arms import Arm, plan_arms
 from weightscope.benchmarking.gain import GainChoice, choose_gain
+from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.statistics import summarise
 
-__all__ = ["Arm", "BenchResult", "GainChoice", "bench", "choose_gain", "plan_arms", "summarise"]
+__all__ = [
+    "Arm",
+    "Axis",
+    "BenchPlan",
+    "BenchResult",
+    "GainChoice",
+    "bench",
+    "choose_gain",
+    "plan_arms",
+    "plan_bench",
+    "summarise",
+]

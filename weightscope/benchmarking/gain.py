@@ -141,7 +141,7 @@ def choose_gain(
         for gain in candidates
     ]
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
-    trainings = bench(recipe, files, folder, seeds=seeds, **training)
+    trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
     accuracy = np.array([run["accuracy"] for run in trainings.runs]).reshape(len(candidates), seeds)
     scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
     curve, chosen = curve_of(candidates, accuracy)
@@ -192,6 +192,5 @@ def _short(recipe: Recipe, epochs: int | None, validation: int | None) -> tuple[
         "training.epochs": length,
         "training.evaluate": "end",
         "data.validation": held,
-        "population.seed": seed,
     }
     return recipe.replace(changes), {"epochs": length, "seed": seed, "train": images - held, "validation": held}

@@ -1,12 +1,17 @@
 """`BenchResult`: the runs of a benchmark and their summary."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
+from weightscope.benchmarking import pictures
+from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.statistics import cell_key
+from weightscope.benchmarking.tables import paper_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,13 +28,15 @@ class BenchResult(Result):
     """Result of a benchmark.
 
     Attributes:
-        runs: one row for each network: `init`, `epochs`, `seed` (its number), `accuracy`, `loss`, `diverged`.
-        arms: one row for each arm: `init`, `epochs`, `n`, `mean` accuracy, `ci95`, `loss`, `diverged`, and relative
-            to the first initialiser at the same length the mean paired `difference`, `difference_ci95`, `p` of the
-            paired t-test and `p_holm`, adjusted for the number of comparisons in the table. With controls (`bench`'s
-            `control`), `control` is the label of the arm's control and `beyond_scale`, `beyond_scale_ci95`,
-            `beyond_scale_p` and `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls
-            the rows `summary`.
+        runs: one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
+            (the initialiser's that vary), `epochs`, `seed` (its number), `accuracy`, `loss`, `diverged`, `curve` (test
+            accuracy after each epoch) and `seconds` (its share of the time that its tile took).
+        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` accuracy, `ci95`, `loss`,
+            `seconds`, `diverged`, and relative to the first initialiser in its cell at the same length the mean paired
+            `difference`, `difference_ci95`, `p` of the paired t-test and `p_holm`, adjusted for the number of
+            comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's control
+            and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p` and `beyond_scale_p_holm` compare the arm with it;
+            None elsewhere. `results.json` calls the rows `summary`.
         environment: versions, machine, device and the recipe.
     """
 
@@ -38,8 +45,14 @@ class BenchResult(Result):
     environment: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`arms`."""
-        return self.arms
+        """`arms`, with a column for each field or number that varies."""
+        axes = dict.fromkeys(name for row in self.arms for name in (*row.get("cell", {}), *row.get("numbers", {})))
+        out = []
+        for row in self.arms:
+            place = {**row.get("cell", {}), **row.get("numbers", {})}
+            plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
+            out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
+        return out
 
     def summary(self) -> str:
         """The number of arms and networks, and the data set."""
@@ -49,64 +62,70 @@ class BenchResult(Result):
 
     def text(self) -> str:
         """A table with one line for each arm."""
-        table = _ruled(_HEADER, map(_cells, self.arms))
+        cells = any(row.get("cell") for row in self.arms)
+        header = ("cell", *_HEADER) if cells else _HEADER
+        table = _ruled(header, (_in_cell(row, _cells(row), cells) for row in self.arms))
         controlled = [row for row in self.arms if row.get("control") is not None]
         if not controlled:
             return table
-        scale = {(row["epochs"], row["init"]): row for row in self.arms}
-        cells = [_scale_cells(row, scale[row["epochs"], row["control"]]) for row in controlled]
+        scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        lines = [_scale_cells(row, scale[cell_key(row), row["epochs"], row["control"]]) for row in controlled]
+        lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
         note = (
             "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same "
             "mean and variance of each tensor"
         )
-        return f"{table}\n\n{note}\n{_ruled(_SCALE_HEADER, cells)}"
+        return f"{table}\n\n{note}\n{_ruled(('cell', *_SCALE_HEADER) if cells else _SCALE_HEADER, lines)}"
+
+    def table(self, form: str = "text") -> str:
+        """A table like those of the papers: initialisers in rows, cells in columns.
+
+        Args:
+            form: "text", "markdown" or "latex" (booktabs).
+
+        Raises:
+            UsageError: for another form.
+        """
+        return paper_table(self.arms, form)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         return {"runs": self.runs, "summary": self.arms, "environment": self.environment}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """Accuracy against training length, or against the initialiser if there is one length.
+        """Accuracy against what was varied: the first axis, else the training length, else the initialiser.
 
         Args:
             path: a .png, .pdf or .svg file to write; none if None.
             title: of the figure.
         """
-        from weightscope import plots
+        return next(iter(self.figures(title=title, only=1).values()))(path)
 
-        figure = plots.root_figure(plots.convergence(self.arms, title=title))
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+    def figures(self, *, title: str | None = None, only: int | None = None) -> "dict[str, Callable[..., Figure]]":
+        """The pictures that these results have, by name, each a function of the file to write (or None).
 
-    def plot_scale(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """The effect of each initialiser's scale, and what its structure adds; needs controls.
+        `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` (with controls), `along-AXIS`
+        for each axis, `map-X-Y` for each pair of axes.
 
         Args:
-            path: a .png, .pdf or .svg file to write; none if None.
-            title: of the figure; the finding if None.
-
-        Raises:
-            UsageError: if the benchmark has no control arms.
+            title: of all figures; by default each has its own.
+            only: how many of them.
         """
-        from weightscope import plots
-
-        figure = plots.root_figure(plots.scale_and_structure(self.arms, title=title or _finding(self.arms)))
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        found = pictures.of(self.runs, self.arms)
+        return {name: partial(_drawn, draw, title) for name, draw in list(found.items())[:only]}
 
 
-def _finding(arms: list[dict[str, Any]]) -> str | None:
-    """In one sentence, which structures add something to their scale at an adjusted level of 0.05."""
-    rows = [row for row in arms if row.get("beyond_scale_p_holm") is not None]
-    better = [row["init"] for row in rows if row["beyond_scale_p_holm"] < 0.05 and row["beyond_scale"] > 0]
-    better = list(dict.fromkeys(better))
-    if not rows:
-        return None
-    if not better:
-        return "No initialiser is significantly better than its scale alone"
-    return f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
+def _drawn(draw: Callable[[str | None], Any], title: str | None, path: str | Path | None = None) -> "Figure":
+    from weightscope import plots
+
+    figure = plots.root_figure(draw(title))
+    if path is not None:
+        plots.save(figure, path)
+    return figure
+
+
+def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
+    return [point_text(row.get("cell", {})), *cells] if shown else cells
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -123,7 +142,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
-    head, *lines = text_table(header, rows).split("\n")
+    left = (0, 1) if header[0] == "cell" else (0,)
+    head, *lines = text_table(header, rows, left=left).split("\n")
     return "\n".join([head, "-" * len(head), *lines])
 
 

@@ -1,87 +1,188 @@
 """`bench`: compare initialisers on paired seeds.
 
-Every arm (initialiser x length x frozen or not) is a population trained by `collect`, so a benchmark can be resumed,
-and network k of every arm starts from the same default weights, sees the same batches in the same order with the same
-augmentation, and differs in its initialiser alone.
+Every arm (cell x length x initialiser x frozen or not) is a population trained by `collect`, so a benchmark can be
+resumed, and network k of every arm of a cell starts from the same default weights, sees the same batches in the same
+order with the same augmentation, and differs in its initialiser alone.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weightscope._util import atomic
+from weightscope._util.checks import count
 from weightscope._util.environment import environment
-from weightscope.benchmarking.arms import Init, default_folder, plan_arms, recipe_of
+from weightscope.benchmarking import training
+from weightscope.benchmarking.arms import Arm, default_folder, plan_arms, recipe_of
+from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import summarise
-from weightscope.recipe import Recipe
+from weightscope.errors import UsageError
+from weightscope.population import Population
+from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
+from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import resolve
+
+SEED_OFFSET = 1_000_000
 
 
 def bench(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init],
+    inits: Sequence[Init] = (),
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (),
     seeds: int | None = None,
+    seed: int | None = None,
     frozen: str | None = None,
     control: str | None = None,
-    collector: Callable[..., Any] = collect,
+    vary: Mapping[str, Any] | Sequence[Axis] = (),
+    grid: Mapping[str, Any] | Sequence[Axis] = (),
     **options: Any,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
 
     Args:
         recipe: network, data and training: a recipe, a .toml file, the name of a shipped recipe, or the folder of a
-            population.
+            population. What is not given here is taken from its [bench] table.
         inits: see `plan_arms`; the others are compared with the first.
         out: folder of the arms' populations and the results; named after the recipe if None. Calling again resumes.
         epochs: see `plan_arms`.
         seeds: see `plan_arms`.
+        seed: root of the benchmark's random streams. By default one of its own, the recipe's plus 1,000,000, since a
+            population of the recipe, from which an artifact may come, has the recipe's.
         frozen: see `plan_arms`.
         control: see `plan_arms`; "scale" tells what an initialiser's structure adds beyond its scale.
-        collector: trains one population; `collect` or a function with its signature.
-        options: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...).
+        vary: see `plan_arms`.
+        grid: see `plan_arms`.
+        options: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...). With `collector`, a function
+            with the signature of `collect`, the arms are trained by it, one after the other.
 
     Raises:
-        UsageError: see `plan_arms`; also for an unknown initialiser, before anything is trained.
+        UsageError: see `plan_arms`; also for an unknown initialiser, and for a seed of the population that an artifact
+            was fitted to, before anything is trained.
         Resumable: if interrupted.
 
     Example:
         >>> result = bench("digits-convnext", ["default", my_init])
         >>> print(result)
         >>> result.plot("bench.png")
+        >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     folder = default_folder(recipe) if out is None else Path(out)
-    recipe = recipe_of(recipe)
-    planned = plan_arms(recipe, inits, epochs=epochs, seeds=seeds, frozen=frozen, control=control)
-    for arm in planned[: len(planned) // max(len(epochs), 1)]:  # those of one length have all initialisers
-        resolve(arm.recipe.init[0])
+    given = {"init": inits, "epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen}
+    recipe, arms = planned(recipe, **given, control=control, vary=vary, grid=grid)
+    collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    for arm in planned:
-        population = collector(arm.recipe, folder / "runs" / arm.folder, **options)
-        metrics = population.metrics
-        runs += [
-            {
-                "init": arm.init,
-                "epochs": arm.epochs,
-                "seed": k,
-                "accuracy": float(metrics["test_accuracy"][k]),
-                "loss": _finite(metrics["test_loss"][k]),
-                "diverged": bool(metrics["diverged"][k]),
-            }
-            for k in range(len(population))
-        ]
+    for arm, population, seconds in _trained(arms, folder, collector, options):
+        runs += _rows(arm, population, seconds)
         device = population.environment
     result = BenchResult(runs, summarise(runs), {**environment(), **device, "recipe": recipe.to_dict()})
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
+
+
+def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm]]:
+    """The recipe with the benchmark's seed, and its arms, every initialiser checked.
+
+    Args:
+        recipe: see `bench`.
+        given: `init`, `epochs`, `seeds`, `seed`, `frozen`, `control`, `vary` and `grid`; what is None or empty is taken
+            from the recipe's [bench] table.
+
+    Raises:
+        UsageError: see `bench`.
+    """
+    recipe = recipe_of(recipe)
+    table = (recipe.bench or BenchConfig()).model_dump()
+    design = {**table, **{key: value for key, value in given.items() if value not in (None, (), [], {})}}
+    own = design.pop("seed")
+    inits = design.pop("init")
+    recipe = recipe.model_copy(update={"bench": None})
+
+    def arms_with(seed: int) -> list[Arm]:
+        return plan_arms(recipe.replace({"population.seed": seed}), inits, **design)
+
+    seed = recipe.population.seed + SEED_OFFSET if own is None else count("seed", own, least=0)
+    arms = arms_with(seed)
+    used = _fitted_seeds(arms)
+    if own is not None and seed in used:
+        raise UsageError(
+            f"seed: expected one that no artifact was fitted to, found {seed}, that of the population of {used[seed]}; "
+            "give another, or none"
+        )
+    while seed in used:
+        seed += SEED_OFFSET
+        arms = arms_with(seed)
+    return recipe.replace({"population.seed": seed}), arms
+
+
+def _fitted_seeds(arms: Sequence[Arm]) -> dict[int, str]:
+    """The seeds of the populations that the arms' artifacts were fitted to; resolves every initialiser."""
+    seeds: dict[int, str] = {}
+    for config in {
+        json.dumps(arm.recipe.to_dict()["init"], sort_keys=True): arm.recipe.init[0] for arm in arms
+    }.values():
+        fitted = getattr(resolve(config), "result", None)
+        recipe = getattr(fitted, "provenance", {}).get("recipe") if config.artifact is not None else None
+        if isinstance(recipe, dict) and isinstance(recipe.get("population"), dict):
+            seeds[int(recipe["population"].get("seed", 0))] = str(config.artifact)
+    return seeds
+
+
+def _trained(
+    arms: Sequence[Arm], folder: Path, collector: Callable[..., Any] | None, options: dict[str, Any]
+) -> Iterator[tuple[Arm, Any, list[float | None]]]:
+    """Each arm with its population and the seconds that each network took."""
+    if collector is not None or options.get("backend", "loky") != "loky":  # a cluster spreads the tiles of an arm
+        for arm in arms:
+            population = (collector or collect)(arm.recipe, folder / training.RUNS / arm.folder, **options)
+            yield arm, population, [None] * len(population)
+        return
+    device = resolve_device(options.get("device", "auto"))
+    recipes = training.with_tiles(arms, folder, device, options.get("data"))
+    tasks = training.tasks_of(arms, recipes, folder)
+    workers = options.get("workers")
+    if workers is None and device.type != "cpu":
+        workers = 1
+    left = {task.path for task in tasks if not training.done(task)}
+    for arm, recipe in zip(arms, recipes, strict=True):
+        path = folder / training.RUNS / arm.folder
+        if path not in left:  # trains nothing, but compares data, own code and artifacts with those of then
+            collect(recipe, path, **{**options, "workers": 1, "progress": False})
+    training.train_all(tasks, workers, options.get("progress", True), options)
+    for arm in arms:
+        path = folder / training.RUNS / arm.folder
+        population = Population(path, partial=True)
+        mine = sorted((task for task in tasks if task.path == path), key=lambda task: task.tile)
+        yield arm, population, training.seconds_of(population, mine)
+
+
+def _rows(arm: Arm, population: Any, seconds: Sequence[float | None]) -> list[dict[str, Any]]:
+    """One row for each network of an arm."""
+    metrics = population.metrics
+    curves = metrics.get("test_accuracy_per_epoch")
+    return [
+        {
+            "init": arm.init,
+            "cell": dict(arm.cell),
+            "numbers": dict(arm.numbers),
+            "epochs": arm.epochs,
+            "seed": k,
+            "accuracy": float(metrics["test_accuracy"][k]),
+            "loss": _finite(metrics["test_loss"][k]),
+            "diverged": bool(metrics["diverged"][k]),
+            "curve": [] if curves is None else [_finite(value) for value in curves[k]],
+            "seconds": seconds[k],
+        }
+        for k in range(min(len(population), arm.recipe.population.networks))
+    ]
 
 
 def _finite(value: Any) -> float | None:

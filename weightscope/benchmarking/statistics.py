@@ -1,5 +1,6 @@
 """Statistics of a benchmark: means with intervals, paired t-tests, and Holm's correction."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,28 +16,28 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means, Student t intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
-    initialiser at its length, that of a frozen arm the first frozen one. An arm that has a control is also compared
-    with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the effect of
-    scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole
-    table (Holm 1979).
+    initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also
+    compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the
+    effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of
+    the whole table (Holm 1979).
     """
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
-        groups.setdefault((run["epochs"], run["init"]), []).append(run)
-    controls = {(epochs, arm): runs for (epochs, init), runs in groups.items() if (arm := control_of(init)) is not None}
+        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
+    controls = {(*place, arm): runs for (*place, init), runs in groups.items() if (arm := control_of(init)) is not None}
     rows: list[dict[str, Any]] = []
-    reference: dict[tuple[int, bool], tuple[str, dict[int, float]]] = {}
-    for (epochs, init), group in groups.items():
+    reference: dict[tuple[str, int, bool], tuple[str, dict[int, float]]] = {}
+    for (cell, epochs, init), group in groups.items():
         accuracy = {run["seed"]: run["accuracy"] for run in group}
-        losses = [run["loss"] for run in group if run["loss"] is not None]
-        row: dict[str, Any] = {"init": init, "epochs": epochs, **mean_interval(np.array(list(accuracy.values())))}
-        row["loss"] = float(np.mean(losses)) if losses else None
+        row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
+        row |= {"epochs": epochs, **mean_interval(np.array(list(accuracy.values())))}
+        row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row["diverged"] = sum(run["diverged"] for run in group)
         row |= {"reference": None, "difference": None, "difference_ci95": None, "p": None, "p_holm": None}
-        name, base = reference.setdefault((epochs, init.endswith(FROZEN)), (init, accuracy))
+        name, base = reference.setdefault((cell, epochs, init.endswith(FROZEN)), (init, accuracy))
         if name != init:
             row |= {"reference": name} | paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
-        control = controls.get((epochs, init))
+        control = controls.get((cell, epochs, init))
         row |= {"control": None if control is None else control[0]["init"]} | dict.fromkeys(_BEYOND)
         if control is not None:
             base = {run["seed"]: run["accuracy"] for run in control}
@@ -47,6 +48,16 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):
         row[f"{key}_holm"] = p
     return rows
+
+
+def cell_key(row: dict[str, Any]) -> str:
+    """The cell of a run or an arm as text, equal for equal cells."""
+    return json.dumps(row.get("cell", {}), sort_keys=True)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def control_of(init: str) -> str | None:

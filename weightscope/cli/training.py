@@ -1,5 +1,6 @@
 """Commands that train: `demo`, `collect`, `bench`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,45 +63,77 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     "--init",
     "inits",
     multiple=True,
-    required=True,
-    help="NAME, NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
+    help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
 @click.option("--epochs", type=int, multiple=True, help="Training length, each with a full schedule; repeatable.")
 @click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")
+@click.option("--seed", type=int, help="Root of the random streams.  [default: the recipe's plus 1,000,000]")
+@click.option("--vary", multiple=True, help="FIELD=VALUE,VALUE,... of the recipe; in all combinations; repeatable.")
+@click.option("--grid", multiple=True, help="INIT.NUMBER=VALUE,... or START:STOP:STEP of an initialiser; repeatable.")
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
     "--control",
     help="'scale': also train each initialiser's control: independent entries with its means and variances.",
 )
+@click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @training_options
 @json_option
-def bench(recipe: str, inits: tuple[str, ...], out: Path | None, json_file: Path | None, **options: Any) -> None:
+def bench(
+    recipe: str,
+    inits: tuple[str, ...],
+    out: Path | None,
+    json_file: Path | None,
+    only_plan: bool,
+    vary: tuple[str, ...],
+    grid: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Compare initialisers on paired seeds, with confidence intervals and p-values.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
-    used. The first --init is the reference of the others. MODULE:FUNCTION is a function f(module, *, generator) of
-    yours; modules in the working directory are found. Writes results.json and convergence.png. If interrupted, run the
-    same command again to resume.
+    used; its [bench] table has what is not given here. The first --init is the reference of the others.
+    MODULE:FUNCTION is a function f(module, *, generator) of yours; modules in the working directory are found. Writes
+    results.json, tables and pictures. If interrupted, run the same command again to resume.
 
     \b
     Examples:
       weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
-      weightscope bench digits-convnext --init default --init mine:my_init
+      weightscope bench digits-convnext --init default --init mine:my_init --control scale
+      weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
+          --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
+      weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
     """
     from weightscope.benchmarking import bench as run
+    from weightscope.benchmarking import plan_bench
     from weightscope.benchmarking.arms import default_folder
+    from weightscope.benchmarking.axes import Axis
 
     folder = out or default_folder(recipe)
-    result = run(recipe, inits, folder, **options)
+    axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
+    plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
+    click.echo(plan.text() if only_plan else plan.summary())
+    if only_plan:
+        write_json(json_file, plan.to_dict())
+        return
+    result = run(recipe, inits, folder, **axes, **options)
     click.echo(result.text())
-    written = [folder / "results.json", folder / "convergence.png"]
-    result.plot(written[-1])
-    if options["control"]:
-        written.append(folder / "scale.png")
-        result.plot_scale(written[-1])
-    click.echo(f"wrote {', '.join(map(str, written))}")
+    click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_json(json_file, result.to_dict())
+
+
+def _write(result: Any, folder: Path) -> list[Path]:
+    """Write the tables and pictures of a benchmark; returns all of its files."""
+    from weightscope._util import atomic
+
+    written = [folder / "results.json"]
+    for form, name in (("markdown", "table.md"), ("latex", "table.tex")):
+        written.append(folder / name)
+        atomic.write(written[-1], result.table(form).encode())
+    for name, draw in result.figures().items():
+        written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
+        draw(written[-1])
+    return written

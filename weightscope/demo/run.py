@@ -23,7 +23,6 @@ from weightscope.training.collection import collect
 BLOCK = "stages.0.blocks.1.mlp.fc?.weight"
 SELECT = "stages.*"  # all tensors of the blocks
 GAIN = 10.0  # chosen in analyses/one_structure, on images held back from the training set
-BENCH_SEED = 1_000_000  # the benchmark's networks share no seed with the population's
 EPOCHS = 3
 HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
 SMALLEST_POPULATION = 16
@@ -86,7 +85,7 @@ def run_demo(
 
 def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[str, BenchResult]:
     """The comparisons by folder: `benchmark`, `benchmark-width` and, where its files are, `benchmark-fashion`."""
-    recipe = recipe.replace({"population.seed": BENCH_SEED, "training.epochs": EPOCHS})
+    recipe = recipe.replace({"training.epochs": EPOCHS})
     artifact = str(out / "fitted.safetensors")
     arms = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
     hand_made = [InitConfig.model_validate(table) for table in HAND_MADE]

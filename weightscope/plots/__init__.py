@@ -15,6 +15,7 @@ from weightscope.plots.filters import Panel, covariance_page, filter_page
 from weightscope.plots.grids import filter_grid, matrix_grid
 from weightscope.plots.products import product_grid, products_by_depth
 from weightscope.plots.scale import scale_and_structure
+from weightscope.plots.sweeps import accuracy_along, accuracy_curves, difference_map
 from weightscope.plots.theme import subplots
 from weightscope.plots.training import accuracy_distribution, training_curves
 
@@ -22,6 +23,8 @@ __all__ = [
     "Curve",
     "Panel",
     "Statistic",
+    "accuracy_along",
+    "accuracy_curves",
     "accuracy_distribution",
     "attention_grid",
     "block_form",
@@ -29,6 +32,7 @@ __all__ = [
     "covariance_map",
     "covariance_page",
     "depth_curves",
+    "difference_map",
     "filter_covariance",
     "filter_grid",
     "filter_page",

@@ -45,11 +45,12 @@ def _styles(inits: Sequence[str]) -> dict[str, _Style]:
 
 @theme.themed
 def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None) -> Axes:
-    """Test accuracy against training length with 95 % intervals, one line for each initialiser.
+    """Test accuracy against training length with paired 95 % intervals, one line for each initialiser.
 
     Every point is a full schedule of its length, so the ticks are the lengths that were run; the axis is
     logarithmic (base 2) if they span a factor of 4. With a single length the initialisers are rows, with the
-    interval of the mean and the difference from the first.
+    difference from the first. The interval around a mean is that of the paired difference from the first initialiser,
+    which has none itself; a single initialiser has that of its mean. No interval leaves 0 to 100 %.
 
     Args:
         summary: rows of a benchmark's `results.json`: `init`, `epochs`, `n`, `mean` and `ci95` (fractions),
@@ -73,7 +74,8 @@ def convergence(summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *,
     canvas = theme.Canvas.on(ax, 6.8, 4.4)
     ax = canvas.ax
     for order, init in enumerate(inits):
-        _line(ax, init, styles[init], sorted((r for r in rows if r["init"] == init), key=lambda r: r["epochs"]), order)
+        mine = sorted((row for row in rows if row["init"] == init), key=lambda row: row["epochs"])
+        _line(ax, init, styles[init], (mine, *_ends(mine, rows)), order)
     if lengths[-1] >= 4 * lengths[0]:
         ax.set_xscale("log", base=2)
         margin = (lengths[-1] / lengths[0]) ** 0.05
@@ -160,25 +162,42 @@ def _seeds(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = sorted({row["n"] for row in rows})
     if counts == [1]:
         return "1 seed, so no interval"
-    return f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds with 95 % CI"
+    text = f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds"
+    compared = [row for row in rows if row.get("difference_ci95") is not None]
+    if not compared:
+        return f"{text} with 95 % CI"
+    references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
+    return f"{text}; bars: 95 % CI of the paired difference from {references}"
 
 
-def _line(ax: Axes, init: str, style: _Style, rows: Sequence[Mapping[str, Any]], order: int) -> None:
+def _line(ax: Axes, init: str, style: _Style, drawn: tuple[Any, np.ndarray, np.ndarray], order: int) -> None:
+    """One initialiser: its rows and the lower and upper ends of their intervals."""
+    rows, low, high = drawn
     epochs = np.array([row["epochs"] for row in rows], dtype=float)
     mean = np.array([row["mean"] for row in rows])
-    low, high = (_end(rows, i) for i in (0, 1))
     ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
     options: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
     options |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
     ax.errorbar(epochs, mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], label=init, **options)
 
 
-def _end(rows: Sequence[Mapping[str, Any]], end: int) -> np.ndarray:
-    """The lower or upper ends of the intervals; the mean itself where there is no interval."""
-    values = [row["ci95"][end] if row["ci95"] is not None else None for row in rows]
-    return np.array(
-        [row["mean"] if v is None or not np.isfinite(v) else v for row, v in zip(rows, values, strict=True)]
-    )
+def _ends(rows: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and upper ends of the intervals of some rows, within [0, 1]; the mean where there is no interval.
+
+    The interval of a paired difference is drawn around the mean of its initialiser, and the reference has none; means
+    that are compared with nothing have their own.
+    """
+    compared = any(row.get("difference_ci95") is not None for row in everything)
+    ends = []
+    for row in rows:
+        interval, centre = (None if compared else row["ci95"]), row["mean"]
+        if row.get("difference_ci95") is not None:
+            interval, centre = row["difference_ci95"], row["difference"]
+        if interval is None or None in interval or not np.isfinite(interval).all():
+            interval, centre = (row["mean"], row["mean"]), row["mean"]
+        ends.append(np.clip(np.asarray(interval) + row["mean"] - centre, 0, 1))
+    low, high = np.array(ends).T
+    return low, high
 
 
 def _without_collisions(lengths: Sequence[float], ax: Axes, points: float) -> set[float]:
@@ -202,7 +221,7 @@ def _single_length(
     names = [typography.wrap(row["init"], 165) for row in rows]
     canvas = theme.Canvas.on(ax, 7.4, 1.0 + _row_height(names) * (len(rows) + 0.75))
     ax = canvas.ax
-    low, high = _end(rows, 0), _end(rows, 1)
+    low, high = _ends(rows, rows)
     for y, row in enumerate(rows):
         style = styles[row["init"]]
         bar: dict[str, Any] = {"color": style.colour, "marker": style.marker, "mfc": style.face, "label": row["init"]}
@@ -217,7 +236,8 @@ def _single_length(
     theme.columns(ax, range(len(rows)), -0.8, heads)
     theme.percent(ax.xaxis, *ax.get_xlim())
     epochs = rows[0]["epochs"]
-    ax.set_xlabel(f"test accuracy (%) after {epochs:g} epoch{'s' * (epochs != 1)}; {_seeds(rows)}")
+    label = f"test accuracy (%) after {epochs:g} epoch{'s' * (epochs != 1)}; {_seeds(rows)}"
+    ax.set_xlabel(typography.wrap(label, 72 * 0.6 * canvas.size[0], typography.LABEL))
     canvas.finish(title)
     return ax
 

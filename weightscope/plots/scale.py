@@ -39,8 +39,8 @@ def scale_and_structure(
     Example:
         >>> save(scale_and_structure(json.load(open("results.json"))["summary"]), "scale.png")
     """
-    found = {(row["epochs"], row["init"]): row for row in summary}
-    pairs = [(row, found[row["epochs"], row["control"]]) for row in summary if row.get("control") is not None]
+    found = {_place(row, row["init"]): row for row in summary}
+    pairs = [(row, found[_place(row, row["control"])]) for row in summary if row.get("control") is not None]
     if not pairs:
         raise UsageError("scale and structure: expected initialisers with controls (bench's `control`), found none")
     lengths = {row["epochs"] for row, _ in pairs}
@@ -53,7 +53,7 @@ def scale_and_structure(
         texts.append(text)
         ps.append(p)
     ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
-    names = [row["init"] + (f", {row['epochs']} epochs" if len(lengths) > 1 else "") for row, _ in pairs]
+    names = [_named(row, several=len(lengths) > 1) for row, _ in pairs]
     labels = [typography.wrap(name, 165) for name in names]
     centres = [(places[2 * i] + places[2 * i + 1]) / 2 for i in range(len(pairs))]
     theme.list_axis(ax, centres, labels, places[-1] + 1)
@@ -72,6 +72,17 @@ def scale_and_structure(
     )
     canvas.finish(title)
     return ax
+
+
+def _place(row: Mapping[str, Any], init: str) -> tuple[str, Any, str]:
+    return repr(row.get("cell", {})), row["epochs"], init
+
+
+def _named(row: Mapping[str, Any], *, several: bool) -> str:
+    cell = [
+        f"{key.rpartition('.')[2]}={'all' if value is None else value}" for key, value in row.get("cell", {}).items()
+    ]
+    return ", ".join([row["init"], *cell, *([f"{row['epochs']} epochs"] if several else [])])
 
 
 def _bar(ax: Axes, y: float, row: Mapping[str, Any], part: int) -> tuple[str, str]:

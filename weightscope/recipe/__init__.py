@@ -1,13 +1,15 @@
 """`Recipe`: a population of networks, or one arm of a benchmark, as data.
 
-A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`. It is
-validated strictly: an unknown key, a wrong type or a value out of range is an error that names the field's path.
+A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`, and
+`[bench]` for `weightscope bench`. It is validated strictly: an unknown key, a wrong type or a value out of range is an
+error that names the field's path.
 
 `[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
 recipe is parsed without importing it; what depends on it is checked when it is used.
 """
 
 from weightscope.data.config import AugmentConfig
+from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
@@ -20,6 +22,7 @@ from weightscope.recipe.sections import (
 
 __all__ = [
     "AugmentConfig",
+    "BenchConfig",
     "ConvMixerConfig",
     "ConvNeXtConfig",
     "DataConfig",

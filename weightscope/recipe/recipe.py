@@ -11,6 +11,7 @@ from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError
 from weightscope.recipe.base import Section
+from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
 from weightscope.recipe.parsing import explain, parse_toml, read_toml
 from weightscope.recipe.sections import DataConfig, InitConfig, PopulationConfig, TrainingConfig
@@ -29,6 +30,7 @@ class Recipe(Section):
     training: TrainingConfig
     init: Annotated[tuple[InitConfig, ...], Field(min_length=1)] = (InitConfig(),)
     population: PopulationConfig = PopulationConfig()
+    bench: BenchConfig | None = None
 
     @field_validator("init", mode="before")
     @classmethod

@@ -82,6 +82,7 @@ def collect(
     """
     path = Path(path)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+    recipe = recipe.model_copy(update={"bench": None})  # which says nothing about the networks
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")

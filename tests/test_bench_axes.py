@@ -1,0 +1,374 @@
+"""Axes of a benchmark: cells of recipes, grids of numbers, plans, seeds of its own, resuming, tables and pictures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_training import write_population
+
+import weightscope
+from weightscope import plots
+from weightscope.artifacts import PopulationFit
+from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
+from weightscope.benchmarking.axes import axes_of, points_of
+from weightscope.benchmarking.inits import labelled, parse_init
+from weightscope.benchmarking.plan import _makespan
+from weightscope.benchmarking.run import planned
+from weightscope.errors import RecipeError, UsageError
+from weightscope.fitting.population import fit
+from weightscope.population import Population
+from weightscope.recipe import InitConfig, Recipe
+
+PLAIN: dict[str, Any] = {
+    "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+    "data": {"name": "digits", "train": 64, "test": 40},
+    "training": {"epochs": 2, "batch_size": 16},
+    "population": {"networks": 3, "tile": 32},
+}
+RECIPE = Recipe.parse(PLAIN)
+OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "points"),
+    [
+        ("network.kernel_size=3,7,9", ("network.kernel_size",), ((3,), (7,), (9,))),
+        ("data.train=1000,all", ("data.train",), ((1000,), (None,))),
+        ("mimetic_attention.alpha_qk=0:0.3:0.1", ("mimetic_attention.alpha_qk",), ((0.0,), (0.1,), (0.2,), (0.3,))),
+        ("network.depth=2:6:2", ("network.depth",), ((2,), (4,), (6,))),
+        ("a.x=1:0:-0.5", ("a.x",), ((1.0,), (0.5,), (0.0,))),
+        ("training.betas=[0.9, 0.99],[0.8, 0.9]", ("training.betas",), (([0.9, 0.99],), ([0.8, 0.9],))),
+        ("network.width,network.heads=96/3,192/6", ("network.width", "network.heads"), ((96, 3), (192, 6))),
+        ("training.schedule=cosine,constant", ("training.schedule",), (("cosine",), ("constant",))),
+    ],
+)
+def test_axes_are_read_from_text(text: str, names: tuple[str, ...], points: tuple[Any, ...]) -> None:
+    found = Axis.parse(text)
+    assert (found.names, found.points) == (names, points)
+    assert [type(v) for p in found.points for v in p] == [type(v) for p in points for v in p]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("network.depth", "expected NAME=VALUE"),
+        ("a.b=", "expected NAME=VALUE"),
+        ("a.b=1,1", "different values, found 1 twice"),
+        ("a.b=0:1:0", "a step that is not 0"),
+        ("a.b=0:1:0.3", "STEP to lead from START to STOP"),
+        ("a.b=1,,2", "a value between the commas"),
+        ("a.b,a.c=1/2,3", "expected 2 values at each point, found 3"),
+    ],
+)
+def test_wrong_axes_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Axis.parse(text)
+
+
+def test_points_are_all_combinations() -> None:
+    axes = axes_of({"a.x": [1, 2], "a.y,a.z": [[3, 4], [5, 6]]})
+    assert points_of(axes) == [{"a.x": x, "a.y": y, "a.z": z} for x in (1, 2) for y, z in ((3, 4), (5, 6))]
+    assert points_of(()) == [{}]
+    with pytest.raises(UsageError, match=r"a\.x: expected each name in one axis"):
+        axes_of({"a.x": [1], "a.x,a.y": [[2, 3]]})
+
+
+def test_initialisers_have_numbers_in_parentheses() -> None:
+    label, table = labelled("conv_covariance(sigma0=0.15, v=0.25, a=-1)")
+    assert label == "conv_covariance (sigma0=0.15, v=0.25, a=-1)"
+    assert (table.name, table.parameters) == ("conv_covariance", {"sigma0": 0.15, "v": 0.25, "a": -1})
+    joined = parse_init('mimetic_attention(parts="qk")+mimetic_mlp(sigma=0.2)')
+    assert (joined.name, joined.parameters) == ("mimetic_attention+mimetic_mlp", {"parts": "qk", "sigma": 0.2})
+    assert labelled({"name": "mine:f", "x": 2}) == ("f (x=2)", InitConfig.model_validate({"name": "mine:f", "x": 2}))
+    for bad in ("f(1)", "f(x=open('a'))", "f(x=1", "f(x=1)+g(x=2)", "f(**{})"):
+        with pytest.raises(UsageError, match="--init: expected"):
+            labelled(bad)
+
+
+def test_arms_cross_cells_lengths_and_grids() -> None:
+    arms = plan_arms(
+        RECIPE,
+        ["default", "mimetic_mlp(b=0.02)", "kaiming_uniform+mimetic_mlp"],
+        vary={"network.kernel_size": [3, 5], "training.epochs": [1, 2], "data.train": [32, None]},
+        grid={"mimetic_mlp.sigma": "0:0.2:0.1"},
+        control="scale",
+    )
+    assert len(arms) == 2 * 2 * 2 * (1 + 2 * 3 + 2 * 3)
+    assert len({arm.folder for arm in arms}) == len(arms)
+    one = arms[3]
+    assert one.init == "mimetic_mlp (b=0.02, sigma=0.1)"
+    assert one.recipe.init[0].parameters == {"b": 0.02, "sigma": 0.1}
+    assert dict(one.cell) == {"network.kernel_size": 3, "data.train": 32}
+    assert dict(one.numbers) == {"mimetic_mlp.sigma": 0.1}
+    assert arms[4].init == one.init + " (scale only)"
+    last = arms[-1].recipe
+    assert (last.network.kernel_size, last.data.train, last.training.epochs) == (5, None, 2)  # type: ignore[union-attr]
+    assert not arms[0].numbers, "the default has no such number and is run once"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"vary": {"mimetic_mlp.sigma": [1]}}, UsageError, "varied by `grid`"),
+        ({"vary": {"population.networks": [1]}}, UsageError, "the number of networks by `seeds`"),
+        ({"vary": {"network.kernels": [1]}}, RecipeError, "network.kernels: unknown key"),
+        ({"vary": {"network.patch_size": [2, 3]}}, RecipeError, r"must divide .* \(at patch_size=3\)"),
+        ({"grid": {"mimetic_attention.alpha_qk": [1]}}, UsageError, "expected the name of an initialiser"),
+        ({"vary": {"training.epochs": [1]}, "epochs": [2]}, UsageError, "given as `epochs`, too"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_arms(RECIPE, ["default", "mimetic_mlp"], **given)
+
+
+def test_a_number_that_the_initialiser_lacks_is_an_error_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sigma"):
+        bench(RECIPE, ["default", "mimetic_mlp"], tmp_path, grid={"mimetic_mlp.sigmas": [1, 2]}, **OPTIONS)
+    assert not any(tmp_path.rglob("*.h5"))
+
+
+def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
+    """Seeds are paired within each cell; curves and times are in the results; more seeds are added to those there."""
+    inits = ["default", "mimetic_mlp(sigma=0.5)"]
+    result = bench(RECIPE, inits, tmp_path / "a", vary={"network.kernel_size": [3, 5]}, **OPTIONS)
+    assert [(row["cell"], row["init"]) for row in result.arms] == [
+        ({"network.kernel_size": size}, init) for size in (3, 5) for init in ("default", "mimetic_mlp (sigma=0.5)")
+    ]
+    alone = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", **OPTIONS)
+    second = [run for run in result.runs if run["cell"] == {"network.kernel_size": 5}]
+    assert [r["accuracy"] for r in alone.runs] == [r["accuracy"] for r in second]
+    pairs = zip(second[:3], second[3:], strict=True)
+    assert result.arms[3]["difference"] == pytest.approx(np.mean([b["accuracy"] - a["accuracy"] for a, b in pairs]))
+    for run in result.runs:
+        assert len(run["curve"]) == 2
+        assert run["curve"][-1] == pytest.approx(run["accuracy"])
+        assert 0 < run["seconds"] < 60
+    assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
+    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    assert len(more.runs) == 10
+    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **OPTIONS)
+    assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
+    other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
+    with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
+        bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
+
+
+def test_workers_change_nothing_and_a_sweep_stays_in_its_table(tmp_path: Path) -> None:
+    table = {"init": ["default", {"name": "mimetic_mlp", "sigma": 0.5}], "vary": {"data.train": [32, "all"]}}
+    table["vary"] = {"data.train": [32, 64]}
+    recipe = Recipe.parse({**PLAIN, "bench": {**table, "seeds": 2}})
+    one = bench(recipe, out=tmp_path / "one", **OPTIONS)
+    two = bench(recipe, out=tmp_path / "two", **{**OPTIONS, "workers": 2})
+    assert len(one.runs) == 8
+    assert [r["accuracy"] for r in one.runs] == [r["accuracy"] for r in two.runs]
+    fewer = planned(recipe, init=["default"], seeds=3)[1]
+    assert [(arm.init, arm.recipe.population.networks) for arm in fewer] == [("default", 3)] * 2, "arguments come first"
+    with pytest.raises(RecipeError, match=r"bench\.seedz: unknown key"):
+        Recipe.parse({**PLAIN, "bench": {"seedz": 2}})
+
+
+SWEEP = [
+    *("--init", "default", "--init", "mimetic_mlp(sigma=0.5)", "--vary", "network.kernel_size=3,5"),
+    *("--vary", "data.train=32,48,64"),
+]
+
+
+def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) -> None:
+    """benchmarks/sweep.py does the same with 24 cells."""
+    recipe = {**PLAIN, "training": {"epochs": 1, "batch_size": 16}}
+    lines = [
+        f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in part.items()) for name, part in recipe.items()
+    ]
+    (tmp_path / "tiny.toml").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "weightscope", "bench", "tiny.toml", *SWEEP, "--seeds", "2"]
+    command += ["--workers", "1", "--device", "cpu", "-o", "out"]
+    environment = os.environ | {"PYTHONPATH": str(Path(weightscope.__file__).parent.parent)}
+    first = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while len(list(tmp_path.rglob("*.h5"))) < 3:
+            assert first.poll() is None, "killed before it ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
+    assert 3 <= len(before) < 12
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
+    assert len(after) == 12
+    assert {path: after[path] for path in before} == before
+    assert f"6 cells, 12 arms, 24 networks in 12 tiles, {len(before)} of them done" in again.stdout
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(written["runs"]) == 24
+    assert all(run["curve"] for run in written["runs"])
+    assert (tmp_path / "out" / "table.md").exists()
+
+
+def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"vary": {"network.kernel_size": [3, 5]}, "seeds": 2}
+    options = {"workers": 1, "device": "cpu"}
+    inits = ["default", "mimetic_mlp"]
+    plan = plan_bench(RECIPE, inits, tmp_path, **given, **options)
+    assert [(row["arms"], row["networks"], row["tiles"], row["done"]) for row in plan.cells] == [(2, 4, 2, 0)] * 2
+    assert plan.seconds == pytest.approx(sum(row["seconds"] for row in plan.cells), abs=5)
+    assert plan.summary().startswith("2 cells, 4 arms, 8 networks in 4 tiles; expected time ")
+    assert not any(tmp_path.iterdir()), "nothing is written"
+    bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
+    plan = plan_bench(RECIPE, inits, tmp_path, **given, **options, measure=False)
+    assert [row["done"] for row in plan.cells] == [2, 0]
+    assert plan.seconds is None
+    bench(RECIPE, inits, tmp_path, **given, progress=False, **options)
+    done = plan_bench(RECIPE, inits, tmp_path, **given, **options)
+    assert done.summary() == "2 cells, 4 arms, 8 networks in 4 tiles, 4 of them done; expected time 0 s with 1 worker"
+
+
+def test_the_time_of_workers_is_that_of_the_one_that_ends_last() -> None:
+    assert _makespan([3.0, 1.0, 1.0, 1.0], 2) == 3
+    assert _makespan([1.0] * 5, 2) == 3
+    assert _makespan([], 2) == 0
+
+
+@pytest.fixture
+def fitted(tmp_path: Path) -> tuple[PopulationFit, Path]:
+    write_population(tmp_path / "old.pop", RECIPE.replace({"population.networks": 24, "population.tile": 8}))
+    result = fit(Population(tmp_path / "old.pop"), "*.weight", structure="diagonal")
+    result.save(tmp_path / "fit.safetensors")
+    return result, tmp_path / "fit.safetensors"
+
+
+def test_a_benchmark_shares_no_seed_with_the_population_of_its_artifact(fitted: tuple[PopulationFit, Path]) -> None:
+    result, path = fitted
+    assert result.provenance["recipe"]["population"]["seed"] == 0
+    recipe, arms = planned(path.parent / "old.pop", init=["default", path], seeds=4)
+    assert recipe.population.seed == 1_000_000
+    assert {arm.recipe.population.seed for arm in arms} == {1_000_000}
+    for seed in (7, 0):
+        if seed:
+            assert planned(RECIPE, init=["default", path], seed=seed)[0].population.seed == seed
+            continue
+        with pytest.raises(UsageError, match="seed: expected one that no artifact was fitted to, found 0"):
+            planned(RECIPE, init=["default", path], seed=seed)
+    assert planned(RECIPE, init=["default"], seed=0)[0].population.seed == 0
+    # a recipe whose own seed is 1,000,000 below that of the population
+    result.provenance["recipe"]["population"]["seed"] = 1_000_000
+    result.save(path)
+    assert planned(RECIPE, init=["default", path])[0].population.seed == 2_000_000
+
+
+def runs_of(init: str, cell: dict[str, Any], numbers: dict[str, Any], accuracies: np.ndarray) -> list[dict[str, Any]]:
+    place = {"init": init, "cell": cell, "numbers": numbers, "epochs": 2, "loss": 0.5, "diverged": False}
+    return [
+        place | {"seed": k, "accuracy": float(a), "curve": [0.5 * a, a], "seconds": 1.0}
+        for k, a in enumerate(accuracies)
+    ]
+
+
+@pytest.fixture(scope="module")
+def swept() -> BenchResult:
+    """Two cells; in each the default and a grid of 3 x 2 numbers, the best at (0.5, 1)."""
+    random, runs = np.random.default_rng(0), []
+    for size in (3, 7):
+        base = random.normal(0.7, 0.03, 8)
+        runs += runs_of("default", {"network.kernel_size": size}, {}, base)
+        for a in (0.0, 0.5, 1.0):
+            for b in (0, 1):
+                gain = 0.1 * b - 0.2 * (a - 0.5) ** 2 - 0.02
+                label = f"mimetic_attention (alpha_qk={a}, beta_qk={b})"
+                numbers = {"mimetic_attention.alpha_qk": a, "mimetic_attention.beta_qk": b}
+                runs += runs_of(label, {"network.kernel_size": size}, numbers, base + gain + random.normal(0, 0.004, 8))
+    return BenchResult(runs, summarise(runs))
+
+
+def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
+    names = list(swept.figures())
+    axes = ["network.kernel_size", "mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"]
+    assert names[:3] == [f"along-{axis}" for axis in axes]
+    assert sum(name.startswith("map-") for name in names) == 2 + 3 + 2
+    swept.plot(tmp_path / "main.png")
+    assert (tmp_path / "main.png").read_bytes()[:4] == b"\x89PNG"
+
+    ax = plots.accuracy_along(swept.arms, "mimetic_attention.alpha_qk")
+    assert len(ax.containers) == 2 * 2, "beta x kernel sizes"
+    best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
+    drawn = {
+        (round(float(x), 6), round(float(y), 6)): path.vertices[:, 1]
+        for bar in ax.containers
+        for x, y, path in zip(*bar.lines[0].get_data(), bar.lines[2][0].get_paths(), strict=True)
+    }
+    low, high = drawn[0.5, round(best["mean"], 6)]
+    shift = best["mean"] - best["difference"]
+    np.testing.assert_allclose([low, high], np.array(best["difference_ci95"]) + shift, atol=1e-9)
+    assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
+    with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
+        plots.accuracy_along(swept.arms, "network.depth")
+
+
+def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:
+    axes = ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk")
+    mine = [row for row in swept.arms if row["cell"] == {"network.kernel_size": 7}]
+    ax = plots.difference_map(mine, axes)
+    image = ax.get_images()[0]
+    assert image.norm.vmin == -image.norm.vmax
+    found = {
+        (row["numbers"][axes[0]], row["numbers"][axes[1]]): 100 * row["difference"] for row in mine if row["numbers"]
+    }
+    expected = [[found[a, b] for a in (0.0, 0.5, 1.0)] for b in (0, 1)]
+    np.testing.assert_allclose(np.asarray(image.get_array()), expected)
+    frame = next(patch for patch in ax.patches if patch.get_gid() == "largest")
+    assert frame.get_xy() == (0.5, 0.5)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="expected one row at"):
+        plots.difference_map(swept.arms, axes)
+    with pytest.raises(UsageError, match="expected rows with"):
+        plots.difference_map(mine, ("network.depth", axes[1]))
+
+
+def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
+    base = np.linspace(0.95, 0.99, 6)
+    differences = np.minimum(base + np.array([0, 0.05, 0, 0.01, 0, 0.01]), 1) - base
+    runs = runs_of("default", {}, {}, base) + runs_of("x", {}, {}, base + differences)
+    ax = plots.accuracy_curves(runs)
+    lines = {line.get_label(): line.get_ydata() for line in ax.lines}
+    np.testing.assert_allclose(lines["default"], [0.5 * base.mean(), base.mean()])
+    bands = [band for band in ax.collections if band.get_gid() == "band"]
+    assert len(bands) == 1, "the reference has none"
+    heights = bands[0].get_paths()[0].vertices[:, 1]
+    assert heights.max() <= 1
+    half = 2.5705818 * differences.std(ddof=1) / 6**0.5
+    assert heights.min() == pytest.approx(0.5 * (base + differences).mean() - 0.5 * half, abs=1e-6)
+    with pytest.raises(UsageError, match="one cell and one training length, found 2"):
+        plots.accuracy_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
+    with pytest.raises(UsageError, match="after each epoch"):
+        plots.accuracy_curves([run | {"curve": []} for run in runs])
+
+
+def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
+    text, markdown, latex = (swept.table(form) for form in ("text", "markdown", "latex"))
+    assert text.splitlines()[0].split("  ")[0] == "initialiser"
+    rows = [line.split("|")[1:-1] for line in markdown.splitlines() if line.startswith("|")]
+    assert {len(row) for row in rows} == {3}
+    assert [cell.strip() for cell in rows[0]] == ["initialiser", "kernel_size=3", "kernel_size=7"]
+    best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
+    half = 50 * (best["difference_ci95"][1] - best["difference_ci95"][0])
+    assert f"**{100 * best['mean']:.1f}** ± {half:.1f}†" in markdown
+    assert f"\\textbf{{{100 * best['mean']:.1f}}} $\\pm$ {half:.1f}$^\\dagger$" in latex
+    assert "mimetic\\_attention (alpha\\_qk=0.5, beta\\_qk=1) & " in latex
+    assert latex.count(r"\\") == 8
+    assert list(swept.rows()[1])[:4] == [
+        "init",
+        "network.kernel_size",
+        "mimetic_attention.alpha_qk",
+        "mimetic_attention.beta_qk",
+    ]
+    with pytest.raises(UsageError, match="form: expected one of 'text', 'markdown', 'latex'"):
+        swept.table("html")

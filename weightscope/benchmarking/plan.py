@@ -1,0 +1,241 @@
+"""`plan`: what a benchmark will cost, from short measurements of its own tiles."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from weightscope._util.environment import usable_cores
+from weightscope._util.results import Result
+from weightscope._util.tables import text_table
+from weightscope.benchmarking import training
+from weightscope.benchmarking.arms import Arm, default_folder
+from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.run import planned
+from weightscope.benchmarking.statistics import cell_key
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
+from weightscope.training.devices import current, one_thread, resolve_device
+
+_STEPS = 8  # that are timed, after as many that are not
+
+
+@dataclass(frozen=True, repr=False)
+class BenchPlan(Result):
+    """The planned cost of a benchmark.
+
+    Attributes:
+        cells: one row for each cell: `cell`, `arms`, `networks`, `tiles`, `done` (tiles that are on disk), and, if
+            measured, the `seconds` of one worker that the others take.
+        workers: processes.
+        seconds: expected wall time; None if not measured.
+    """
+
+    cells: list[dict[str, Any]]
+    workers: int
+    seconds: float | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The cells."""
+        return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds}
+
+    def summary(self) -> str:
+        """Numbers of cells, arms, networks and tiles, and the expected time."""
+        arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
+        text = (
+            f"{len(self.cells)} cell{'s' * (len(self.cells) != 1)}, {arms} arms, {networks} networks in {tiles} tiles"
+        )
+        text += f", {done} of them done" if done else ""
+        if self.seconds is None:
+            return text
+        return f"{text}; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+
+    def text(self) -> str:
+        """A line for each cell, and the sum."""
+        if len(self.cells) == 1 and not self.cells[0]["cell"]:
+            return self.summary()
+        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
+        rows = [
+            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
+            for r in self.cells
+        ]
+        return f"{text_table(header, rows)}\n{self.summary()}"
+
+
+def plan_bench(
+    recipe: Recipe | str | Path,
+    inits: Sequence[Init] = (),
+    out: str | Path | None = None,
+    *,
+    workers: int | None = None,
+    device: str = "auto",
+    data: str | Path | None = None,
+    measure: bool = True,
+    **given: Any,
+) -> BenchPlan:
+    """What `bench` with the same arguments will cost.
+
+    A tile of every cell is trained for a few steps and evaluated, as many at a time as there are workers, and every
+    initialiser draws one tile. Nothing is kept of it.
+
+        seconds of a tile = other + initialisation + epochs (steps per epoch x seconds of a step + evaluation)
+
+    Args:
+        recipe: see `bench`.
+        inits: see `bench`.
+        out: see `bench`; tiles that are there are not counted again.
+        workers: see `collect`.
+        device: see `collect`.
+        data: see `collect`.
+        measure: whether to measure; otherwise only the numbers of arms, networks and tiles are returned.
+        given: the other arguments of `bench`.
+
+    Raises:
+        UsageError: see `bench`.
+
+    Example:
+        >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
+    """
+    folder = default_folder(recipe) if out is None else Path(out)
+    keys = ("epochs", "seeds", "seed", "frozen", "control", "vary", "grid")
+    _, arms = planned(recipe, init=inits, **{key: given.pop(key, None) for key in keys})
+    where = resolve_device(device)
+    recipes = training.with_tiles(arms, folder, where, data)
+    tasks = training.tasks_of(arms, recipes, folder)
+    finished = {(task.path, task.tile) for task in tasks if training.done(task)}
+    number = workers or (usable_cores() if where.type == "cpu" else 1)
+    number = max(1, min(number, len(tasks) - len(finished)))
+    parts = _Parts.of(arms, recipes, number, str(where), data) if measure and len(finished) < len(tasks) else None
+    groups: dict[str, list[int]] = {}
+    for i, arm in enumerate(arms):
+        groups.setdefault(cell_key({"cell": dict(arm.cell)}), []).append(i)
+    cells, all_seconds = [], []
+    for key, members in groups.items():
+        mine = [(i, t) for i in members for t in tasks if t.path == folder / training.RUNS / arms[i].folder]
+        left = [(i, t) for i, t in mine if (t.path, t.tile) not in finished]
+        seconds = [parts.tile(key, arms[i]) for i, _ in left] if parts else [0.0] * len(left)
+        all_seconds += seconds
+        cells.append({
+            "cell": dict(arms[members[0]].cell),
+            "arms": len(members),
+            "networks": sum(arms[i].recipe.population.networks for i in members),
+            "tiles": len(mine),
+            "done": len(mine) - len(left),
+            "seconds": sum(seconds) if parts or not left else None,
+        })  # fmt: skip
+    total = _makespan(all_seconds, number) + (parts.start if parts else 0.0) if parts or not all_seconds else None
+    return BenchPlan(cells, number, total)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Measured seconds.
+
+    Attributes:
+        start: until a worker is ready.
+        cells: cell -> (seconds of an epoch, others of a tile).
+        inits: (cell, initialiser without its numbers) -> seconds of the initialisation of a tile.
+    """
+
+    start: float
+    cells: dict[str, tuple[float, float]]
+    inits: dict[tuple[str, str], float]
+
+    @classmethod
+    def of(cls, arms: Sequence[Arm], recipes: Sequence[Recipe], workers: int, device: str, data: Any) -> "_Parts":
+        """Measure, on as many processes as will work later."""
+        first: dict[str, dict[str, Recipe]] = {}
+        for arm, recipe in zip(arms, recipes, strict=True):
+            first.setdefault(cell_key({"cell": dict(arm.cell)}), {}).setdefault(_kind(arm), recipe)
+        calls = [(key, by_init, device, data) for key, by_init in first.items()]
+        calls = calls * -(-workers // len(calls))  # so that every worker is busy, as later
+        begun = time.time()
+        found = list(training.on_workers(_measure, calls, workers))
+        cells: dict[str, tuple[float, float]] = {}
+        inits: dict[tuple[str, str], float] = {}
+        for key, _, epoch, other, drawn in found:
+            before = cells.get(key, (0.0, 0.0))
+            cells[key] = max(before[0], epoch), max(before[1], other)
+            inits |= {(key, kind): seconds for kind, seconds in drawn.items()}
+        return cls(max(0.0, min(row[1] for row in found) - begun), cells, inits)
+
+    def tile(self, cell: str, arm: Arm) -> float:
+        """Seconds of one tile of an arm."""
+        epoch, other = self.cells[cell]
+        return other + self.inits[cell, _kind(arm)] + arm.epochs * epoch
+
+
+def _kind(arm: Arm) -> str:
+    config = arm.recipe.init[0]
+    return f"{config.artifact or config.name} {config.control}"
+
+
+def _measure(
+    cell: str, by_init: dict[str, Recipe], device: str, data: Any
+) -> tuple[str, float, float, float, dict[str, float]]:
+    """Time the parts of a cell's tiles: (cell, time of the start, epoch, other, initialiser -> initialisation)."""
+    from weightscope.data import load
+    from weightscope.training.engine import TileRun
+
+    where = resolve_device(device)
+    first = next(iter(by_init.values()))
+    with TemporaryDirectory() as folder, one_thread(), current(where):
+        begun = time.time()
+        images = load(first.data.name, data, train=first.data.train, test=first.data.test)
+        drawn: dict[str, float] = {}
+        for kind, recipe in by_init.items():
+            clock = time.perf_counter()
+            run = TileRun(recipe, 0, images, where)
+            drawn[kind] = time.perf_counter() - clock
+        steps, whole = min(_STEPS, run.steps_per_epoch), run.steps_per_epoch
+        step, evaluation = _seconds_of(run, steps)
+        short = first.replace({"training.epochs": 1, "population.networks": first.population.tile})
+        few = min(run.batch, len(run.images))
+        short = short.replace({"data.train": few, "init": {}})
+        clock = time.perf_counter()
+        collect(short, Path(folder) / "one.pop", workers=1, device=device, data=data, progress=False)
+        passed = time.perf_counter() - clock
+    often = first.training.epochs if first.training.evaluate == "epoch" else 1
+    epoch = whole * step + evaluation * often / first.training.epochs
+    return cell, begun, epoch, max(0.0, passed - step - evaluation - min(drawn.values())), drawn
+
+
+def _seconds_of(run: Any, steps: int) -> tuple[float, float]:
+    """Seconds of a step and of an evaluation of a tile."""
+    run.steps_per_epoch = steps
+    run.epoch(0)
+    run.evaluate()
+    clock = time.perf_counter()
+    run.ready = None
+    run.epoch(0)
+    middle = time.perf_counter()
+    run.evaluate()
+    return (middle - clock) / steps, time.perf_counter() - middle
+
+
+def _makespan(seconds: Sequence[float], workers: int) -> float:
+    """Wall time of tasks that are given in turn to the worker that is free first."""
+    busy = [0.0] * workers
+    for each in seconds:
+        busy[busy.index(min(busy))] += each
+    return max(busy)
+
+
+def duration(seconds: float | None) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds is None:
+        return "not measured"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

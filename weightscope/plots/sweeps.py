@@ -1,0 +1,301 @@
+"""Benchmarks over epochs and over parameters: curves, lines along an axis, and maps over two."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from scipy import stats
+
+from weightscope.errors import UsageError
+from weightscope.plots import theme, typography
+
+_CONTROL, _FROZEN = " (scale only)", " (frozen)"  # how `bench` marks controls and frozen arms
+_LEVEL = 0.05
+Row = Mapping[str, Any]
+
+
+@theme.themed
+def accuracy_curves(runs: Sequence[Row], ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """Mean test accuracy after each epoch, one line for each initialiser, with paired intervals.
+
+    The band of an initialiser is the 95 % interval of its difference from the first one on the same seeds, drawn around
+    its own mean, and not beyond 0 and 100 %; the first one has none. An initialiser differs significantly where its
+    band does not reach the first one's line.
+
+    Args:
+        runs: rows of a benchmark's `results.json` of one cell and one training length: `init`, `seed`, `epochs` and
+            `curve`, the accuracies (fractions) after each epoch.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+
+    Raises:
+        UsageError: if there is no curve, or the runs are of several cells or lengths.
+
+    Example:
+        >>> accuracy_curves(json.load(open("results.json"))["runs"])
+    """
+    curves = _curves(runs)
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
+    ax = canvas.ax
+    first = next(iter(curves))
+    length = next(iter(curves[first].values())).size
+    epochs = np.arange(1, length + 1)
+    handles = []
+    for order, (init, mine) in enumerate(curves.items()):
+        shared = [k for k in mine if k in curves[first]]
+        mean = np.mean([mine[k] for k in shared], axis=0)  # (E,)
+        style = {"color": theme.PALETTE[order % len(theme.PALETTE)], "ls": theme.LINES[order % len(theme.LINES)]}
+        if init != first and len(shared) > 1:
+            differences = np.array([mine[k] - curves[first][k] for k in shared])  # (N, E)
+            half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
+            low, high = np.clip(mean - half, 0, 1), np.clip(mean + half, 0, 1)
+            ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0, gid="band")
+        marker = theme.MARKERS[order % len(theme.MARKERS)] if length <= 30 else None
+        ax.plot(epochs, mean, marker=marker, ms=4.5, **style, zorder=3, label=init)
+        room = 72 * 0.8 * canvas.size[0] - 44
+        handles.append(Line2D([], [], **style, marker=marker, ms=4.5, label=typography.wrap(init, room)))
+    _epoch_axis(ax, length)
+    ax.grid(axis="both")
+    theme.percent(ax.yaxis, *ax.get_ylim())
+    ax.set_ylabel("test accuracy (%)")
+    note = f"mean of {len(curves[first])} seeds"
+    canvas.legend(handles, note + (f"; bands: 95 % CI of the difference from {first}" if len(curves) > 1 else ""))
+    canvas.finish(title)
+    return ax
+
+
+def _curves(runs: Sequence[Row]) -> dict[str, dict[int, np.ndarray]]:
+    """Initialiser -> seed -> accuracies (E,)."""
+    places = {(repr(run.get("cell", {})), run["epochs"]) for run in runs}
+    if len(places) != 1:
+        raise UsageError(f"accuracy curves: expected runs of one cell and one training length, found {len(places)}")
+    curves: dict[str, dict[int, np.ndarray]] = {}
+    for run in runs:
+        values = np.array([np.nan if v is None else v for v in run.get("curve") or []], dtype=float)
+        curves.setdefault(run["init"], {})[run["seed"]] = values
+    if not all(values.size and np.isfinite(values[-1]) for mine in curves.values() for values in mine.values()):
+        raise UsageError(
+            'accuracy curves: expected an accuracy after each epoch (training.evaluate = "epoch"), found none'
+        )
+    return curves
+
+
+def _epoch_axis(ax: Axes, length: int) -> None:
+    ax.set_xlabel("epoch")
+    if length == 1:
+        ax.xaxis.set_major_locator(FixedLocator([1]))
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=2))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+@theme.themed
+def accuracy_along(summary: Sequence[Row], axis: str, ax: Axes | None = None, *, title: str | None = None) -> Axes:
+    """Test accuracy against a parameter, one line for each initialiser, with paired intervals.
+
+    The parameter is a field of the recipe or a number of an initialiser. Bars are the 95 % interval of the difference
+    from the reference on the same seeds, drawn around the mean, and not beyond 0 and 100 %. An initialiser without the
+    parameter is a horizontal line.
+
+    Args:
+        summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `mean`, `difference`,
+            `difference_ci95` (fractions), `reference`, `n`.
+        axis: the parameter, such as `"network.kernel_size"` or `"mimetic_mlp.sigma"`.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+
+    Raises:
+        UsageError: if no row has the parameter.
+
+    Example:
+        >>> accuracy_along(result.arms, "network.kernel_size")
+    """
+    lines, flat, values = _lines(summary, axis)
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
+    ax = canvas.ax
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
+    handles = []
+    everything = [*flat.items(), *lines.items()]
+    inits = list(dict.fromkeys(initialiser_without(rows[0], axis) for _, rows in everything))
+    places = list(dict.fromkeys(name.removeprefix(initialiser_without(rows[0], axis)) for name, rows in everything))
+    for name, rows in everything:
+        init = initialiser_without(rows[0], axis)
+        order = inits.index(init) if len(places) == 1 else places.index(name.removeprefix(init))
+        style: dict[str, Any] = {"color": theme.PALETTE[inits.index(init) % len(theme.PALETTE)]}
+        if name in flat:
+            style["ls"] = (0, (4, 2))
+            ax.axhline(rows[0]["mean"], lw=1.4, **style, zorder=2, gid="without the parameter")
+        else:
+            style |= {"ls": theme.LINES[order % len(theme.LINES)], "marker": theme.MARKERS[order % len(theme.MARKERS)]}
+            rows = sorted(rows, key=lambda row: at[repr(_value(row, axis))])
+            x = [at[repr(_value(row, axis))] for row in rows]
+            mean = np.array([row["mean"] for row in rows])
+            ends = np.array([_around(row) for row in rows])
+            bars = [(mean - ends[:, 0]).tolist(), (ends[:, 1] - mean).tolist()]
+            ax.errorbar(x, mean, yerr=bars, ms=5, lw=1.5, capsize=2.5, elinewidth=1.1, zorder=3, **style)
+        room = 72 * 0.8 * canvas.size[0] - 44
+        handles.append(Line2D([], [], **style, lw=1.5, ms=5, label=typography.wrap(name, room)))
+    _parameter_axis(ax, axis, values, at, numeric)
+    ax.grid(axis="both")
+    theme.percent(ax.yaxis, *ax.get_ylim())
+    lengths = sorted({row["epochs"] for row in summary})
+    after = f" after {lengths[0]} epoch{'s' * (lengths[0] != 1)}" if len(lengths) == 1 else ""
+    ax.set_ylabel(f"test accuracy (%){after}")
+    canvas.legend(handles, _note(summary))
+    canvas.finish(title)
+    return ax
+
+
+def _note(rows: Sequence[Row]) -> str:
+    seeds = sorted({row["n"] for row in rows})
+    references = list(dict.fromkeys(row["reference"] for row in rows if row.get("reference") is not None))
+    text = f"mean of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
+    return text + (f"; bars: 95 % CI of the paired difference from {' or '.join(references)}" if references else "")
+
+
+def _value(row: Row, axis: str) -> Any:
+    return {**row.get("cell", {}), **row.get("numbers", {})}[axis]
+
+
+def _around(row: Row) -> tuple[float, float]:
+    """The paired interval around the mean, within [0, 1]; the mean itself for a reference."""
+    interval = row.get("difference_ci95")
+    if interval is None or not np.isfinite(interval).all():
+        return row["mean"], row["mean"]
+    low, high = (float(np.clip(row["mean"] + end - row["difference"], 0, 1)) for end in interval)
+    return low, high
+
+
+def _lines(summary: Sequence[Row], axis: str) -> tuple[dict[str, list[Row]], dict[str, list[Row]], list[Any]]:
+    """Lines over the axis, arms without it, and the axis's values in order."""
+    lines: dict[str, list[Row]] = {}
+    flat: dict[str, list[Row]] = {}
+    values: list[Any] = []
+    several = len({row["epochs"] for row in summary}) > 1
+    for row in summary:
+        place = {**row.get("cell", {}), **row.get("numbers", {})}
+        others = {key: value for key, value in row.get("cell", {}).items() if key != axis}
+        name = ", ".join(
+            [initialiser_without(row, axis), *(f"{k.rpartition('.')[2]}={_text(v)}" for k, v in others.items())]
+        )
+        name += f", {row['epochs']} epochs" if several else ""
+        (lines if axis in place else flat).setdefault(name, []).append(row)
+        if axis in place and place[axis] not in values:
+            values.append(place[axis])
+    if not lines:
+        known = sorted({key for row in summary for key in (*row.get("cell", {}), *row.get("numbers", {}))})
+        raise UsageError(
+            f"axis: expected one of {', '.join(known) or 'a benchmark with --vary or --grid'}, found {axis!r}"
+        )
+    if all(isinstance(value, int | float) for value in values):
+        values.sort()
+    return lines, flat, values
+
+
+def initialiser_without(row: Row, *axes: str) -> str:
+    """The initialiser without the numbers on the axes."""
+    numbers = row.get("numbers", {})
+    if not set(numbers) & set(axes):
+        return str(row["init"])
+    bare = str(row["init"]).removesuffix(_FROZEN)
+    suffix = _FROZEN if bare != row["init"] else ""
+    control = _CONTROL if bare.endswith(_CONTROL) else ""
+    name = "+".join(dict.fromkeys(key.rpartition(".")[0] for key in numbers))
+    rest = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in numbers.items() if key not in axes)
+    return name + (f" ({rest})" if rest else "") + control + suffix
+
+
+def _text(value: Any) -> str:
+    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _parameter_axis(ax: Axes, axis: str, values: Sequence[Any], at: Mapping[str, float], numeric: bool) -> None:
+    places = [at[repr(value)] for value in values]
+    if numeric and min(places) > 0 and max(places) >= 16 * min(places):
+        ax.set_xscale("log", base=2)
+    shown = places if len(places) <= 9 else places[:: -(-len(places) // 9)]
+    texts = {at[repr(v)]: _text(v) for v in values}
+    ax.xaxis.set_major_locator(FixedLocator(shown))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: texts.get(value, f"{value:g}").replace("-", "−")))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
+
+
+@theme.themed
+def difference_map(
+    summary: Sequence[Row], axes: tuple[str, str], ax: Axes | None = None, *, title: str | None = None
+) -> Axes:
+    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
+
+    Entries are percentage points; those that differ from zero at an adjusted level of 0.05 are bold, and the largest is
+    framed. Combinations that were not run are grey.
+
+    Args:
+        summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
+            (a fraction; rows without one are left out), `p_holm`, `reference`, `n`.
+        axes: the parameters along x and y.
+        ax: axes to draw on; a new figure if None.
+        title: figure title.
+
+    Raises:
+        UsageError: if no row has both parameters, or two have the same values of them.
+
+    Example:
+        >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
+    """
+    found: dict[tuple[str, str], Row] = {}
+    places: tuple[list[Any], list[Any]] = ([], [])
+    for row in summary:
+        both = {**row.get("cell", {}), **row.get("numbers", {})}
+        if row.get("difference") is None or not set(axes) <= set(both):
+            continue
+        for values, name in zip(places, axes, strict=True):
+            values += [both[name]] * (both[name] not in values)
+        key = repr(both[axes[0]]), repr(both[axes[1]])
+        if key in found:
+            raise UsageError(
+                f"difference map: expected one row at {', '.join(key)}, found {found[key]['init']} and {row['init']}"
+            )
+        found[key] = row
+    if not found:
+        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
+    for values in places:
+        values.sort(key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
+    columns, rows = places
+    grid = np.full((len(rows), len(columns)), np.nan)  # points
+    for i, y in enumerate(rows):
+        for j, x in enumerate(columns):
+            if (repr(x), repr(y)) in found:
+                grid[i, j] = 100 * found[repr(x), repr(y)]["difference"]
+    width, height = 0.5 * len(columns), 0.36 * len(rows)
+    canvas = theme.Canvas.on(ax, width + 2.5, height + 1.5)
+    ax = canvas.ax
+    limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
+    image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
+    sure = {key for key, row in found.items() if row.get("p_holm") is not None and row["p_holm"] < _LEVEL}
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            weight = "bold" if (repr(columns[j]), repr(rows[i])) in sure else "normal"
+            colour = "white" if abs(value) > 0.65 * limit else theme.INK
+            ax.text(j, i, typography.signed(value, 1), ha="center", va="center", size=7, color=colour, weight=weight)
+    best = np.unravel_index(np.nanargmax(grid), grid.shape)
+    corner = float(best[1]) - 0.5, float(best[0]) - 0.5
+    ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
+    for axis, values, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
+        axis.set_ticks(
+            range(len(values)), ["all" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+        )
+        axis.set_label_text(name)
+        axis.set_tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    any_row = next(iter(found.values()))
+    label = f"accuracy minus that of {any_row['reference']} (points), {any_row['n']} seeds"
+    theme.colour_bar(ax, image, limit, label, room=72 * max(height, 1.8), beyond=False)
+    canvas.finish_sized(max(width, 2.0), max(height, 1.8), title)
+    return ax
