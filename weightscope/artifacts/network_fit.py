@@ -39,6 +39,7 @@ class FilterFit:
 
     Attributes:
         layers: in depth order.
+        left_out: the layers whose filters are not square, with their sizes.
     """
 
     structure: ClassVar[str] = "filters"
@@ -48,6 +49,7 @@ class FilterFit:
     schedule: str = "depth"
     kernel: int | None = None
     psd: str = "abs"
+    left_out: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,7 +62,8 @@ class FilterFit:
 
     def to_dict(self) -> dict[str, Any]:
         """The header's part."""
-        return {"structure": self.structure, "layers": self.rows(), **self.options}
+        left = {"left_out": list(self.left_out)} if self.left_out else {}
+        return {"structure": self.structure, "layers": self.rows(), **self.options, **left}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i, float64."""
@@ -74,7 +77,9 @@ class FilterFit:
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
         rows = [(x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count) for x in self.layers]
-        return f"covariance_transfer_: {given}\n\n" + text_table(("layer", "stage", "depth", "kernel", "filters"), rows)
+        return f"covariance_transfer_: {given}\n{_left_out(self.left_out)}\n" + text_table(
+            ("layer", "stage", "depth", "kernel", "filters"), rows
+        )
 
 
 class _FilterLayer(_Model):
@@ -93,6 +98,7 @@ class _FilterHeader(_Model):
     schedule: Literal["depth", "stage"] = "depth"
     kernel: Kernel | None = None
     psd: Psd = "abs"
+    left_out: tuple[str, ...] = ()
 
 
 class _Numbers(_Model):
@@ -100,7 +106,8 @@ class _Numbers(_Model):
 
     def to_dict(self) -> dict[str, Any]:
         """The header's part."""
-        return self.model_dump(mode="json")
+        out = self.model_dump(mode="json")
+        return {key: value for key, value in out.items() if key != "left_out" or value}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """No arrays."""
@@ -133,7 +140,10 @@ class ScheduleLayer(_Model):
 
 
 class ScheduleFit(_Numbers):
-    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters."""
+    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters.
+
+    `left_out` names the layers whose filters are not square, with their sizes.
+    """
 
     structure: Literal["conv_schedule"] = "conv_schedule"
     sigma0: float
@@ -144,6 +154,7 @@ class ScheduleFit(_Numbers):
     schedule: Literal["depth", "sawtooth"] = "depth"
     r2: float
     layers: tuple[ScheduleLayer, ...] = Field(min_length=1)
+    left_out: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _positive(self) -> "ScheduleFit":
@@ -174,7 +185,8 @@ class ScheduleFit(_Numbers):
             for x in self.layers
         ]
         options = f', psd="{self.psd}", schedule="{self.schedule}")'
-        return f"{call}{options}\nR2 {self.r2:.3f} of the covariances\n\n" + text_table(head, rows)
+        note = f"R2 {self.r2:.3f} of the covariances\n{_left_out(self.left_out)}"
+        return f"{call}{options}\n{note}\n" + text_table(head, rows)
 
 
 class ProductNumbers(_Model):
@@ -347,6 +359,11 @@ def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
         raise DataError(
             f"`{name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
         )
+
+
+def _left_out(layers: tuple[str, ...]) -> str:
+    """A line on the layers that were left out, or none."""
+    return f"left out, not square: {', '.join(layers)}\n" if layers else ""
 
 
 def _cells(fit: ProductNumbers) -> tuple[str, ...]:
