@@ -26,8 +26,8 @@ def unparsed(kind: str, tensors: NamedTensors, parts: Iterable[Any]) -> tuple[st
     - attention: two or more matrices in a module `..attn`, `..attention`, or one that has packed or separate
       projections of queries and keys;
     - MLPs: two or more matrices in a module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts`;
-    - depthwise filters: filters of the shape (C, 1, k, k, k), those of weight normalisation, and tensors named
-      `dwconv`, `conv_dw` or `depthwise` with a kernel.
+    - depthwise filters: filters of the shapes (C, 1, k, k, k) and (C, 1, 0, 0), those of weight normalisation, and
+      tensors named `dwconv`, `conv_dw` or `depthwise` with a kernel.
 
     Args:
         kind: "attention modules", "MLPs" or "depthwise convolutions"; none of another kind is ever listed.
@@ -104,6 +104,8 @@ def _filters(tensors: NamedTensors, name: str) -> bool:
     shape = tensors.shape(name)
     if len(shape) < 3 or all(n == 1 for n in shape[2:]):
         return False
+    if len(shape) == 4 and shape[1] == 1 and 0 in shape:
+        return True
     path = name.rpartition(".")[0]
     if tensors.own(path, "transposed") is True:
         return False

@@ -194,7 +194,8 @@ class ProductNumbers(_Model):
 
     Attributes:
         alpha: of the noise.
-        beta: of the diagonal; that of V/O has the sign of `mimetic_attention_`, minus the product's.
+        beta: of the diagonal, with the product's own sign, as `weightscope products` shows it; `beta_vo` of
+            `mimetic_attention_` is minus that of V/O.
         beta_std: standard deviation of the heads' beta.
         diagonal: the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank.
         noise: the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`.
@@ -225,14 +226,17 @@ class ProductLayer(_Model):
 
 
 class ProductFit(_Numbers):
-    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z - beta I`, layer by layer.
+    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer.
 
     Attributes:
+        signs: beta has the sign of the product. Artifacts without this entry have minus that of V/O, and are
+            converted when they are read.
         parts: the products that the initialiser sets.
         layer_scale: whether the network has one after its attention, and whether it was folded into W_V W_O.
     """
 
     structure: Literal["identity_product"] = "identity_product"
+    signs: Literal["products"] = "products"
     parts: Literal["both", "qk", "vo"] = "both"
     layer_scale: Literal["none", "folded", "left out"] = "none"
     layers: tuple[ProductLayer, ...] = Field(min_length=1)
@@ -261,6 +265,9 @@ class ProductFit(_Numbers):
                 "\nwarning: LayerScale multiplies each channel of W_V W_O and may change its sign; "
                 "the option fold_scales=true includes it"
             )
+        note = (
+            f"beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n{note}"
+        )
         return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + text_table(head, rows)
 
 
@@ -319,7 +326,8 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     numbers = values.get("numbers")
     if isinstance(numbers, dict) and isinstance(numbers.get("structure"), str):
         # Structure names were written with hyphens once.
-        values = values | {"numbers": numbers | {"structure": numbers["structure"].replace("-", "_")}}
+        numbers = numbers | {"structure": numbers["structure"].replace("-", "_")}
+        values = values | {"numbers": _with_signs(numbers)}
     header = checked_header(values, _Header)
     depths = [layer.depth for layer in header.numbers.layers]
     if any(b < a for a, b in itertools.pairwise(depths)):
@@ -341,6 +349,20 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
         )
         return NetworkFit(FilterFit(layers, **found.model_dump(exclude={"structure", "layers"})), header.provenance)
     return NetworkFit(found, header.provenance)
+
+
+def _with_signs(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The numbers with the products' own signs; `ProductFit` once stored minus the beta of V/O."""
+    layers = numbers.get("layers")
+    if numbers["structure"] != "identity_product" or "signs" in numbers or not isinstance(layers, list):
+        return numbers
+    converted = []
+    for layer in layers:
+        vo = layer.get("vo") if isinstance(layer, dict) else None
+        if isinstance(vo, dict) and isinstance(vo.get("beta"), float):
+            layer = layer | {"vo": vo | {"beta": -vo["beta"]}}
+        converted.append(layer)
+    return numbers | {"signs": "products", "layers": converted}
 
 
 def _shapes(layers: tuple[_FilterLayer, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

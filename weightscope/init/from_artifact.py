@@ -234,7 +234,8 @@ def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator 
             write_query_key(part, "svd", *_at(fit.layers, "qk", depth), generator)
             touched += [*part.parameters["q"], *part.parameters["k"]]
         if fit.parts != "qk":
-            write_value_output(part, "svd", *_at(fit.layers, "vo", depth), generator)
+            alpha, beta = _at(fit.layers, "vo", depth)
+            write_value_output(part, "svd", alpha, -beta, generator)  # its beta is minus the diagonal
             touched += [*part.parameters["v"], *part.parameters["o"]]
     return list(dict.fromkeys(touched))
 

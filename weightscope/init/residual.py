@@ -45,14 +45,14 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
     return signs[:rows, :columns] * 2 ** (-(m - 1) / 2)
 
 
-def _branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+def branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """The kinds of parts that `zero_init_` sets."""
     kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
     return kinds.get(parameters.get("parts", "attention"), ())
 
 
 @INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
-@reads(_branches)
+@reads(branches)
 def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generator | None = None) -> M:
     """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
