@@ -52,8 +52,6 @@ def test_the_power_that_an_audit_states(name):
     The stated power is a lower bound; the number of wrong networks caught is below it with p < 1e-4 only if it lies.
     """
     case = study().CASES[name]
-    if case.name == "mimetic_ssm":
-        shims.transformers()
     for width in case.widths:
         found = study().measured(case, width, range(NETWORKS))
         assert found["right"].get("failed", 0) == 0, (width, found)

@@ -65,12 +65,24 @@ def mixer(width: int, seed: int) -> nn.Module:
     return ConvMixer(width, 2, 3, 4, 5)
 
 
-def mamba(width: int, seed: int) -> nn.Module:
-    import transformers
+class Mixer(nn.Module):
+    """The parameters of a Mamba layer, with the names and the start that mamba_ssm and transformers give them."""
 
+    def __init__(self, width: int, state: int = 8, rank: int = 4) -> None:
+        super().__init__()
+        inner = 2 * width
+        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.conv1d = nn.Conv1d(inner, inner, 4, groups=inner, padding=3)
+        self.x_proj = nn.Linear(inner, rank + 2 * state, bias=False)
+        self.dt_proj = nn.Linear(rank, inner)
+        self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, width, bias=False)
+
+
+def mamba(width: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.MambaConfig(hidden_size=width, num_hidden_layers=2, state_size=8, vocab_size=20)
-    return transformers.MambaModel(config)
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"mixer": Mixer(width)}) for _ in range(2))})
 
 
 def learned(width: int, seed: int) -> nn.Module:
