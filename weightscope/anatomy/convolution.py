@@ -12,7 +12,7 @@ from weightscope.anatomy.slots import exact_float, put
 from weightscope.anatomy.tensors import NamedTensors
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
-# so the first tensor of such a name is taken for the stem.
+# so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
 _STEM = re.compile(
     r"(^|[._])(stem|patch_embed\w*|conv_stem|conv_proj|projection|downsample\w*)([._]|$)|^features\.0\.0\."
 )
@@ -105,11 +105,11 @@ def find(tensors: NamedTensors) -> list[DepthwisePart]:
 
 def _depthwise(tensors: NamedTensors) -> Iterator[tuple[str, int]]:
     seen: set[Any] = set()
-    stem: str | None = None
+    stems = [name for name in tensors.names if len(tensors.shape(name)) == 4 and _STEM.search(name)]
+    colour = any(2 <= tensors.shape(name)[1] <= 4 for name in stems)
+    stem = stems[0] if stems and not colour else None
     for name in tensors.names:
         shape = tensors.shape(name)
-        if len(shape) == 4 and stem is None and _STEM.search(name):
-            stem = name
         # By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m).
         if len(shape) not in (3, 4) or (len(shape) == 3 and not name.endswith("weight")):
             continue
