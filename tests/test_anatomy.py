@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import shims
 import torch
-from families import DEPTH, FAMILIES, HEADS, HIDDEN, WIDTH, Family, rows, scramble
+from families import DEPTH, FAMILIES, HEADS, HIDDEN, TOKENS, WIDTH, Family, rows, scramble
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -602,6 +602,65 @@ def test_what_only_looks_like_a_part():
     stem = nn.ModuleDict({"stem": nn.Sequential(nn.Conv2d(3, 8, 3, stride=2))})
     with pytest.raises(AnatomyError, match="expected patch"):
         anatomy.patch_embeddings(stem)
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": False}, 4),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+    ],
+)
+def test_falcon_packs_queries_by_key_head_and_its_config_says_so(options, kv_heads):
+    transformers = shims.transformers()
+    config = transformers.FalconConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, bias=True, **TOKENS, **options
+    )
+    model = scramble(transformers.FalconModel(config).eval())
+    own = model.h[0].self_attention
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = own._split_heads(own.query_key_value(x))
+    for source, hints in ((model, None), (model.state_dict(), config.to_dict())):
+        (part,) = anatomy.attention(source, hints)
+        assert (part.heads, part.kv_heads) == (4, kv_heads)
+        for name, wanted in zip("qkv", theirs, strict=True):
+            heads = range(4) if name == "q" else map(part.kv_head, range(wanted.shape[2]))
+            mine = [x[0] @ part.read(name)[h] + part.read_bias(name)[h] for h in heads]
+            torch.testing.assert_close(torch.stack(mine, 1), wanted[0])
+
+
+def test_swin_has_a_head_count_for_each_stage_in_its_config():
+    transformers = shims.transformers()
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=12, depths=[1, 1], num_heads=[2, 4], window_size=2
+    )
+    model = transformers.SwinModel(config)
+    assert [part.heads for part in anatomy.attention(model.state_dict(), config.to_dict())] == [2, 4]
+
+
+def test_depthwise_filters_are_found_by_shape_under_any_name():
+    state = {
+        "stem.0.weight": torch.zeros(8, 3, 3, 3),
+        "stem.1.weight": torch.zeros(8, 1, 3, 3),
+        "body.spatial_kernel": torch.zeros(8, 1, 5, 5),
+        "body.downsample.weight": torch.zeros(8, 1, 3, 3),
+        "body.scale": torch.zeros(8, 1, 1, 1),
+    }
+    assert [part.parameters[0] for part in anatomy.depthwise(state)] == [
+        *("body.downsample.weight", "body.spatial_kernel", "stem.1.weight")
+    ]
+    grey = {"stem.0.weight": torch.zeros(8, 1, 3, 3), "body.weight": torch.zeros(8, 1, 3, 3)}
+    assert [part.name for part in anatomy.depthwise(grey)] == ["body"]
+
+
+def test_what_is_not_supported_names_the_next_step():
+    squeeze = nn.ModuleDict(
+        {"attention": nn.ModuleDict({n: nn.Conv1d(8, 8, 1, groups=4) for n in ("query", "key", "value")})}
+    )
+    with pytest.raises(AnatomyError, match=r"`attention.query.weight` \(8, 2, 1\).*write an initialiser"):
+        anatomy.attention(squeeze)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------

@@ -134,6 +134,18 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
     assert (folder / "one.h5").stat().st_size > 0
 
 
+def test_audit_without_a_name_describes_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from weightscope.networks import ViT
+
+    torch.save({n: torch.randn_like(v) for n, v in ViT(16, 4, 24, 1, 2, 3).state_dict().items()}, tmp_path / "m.pt")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    code, out, _ = run("audit", tmp_path / "m.pt", capsys=capsys)
+    assert code == 0
+    assert "checks fail" in out
+
+
 def test_audit_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
     from safetensors.torch import save_file

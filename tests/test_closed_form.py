@@ -1,5 +1,6 @@
 """Numbers of closed-form initialisers, recovered from networks that were initialised with them."""
 
+import copy
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
 from weightscope.artifacts import NetworkFit, load_artifact
-from weightscope.artifacts.network_fit import FilterFit
+from weightscope.artifacts.network_fit import FilterFit, network_fit_of
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
@@ -205,10 +206,60 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
     source = wi.mimetic_attention_(vit(width, 3, heads), **dict(zip(names, numbers, strict=True)), generator=seeded())
     for layer in fit_identity_product(source).numbers.layers:
-        found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, layer.vo.beta)
+        found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, -layer.vo.beta)
         assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
         assert layer.qk.residual < 0.05
         assert layer.vo.residual < 0.05
+
+
+def test_beta_has_the_sign_that_products_show():
+    from weightscope.analysis.attention_products import products
+
+    source = wi.mimetic_attention_(vit(96, 2, 3), generator=seeded())
+    shown = {(row["layer"], row["part"]): row["beta"] for row in products(source).rows() if row["part"] == "vo"}
+    assert len(shown) == 2
+    fitted = fit_identity_product(source).numbers.layers
+    for (_, beta), layer in zip(sorted(shown.items()), fitted, strict=True):
+        assert layer.vo.diagonal == pytest.approx(beta, rel=1e-4)
+        assert math.copysign(1, layer.vo.beta) == math.copysign(1, beta) == -1
+    target = vit(96, 2, 3, seed=1)
+    wi.NetworkInit(fit_network(source, "identity_product"))(target, generator=seeded(1))
+    assert all(layer.vo.diagonal < -0.3 for layer in fit_identity_product(target).numbers.layers)
+
+
+def test_artifacts_of_the_former_sign_are_converted():
+    fitted = fit_network(wi.mimetic_attention_(vit(96, 2, 3), generator=seeded()), "identity_product")
+    old = json.loads(json.dumps(fitted.to_dict()))
+    del old["numbers"]["signs"]
+    for layer in old["numbers"]["layers"]:
+        layer["vo"]["beta"] *= -1
+    assert network_fit_of(old, {}).numbers == fitted.numbers
+    assert network_fit_of(json.loads(json.dumps(fitted.to_dict())), {}).numbers == fitted.numbers
+
+
+def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
+    model = nn.Sequential(*(nn.Conv2d(64, 64, k, groups=64) for k in (3, (1, 7), 3)))
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.randn(layer.weight.shape, generator=seeded()))
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    for structure in ("filters", "conv_schedule"):
+        out = tmp_path / f"{structure}.safetensors"
+        with pytest.raises(SystemExit) as end:
+            main(["fit-init", str(tmp_path / "m.pt"), "--structure", structure, "-o", str(out)])
+        assert end.value.code == 0
+        assert "left out, not square: 1 1x7" in capsys.readouterr().out
+        init = wi.load_init(out)
+        assert init.result.numbers.left_out == ("1 1x7",)
+        target = copy.deepcopy(model)
+        with pytest.raises(UsageError, match=r"`1`: expected square filters of odd size, found 1 x 7.*strict=False"):
+            init(target)
+        assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
+        with pytest.warns(UserWarning, match="left as they are, not square: `1` 1 x 7"):
+            init(target, generator=seeded(), strict=False)
+        assert torch.equal(target[1].weight, model[1].weight)
+        assert not torch.equal(target[0].weight, model[0].weight)
+        assert set(init.report.touched) == {"0.weight", "2.weight"}
 
 
 def test_shared_keys_are_recovered():
@@ -222,7 +273,7 @@ def test_shared_keys_are_recovered():
         write_value_output(part, "svd", 0.4, 0.4, g)
     for layer in fit_network(state, "identity_product", config=config).numbers.layers:
         assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=4 / 192)
-        assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, 0.4), abs=4 / 192)
+        assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, -0.4), abs=4 / 192)
         assert layer.qk.residual < 0.05
         assert layer.vo.residual < 0.05
 
@@ -266,7 +317,7 @@ def test_layer_scale_is_folded_or_warned_of():
         assert mine.vo.beta == pytest.approx(theirs.vo.beta, rel=1e-6)
         assert mine.vo.alpha == pytest.approx(theirs.vo.alpha, rel=1e-6)
     plain = fit_network(scaled, "identity_product")
-    assert plain.numbers.layers[0].vo.beta == pytest.approx(0.4, abs=0.1)
+    assert plain.numbers.layers[0].vo.beta == pytest.approx(-0.4, abs=0.1)
     assert "warning: LayerScale" in plain.text()
     assert "folded" in folded.text()
     assert "LayerScale" not in fit_network(merged, "identity_product", config=config).text()
@@ -288,7 +339,7 @@ def test_the_rows_are_the_ten_line_computation():
             assert fit.diagonal == pytest.approx(np.mean(betas), abs=1e-12)
             assert fit.noise == pytest.approx(np.mean(rests))
             assert fit.r2 == pytest.approx(np.mean(r2), abs=1e-12)
-        assert layer.vo.beta == pytest.approx(-layer.vo.diagonal, rel=0.03, abs=1e-3)  # full rank: least squares
+        assert layer.vo.beta == pytest.approx(layer.vo.diagonal, rel=0.03, abs=1e-3)  # full rank: least squares
         assert layer.vo.alpha == pytest.approx(layer.vo.noise, rel=0.03)
 
 
@@ -300,7 +351,7 @@ def test_a_recipe_fits_any_width_depth_and_head_count(tmp_path):
     target = init(vit(144, 5, 4, seed=1), generator=seeded())
     found = fit_identity_product(target).numbers.layers
     assert [layer.qk.beta for layer in found] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0], abs=0.04)
-    assert [layer.vo.beta for layer in found] == pytest.approx([0.4] * 5, abs=0.04)
+    assert [layer.vo.beta for layer in found] == pytest.approx([-0.4] * 5, abs=0.04)
     assert len(init.report.touched) == 10  # a fused projection and an output in each of 5 layers
     assert "head.weight" in init.report.untouched
     only = init(vit(48, 1, 2), generator=seeded())
@@ -590,8 +641,8 @@ def test_the_vit_small_by_hand():
     if not folder.exists():
         pytest.skip("../shared/models/vit-small-patch14 is not there")
     found = fit_network(folder, "identity_product").numbers.layers
-    # By hand, value-output diagonals are negative in 8 of 12 layers; beta_vo is minus them.
-    assert sum(layer.vo.beta > 0 for layer in found) == 8
+    # By hand, value-output diagonals are negative in 8 of 12 layers.
+    assert sum(layer.vo.beta < 0 for layer in found) == 8
     assert all(layer.qk.beta > 0 for layer in found)
 
 

@@ -540,7 +540,7 @@ def too_small(part: anatomy.AttentionPart) -> None:
 
 
 IMPULSES = {
-    "one offset for all heads": Mutant(impulse_update(same_head), ("uses of the offset",)),
+    "one offset for all heads": Mutant(impulse_update(same_head), ("copies",)),
     "heads of q and k out of step": Mutant(impulse_update(swap_heads_of_q), ("peaks",)),
     "scale applied twice": Mutant(impulse_update(too_small), ("weight",)),
     "overwritten": Mutant(lambda m, g: wi.trunc_normal_(m, generator=g) and None, ("peaks",)),

@@ -24,6 +24,7 @@ from weightscope.anatomy.filter_mlp import FilterMLP
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
+from weightscope.anatomy.unparsed import refusal, unparsed
 from weightscope.errors import AnatomyError
 
 __all__ = [
@@ -48,11 +49,12 @@ __all__ = [
     "patch_embeddings",
     "positions",
     "ssms",
+    "unparsed",
 ]
 
 P = TypeVar("P")
 
-_FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
+FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
     "attention modules": _attention.find,
     "depthwise convolutions": _convolution.find,
     "MLPs": _mlp.find,
@@ -60,13 +62,14 @@ _FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
     "position embeddings": _embedding.find_positions,
     "state-space layers": _ssm.find,
 }
+"""Kind of parts -> the function that finds them."""
 
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """The number of parts of each kind; 0 for a kind that cannot be read."""
     tensors = named_tensors(model, config)
     out = {}
-    for kind, finder in _FINDERS.items():
+    for kind, finder in FINDERS.items():
         try:
             out[kind] = len(finder(tensors))
         except AnatomyError:
@@ -81,6 +84,8 @@ def _some(
     parts = finder(tensors)
     if parts:
         return parts
+    if alike := unparsed(kind, tensors, parts):
+        raise AnatomyError(refusal(kind, tensors, alike, 0))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(

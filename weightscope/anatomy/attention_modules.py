@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, OUTPUTS, SCHEMES, Scheme
+from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, KV_HEADS, OUTPUTS, SCHEMES, Scheme
 from weightscope.anatomy.slots import InSlots, Rows, Slot
 from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
@@ -191,7 +191,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
     elif pair:
         spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
     if scheme.interleaved and triple:
-        spans = [*_interleaved(rows["q"], tensors.hint(prefix[:-1], HEADS), prefix)]
+        spans = [*_interleaved(tensors, rows["q"], prefix)]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
     weights["o"] = Slot(out, None, transposed)
     query_rows = columns if triple else rows["q"]
@@ -203,13 +203,31 @@ def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def _interleaved(rows: int, heads: int | None, prefix: str) -> tuple[Tensor, ...]:
-    if heads is None or rows % (3 * heads):
+def _interleaved(tensors: NamedTensors, rows: int, prefix: str) -> tuple[Tensor, ...]:
+    """The rows of q, k and v where each key head follows the queries that use it: q .. q, k, v of key head 0, then 1.
+
+    With as many key heads as heads this is GPT-NeoX's and BLOOM's packing, with fewer Falcon's.
+    """
+    path = prefix[:-1]
+    heads = tensors.hint(path, HEADS)
+    kv_heads = heads if heads is None else _kv_heads(tensors, path, heads)
+    if heads is None or not kv_heads or heads % kv_heads or rows % (heads + 2 * kv_heads):
         raise AnatomyError(
-            f"`{prefix[:-1]}`: unpacking {rows} rows needs the number of heads, found {heads}; "
-            "pass config={'num_attention_heads': H}"
+            f"`{path}`: unpacking {rows} rows needs the number of heads, found {heads} with {kv_heads} key heads; "
+            "pass config={'num_attention_heads': H, 'num_kv_heads': G}"
         )
-    return tuple(torch.arange(rows).reshape(heads, 3, -1).transpose(0, 1).reshape(3, -1))
+    each = torch.arange(rows).reshape(kv_heads, heads // kv_heads + 2, -1)
+    return each[:, :-2].reshape(-1), each[:, -2].reshape(-1), each[:, -1].reshape(-1)
+
+
+def _kv_heads(tensors: NamedTensors, path: str, heads: int) -> int:
+    """The number of key heads of interleaved rows. Falcon's config states more for multi-query than are used."""
+    own = next((n for key in KV_HEADS if isinstance(n := tensors.own(path, key), int)), None)
+    if own is not None:
+        return own
+    if tensors.hint(path, ("multi_query",), bool) and not tensors.hint(path, ("new_decoder_architecture",), bool):
+        return 1
+    return int(tensors.hint(path, KV_HEADS) or heads)
 
 
 def _biases(

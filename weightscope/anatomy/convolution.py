@@ -1,7 +1,7 @@
 """Depthwise filters, in depth order, with their stage."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from weightscope.anatomy.slots import exact_float, put
 from weightscope.anatomy.tensors import NamedTensors
 
-# The stem of a network for grayscale images has the shape of a depthwise convolution.
+# The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
+# so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
 _STEM = re.compile(
     r"(^|[._])(stem|patch_embed\w*|conv_stem|conv_proj|projection|downsample\w*)([._]|$)|^features\.0\.0\."
 )
@@ -53,6 +54,19 @@ class DepthwisePart:
         """The names of the tensors that `read` and `write` touch."""
         return (self._tensor,)
 
+    @property
+    def square(self) -> bool:
+        """Whether the filters are two-dimensional, square and of odd size, so that they have a centre pixel."""
+        return self.ndim == 2 and self.kernel[0] == self.kernel[1] and self.kernel[0] % 2 == 1
+
+    @property
+    def expected_square(self) -> str:
+        """What is wrong where the filters are not `square`, for error messages."""
+        kh, kw = self.kernel
+        if self.ndim != 2:
+            return f"two-dimensional filters, found {self.ndim}-D of size {kw}"
+        return f"square filters of odd size, found {kh} x {kw}"
+
     def read(self) -> Tensor:
         """A copy of the filters (C, kh, kw), float32 or better."""
         return exact_float(self._tensors.get(self._tensor)).reshape(self.channels, *self.kernel)
@@ -91,17 +105,33 @@ def find(tensors: NamedTensors) -> list[DepthwisePart]:
 
 def _depthwise(tensors: NamedTensors) -> Iterator[tuple[str, int]]:
     seen: set[Any] = set()
+    stems = [name for name in tensors.names if len(tensors.shape(name)) == 4 and _STEM.search(name)]
+    colour = any(2 <= tensors.shape(name)[1] <= 4 for name in stems)
+    stem = stems[0] if stems and not colour else None
     for name in tensors.names:
-        shape = tensors.shape(name) if name.endswith("weight") else ()
-        if len(shape) not in (3, 4) or shape[1] != 1 or shape[0] < 2 or all(n == 1 for n in shape[2:]):
+        shape = tensors.shape(name)
+        # By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m).
+        if len(shape) not in (3, 4) or (len(shape) == 3 and not name.endswith("weight")):
+            continue
+        if shape[1] != 1 or shape[0] < 2 or min(shape) < 1 or all(n == 1 for n in shape[2:]):
             continue
         path = name.rpartition(".")[0]
         groups, transposed = tensors.own(path, "groups"), tensors.own(path, "transposed")
-        if transposed is True or (groups < 2 if isinstance(groups, int) else _STEM.search(name)):
+        if (
+            transposed is True
+            or (groups < 2 if isinstance(groups, int) else name == stem)
+            or weight_norm(tensors, name)
+        ):
             continue
         if tensors.identity(name) not in seen:
             seen.add(tensors.identity(name))
             yield name, len(shape) - 2
+
+
+def weight_norm(tensors: NamedTensors, name: str) -> bool:
+    """Whether a tensor is the direction v of weight normalisation, whose filter is g v / |v|."""
+    magnitude = {"weight_v": "weight_g", "original1": "original0"}.get(name.rpartition(".")[2])
+    return magnitude is not None and f"{name.rpartition('.')[0]}.{magnitude}".lstrip(".") in tensors
 
 
 def _stages(tensors: NamedTensors, names: list[str]) -> list[int]:
@@ -114,6 +144,12 @@ def _stages(tensors: NamedTensors, names: list[str]) -> list[int]:
         stage += i > 0 and key != keys[i - 1]
         out.append(stage)
     return out
+
+
+def listed(parts: Sequence[DepthwisePart]) -> str:
+    """The first few layers with their filters' sizes."""
+    some = ", ".join(f"`{part.name}` {part.kernel[0]} x {part.kernel[1]}" for part in parts[:3])
+    return some + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:

@@ -60,7 +60,7 @@ SCHEMES: tuple[Scheme, ...] = (
 
 
 # Small MLPs that compute relative position biases are not MLPs of the residual stream.
-_POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.")
+POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +162,7 @@ def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
             prefix = name.removesuffix(suffix)
             if not name.endswith(suffix) or (prefix and not prefix.endswith(".")) or prefix in taken:
                 continue
-            if _POSITIONAL.search(prefix):
+            if POSITIONAL.search(prefix):
                 continue
             others = [f"{prefix}{n}.weight" for n in (scheme.fc2, scheme.gate) if n is not None]
             if all(other in tensors for other in others):

@@ -211,6 +211,7 @@ class MappingTensors(NamedTensors):
             for key in keys:
                 sided = f"{side}_{key.removeprefix('num_')}" if side else key
                 for value in (scope.get(sided), scope.get(key)):
+                    value = _of_stage(value, path) if kind is int else value
                     if _is(value, kind):
                         return value
         return None
@@ -258,6 +259,17 @@ def _first(holder: Any, keys: Iterable[str], kind: type | tuple[type, ...]) -> A
         if _is(value, kind):
             return value
     return None
+
+
+_STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")
+
+
+def _of_stage(value: Any, path: str) -> Any:
+    """The entry of the path's stage, where a config has one for each (`"num_heads": [3, 6, 12, 24]` of Swin)."""
+    stage = _STAGE.search(path)
+    if not isinstance(value, list | tuple) or stage is None or int(stage[1]) >= len(value):
+        return value
+    return value[int(stage[1])]
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:

@@ -39,6 +39,7 @@ class FilterFit:
 
     Attributes:
         layers: in depth order.
+        left_out: the layers whose filters are not square, with their sizes.
     """
 
     structure: ClassVar[str] = "filters"
@@ -48,6 +49,7 @@ class FilterFit:
     schedule: str = "depth"
     kernel: int | None = None
     psd: str = "abs"
+    left_out: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,7 +62,8 @@ class FilterFit:
 
     def to_dict(self) -> dict[str, Any]:
         """The header's part."""
-        return {"structure": self.structure, "layers": self.rows(), **self.options}
+        left = {"left_out": list(self.left_out)} if self.left_out else {}
+        return {"structure": self.structure, "layers": self.rows(), **self.options, **left}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i, float64."""
@@ -74,7 +77,9 @@ class FilterFit:
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
         rows = [(x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count) for x in self.layers]
-        return f"covariance_transfer_: {given}\n\n" + text_table(("layer", "stage", "depth", "kernel", "filters"), rows)
+        return f"covariance_transfer_: {given}\n{_left_out(self.left_out)}\n" + text_table(
+            ("layer", "stage", "depth", "kernel", "filters"), rows
+        )
 
 
 class _FilterLayer(_Model):
@@ -93,6 +98,7 @@ class _FilterHeader(_Model):
     schedule: Literal["depth", "stage"] = "depth"
     kernel: Kernel | None = None
     psd: Psd = "abs"
+    left_out: tuple[str, ...] = ()
 
 
 class _Numbers(_Model):
@@ -100,7 +106,8 @@ class _Numbers(_Model):
 
     def to_dict(self) -> dict[str, Any]:
         """The header's part."""
-        return self.model_dump(mode="json")
+        out = self.model_dump(mode="json")
+        return {key: value for key, value in out.items() if key != "left_out" or value}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """No arrays."""
@@ -133,7 +140,10 @@ class ScheduleLayer(_Model):
 
 
 class ScheduleFit(_Numbers):
-    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters."""
+    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters.
+
+    `left_out` names the layers whose filters are not square, with their sizes.
+    """
 
     structure: Literal["conv_schedule"] = "conv_schedule"
     sigma0: float
@@ -144,6 +154,7 @@ class ScheduleFit(_Numbers):
     schedule: Literal["depth", "sawtooth"] = "depth"
     r2: float
     layers: tuple[ScheduleLayer, ...] = Field(min_length=1)
+    left_out: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _positive(self) -> "ScheduleFit":
@@ -174,7 +185,8 @@ class ScheduleFit(_Numbers):
             for x in self.layers
         ]
         options = f', psd="{self.psd}", schedule="{self.schedule}")'
-        return f"{call}{options}\nR2 {self.r2:.3f} of the covariances\n\n" + text_table(head, rows)
+        note = f"R2 {self.r2:.3f} of the covariances\n{_left_out(self.left_out)}"
+        return f"{call}{options}\n{note}\n" + text_table(head, rows)
 
 
 class ProductNumbers(_Model):
@@ -182,7 +194,8 @@ class ProductNumbers(_Model):
 
     Attributes:
         alpha: of the noise.
-        beta: of the diagonal; that of V/O has the sign of `mimetic_attention_`, minus the product's.
+        beta: of the diagonal, with the product's own sign, as `weightscope products` shows it; `beta_vo` of
+            `mimetic_attention_` is minus that of V/O.
         beta_std: standard deviation of the heads' beta.
         diagonal: the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank.
         noise: the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`.
@@ -213,14 +226,17 @@ class ProductLayer(_Model):
 
 
 class ProductFit(_Numbers):
-    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z - beta I`, layer by layer.
+    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer.
 
     Attributes:
+        signs: beta has the sign of the product. Artifacts without this entry have minus that of V/O, and are
+            converted when they are read.
         parts: the products that the initialiser sets.
         layer_scale: whether the network has one after its attention, and whether it was folded into W_V W_O.
     """
 
     structure: Literal["identity_product"] = "identity_product"
+    signs: Literal["products"] = "products"
     parts: Literal["both", "qk", "vo"] = "both"
     layer_scale: Literal["none", "folded", "left out"] = "none"
     layers: tuple[ProductLayer, ...] = Field(min_length=1)
@@ -249,6 +265,9 @@ class ProductFit(_Numbers):
                 "\nwarning: LayerScale multiplies each channel of W_V W_O and may change its sign; "
                 "the option fold_scales=true includes it"
             )
+        note = (
+            f"beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n{note}"
+        )
         return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + text_table(head, rows)
 
 
@@ -307,7 +326,8 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     numbers = values.get("numbers")
     if isinstance(numbers, dict) and isinstance(numbers.get("structure"), str):
         # Structure names were written with hyphens once.
-        values = values | {"numbers": numbers | {"structure": numbers["structure"].replace("-", "_")}}
+        numbers = numbers | {"structure": numbers["structure"].replace("-", "_")}
+        values = values | {"numbers": _with_signs(numbers)}
     header = checked_header(values, _Header)
     depths = [layer.depth for layer in header.numbers.layers]
     if any(b < a for a, b in itertools.pairwise(depths)):
@@ -331,6 +351,20 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     return NetworkFit(found, header.provenance)
 
 
+def _with_signs(numbers: dict[str, Any]) -> dict[str, Any]:
+    """The numbers with the products' own signs; `ProductFit` once stored minus the beta of V/O."""
+    layers = numbers.get("layers")
+    if numbers["structure"] != "identity_product" or "signs" in numbers or not isinstance(layers, list):
+        return numbers
+    converted = []
+    for layer in layers:
+        vo = layer.get("vo") if isinstance(layer, dict) else None
+        if isinstance(vo, dict) and isinstance(vo.get("beta"), float):
+            layer = layer | {"vo": vo | {"beta": -vo["beta"]}}
+        converted.append(layer)
+    return numbers | {"signs": "products", "layers": converted}
+
+
 def _shapes(layers: tuple[_FilterLayer, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for i, layer in enumerate(layers):
         yield f"{i}.mean", (layer.kernel**2,)
@@ -347,6 +381,11 @@ def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
         raise DataError(
             f"`{name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
         )
+
+
+def _left_out(layers: tuple[str, ...]) -> str:
+    """A line on the layers that were left out, or none."""
+    return f"left out, not square: {', '.join(layers)}\n" if layers else ""
 
 
 def _cells(fit: ProductNumbers) -> tuple[str, ...]:

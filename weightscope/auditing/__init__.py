@@ -2,7 +2,8 @@
 
 It checks effective operators (products of queries and keys, covariances of filters, attention maps), not code or
 whether weights changed. A correct initialisation fails a check with probability below 1e-6; the report states the
-bound for all of them. Errors that were found this way in public copies of these initialisers: exchanged factors, a
+bound for all of them, and the probability with which an untouched network and parameters that are off by 20 % would
+fail. Errors that were found this way in public copies of these initialisers: exchanged factors, a
 missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
 """
 
@@ -11,7 +12,8 @@ from typing import Any
 
 from weightscope._util.plugins import is_reference
 from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
-from weightscope.anatomy import NamedTensors, named_tensors
+from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
+from weightscope.anatomy.strictness import require_read
 
 # Imported for their registration.
 from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
@@ -29,6 +31,7 @@ def audit(
     init: str | Callable[..., list[Check]] | None = None,
     *,
     config: Mapping[str, Any] | None = None,
+    strict: bool = True,
     **parameters: Any,
 ) -> AuditReport:
     """Check a model against the expectations of an initialiser, layer by layer and head by head.
@@ -39,14 +42,16 @@ def audit(
             presets. Or expectations of your own: a function `f(tensors: NamedTensors, **parameters) -> list[Check]`,
             or a reference to one, `"package.module:function"`.
         config: the model's config, for a mapping.
+        strict: whether tensors that look like the parts and cannot be read are an error; if not, they are listed in
+            the report's `unparsed`.
         parameters: the initialiser's named parameters that differ from its defaults.
 
     Returns:
-        A report: `.passed`, `.checks`, `.failures`, `.to_dict()`, and a table if printed. `.false_alarm_rate` bounds
-        the probability that a correct initialisation fails.
+        A report: `.passed`, `.outcomes`, `.checks`, `.failures`, `.to_dict()`, and a table if printed.
+        `.false_alarm_rate` bounds the probability that a correct initialisation fails, `.powers` that a wrong one does.
 
     Raises:
-        AnatomyError: if the model lacks the part that the initialiser sets.
+        AnatomyError: if the model lacks the part that the initialiser sets, or (strict) some of it cannot be read.
         UsageError: if the name or a parameter is unknown (names the nearest one), or a function does not return checks.
 
     Example:
@@ -63,12 +68,26 @@ def audit(
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
-        return _every(tensors)
+        return _every(tensors, strict)
     wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
     signatures = [_signature(one) for one in wanted]
     shares = distribute(signatures, parameters)
-    checks = [check for one, given in zip(wanted, shares, strict=True) for check in _checks(tensors, one, given)]
-    return AuditReport(tuple(checks))
+    left: list[str] = []
+    checks: list[Check] = []
+    for one, given in zip(wanted, shares, strict=True):
+        left += _unparsed(tensors, one, given, strict)
+        checks += _checks(tensors, one, {**given, "strict": strict})
+    return AuditReport(tuple(checks), unparsed=tuple(dict.fromkeys(left)))
+
+
+def _unparsed(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> tuple[str, ...]:
+    """What looks like the parts of an initialiser and is not audited; an error if strict."""
+    details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
+    kinds = details.get("reads", ())
+    kinds = kinds(given) if callable(kinds) else kinds
+    left = require_read(kinds, tensors, strict=strict, caller=label_of(init))
+    odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
+    return (*left, *(name for part in odd if not part.square for name in part.parameters))
 
 
 def _signature(init: Any) -> Signature:
@@ -100,15 +119,17 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any]) -> list[
     return list(found)
 
 
-def _every(tensors: NamedTensors) -> AuditReport:
+def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
     """Every initialiser, with its presets; of the variants of one, the best is reported."""
     checks: list[Check] = []
     skipped: dict[str, str] = {}
+    unparsed: list[str] = []
     for name in EXPECTATIONS:
         best: list[Check] | None = None
         for variant in EXPECTATIONS.details[name].get("variants", ({},)):
             try:
-                found = _checks(tensors, name, variant)
+                unparsed += _unparsed(tensors, name, variant, strict)
+                found = _checks(tensors, name, {**variant, "strict": strict})
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
                 continue
@@ -117,7 +138,7 @@ def _every(tensors: NamedTensors) -> AuditReport:
         if best is not None:
             skipped.pop(name, None)
             checks += best
-    return AuditReport(tuple(checks), skipped, everything=True)
+    return AuditReport(tuple(checks), skipped, everything=True, unparsed=tuple(dict.fromkeys(unparsed)))
 
 
 def _failed(checks: list[Check]) -> float:

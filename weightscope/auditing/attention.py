@@ -17,12 +17,14 @@ from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
 from weightscope.anatomy.attention_modules import find
 from weightscope.anatomy.matrices import chosen_layers
-from weightscope.auditing.intervals import Interval, predicted
+from weightscope.auditing.intervals import UNTOUCHED, Interval, error_in, outside_of, predicted
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check, checks_of
+from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS
 
+IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
+_WRONG_DRAWS = 12  # of each error whose detection is estimated
 _DRAWS = 48  # of the simulated null; the t quantile of LEVEL is 5.6
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
@@ -111,6 +113,42 @@ def intervals(null: Null) -> dict[str, Interval]:
     return out
 
 
+@lru_cache(maxsize=256)
+def powers(null: Null, kind: str) -> dict[str, dict[str, float]]:
+    """Statistic -> error -> probability that the check fails for one product with that error, simulated.
+
+    An untouched network has factors of independent entries, here with the norm of a correct product, which is the
+    hardest to tell.
+    """
+    small, expected = null.scaled(), intervals(null)
+    ratio = small.width / null.width
+    g = torch.Generator().manual_seed(_SEED)
+    correct = [product_statistics(*_draw(small, g)) for _ in range(_WRONG_DRAWS)]
+    norm = sum(math.hypot(draw["diagonal mean"], draw["alpha"]) for draw in correct) / _WRONG_DRAWS
+    wrong = {UNTOUCHED: [_independent(small, norm, g) for _ in range(_WRONG_DRAWS)]}
+    for name in ("alpha", "beta"):
+        if getattr(null, name) and (name == "beta" or null.construction == "svd"):
+            other = replace(small, **{name: 1.2 * getattr(small, name)})
+            draws = [product_statistics(*_draw(other, g)) for _ in range(_WRONG_DRAWS)]
+            wrong[error_in(f"{name}_{kind}")] = draws
+    out: dict[str, dict[str, float]] = {}
+    for error, draws in wrong.items():
+        for name in draws[0]:
+            limits = expected.get(name, IMBALANCE)
+            factor = math.sqrt(ratio) if name == "diagonal std" else 1.0
+            values = [draw[name] for draw in draws]
+            out.setdefault(name, {})[error] = outside_of(limits, values, shrink=ratio, factor=factor)
+    return out
+
+
+def _independent(null: Null, norm: float, g: torch.Generator) -> dict[str, float]:
+    """Statistics of a product (d, d) of factors with independent entries, of Frobenius norm sqrt(d) norm."""
+    a, b = (torch.randn(null.width, null.rank, generator=g) for _ in range(2))
+    scale = math.sqrt(norm * math.sqrt(null.width) / float((a @ b.T).norm()))
+    a, b = a * scale, b * scale
+    return product_statistics(a, b) | {"imbalance": imbalance(a[None], b[None])}
+
+
 def _draw(null: Null, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Factors A, B (d, r) of one correct product; by full singular value decompositions."""
     d, r = null.width, min(null.rank, null.width)
@@ -128,7 +166,9 @@ def _draw(null: Null, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return u[:d, :r] * s[:r], vh[:r].T
 
 
-@EXPECTATIONS.register("mimetic_attention", variants=({"preset": "vision"}, {"preset": "language"}))
+@EXPECTATIONS.register(
+    "mimetic_attention", reads=("attention modules",), variants=({"preset": "vision"}, {"preset": "language"})
+)
 def mimetic_attention_checks(
     source: NamedTensors,
     *,
@@ -188,13 +228,12 @@ def _query_key(
     q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
     group = part.heads // part.kv_heads
     null = Null(part.width, part.head_width, group, alpha, beta, construction)
-    expected = intervals(null)
     checks = []
     for head in range(part.heads):
         key = k[part.kv_head(head)]
         found = product_statistics(q[head], key)
         first = head // group * group
-        checks += _checks("qk", part, head, found, expected, imbalance(q[first : first + group], key[None]))
+        checks += _checks("qk", part, head, found, null, imbalance(q[first : first + group], key[None]))
         vector = _noise_image(q[head], key, found["diagonal mean"])
         seen.append(NoiseImage(vector, (part.name, part.kv_head(head))))
     return checks
@@ -211,7 +250,7 @@ def _value_output(
     null = Null(d, part.kv_heads * part.value_width, 1, alpha, beta, construction)
     found = product_statistics(values, outputs)
     seen.append(NoiseImage(_noise_image(values, outputs, found["diagonal mean"]), (part.name, 0)))
-    return _checks("vo", part, None, found, intervals(null), imbalance(values[None], shared * math.sqrt(group)))
+    return _checks("vo", part, None, found, null, imbalance(values[None], shared * math.sqrt(group)))
 
 
 def _checks(
@@ -219,11 +258,12 @@ def _checks(
     part: AttentionPart,
     head: int | None,
     found: dict[str, float],
-    expected: dict[str, Interval],
+    null: Null,
     uneven: float,
 ) -> list[Check]:
-    # Half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent.
-    rows = [(name, found[name], expected[name]) for name in _STATISTICS] + [("imbalance", uneven, (0.0, 0.02))]
+    expected, power = intervals(null), powers(null, kind)
+    rows: list[Row] = [(name, found[name], expected[name], power[name]) for name in _STATISTICS]
+    rows.append(("imbalance", uneven, IMBALANCE, power["imbalance"]))
     return checks_of("mimetic_attention", kind, part.layer, head, part.name, rows)
 
 
@@ -245,7 +285,7 @@ def _with_resemblance(checks: list[Check], seen: dict[str, list[NoiseImage]]) ->
         out.append(check)
         if check.statistic == "imbalance":
             value, high = next(found[check.part])
-            out.append(replace(check, statistic="resemblance", found=value, low=0.0, high=high))
+            out.append(replace(check, statistic="resemblance", found=value, low=0.0, high=high, power={}))
     return out
 
 

@@ -101,3 +101,39 @@ def _transformed(rho: float, n: int) -> tuple[float, float]:
     r, q = t / np.sqrt(n - 2 + t**2), math.sqrt(1 - rho**2)
     z = _fisher((rho + q * r) / np.sqrt(1 + 2 * rho * q * r))
     return float(z.mean()), float(z.var())
+
+
+# An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
+DECIDED = 0.99
+UNTOUCHED = "an untouched network"
+
+
+def outside(limits: Interval, mean: float, sd: float) -> float:
+    """The power of a check: the probability that a normal statistic of a wrong network is outside the interval.
+
+    P(x < low) + P(x > high),   x ~ N(mean, sd^2);   0 or 1 for sd = 0
+    """
+    low, high = limits
+    if sd <= 0 or not math.isfinite(sd):
+        return float(not low <= mean <= high)
+    return float(stats.norm.cdf((low - mean) / sd) + stats.norm.sf((high - mean) / sd))
+
+
+def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0, factor: float = 1.0) -> float:
+    """`outside` with the mean and standard deviation of simulated wrong networks.
+
+    Args:
+        limits: of the check.
+        draws: n statistics of the wrong construction.
+        shrink: as in `predicted`.
+        factor: on every draw.
+    """
+    n = len(draws)
+    mean = sum(draws) / n
+    sd = math.sqrt(sum((x - mean) ** 2 for x in draws) / (n - 1)) * shrink * math.sqrt(1 + 1 / n)
+    return outside(limits, mean * factor, sd * factor)
+
+
+def error_in(parameter: str) -> str:
+    """The name of the error by which every parameter of an initialiser is off in the powers of audits."""
+    return f"a 20 % error in {parameter}"

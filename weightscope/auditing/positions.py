@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from scipy import optimize, stats
 from torch import Tensor
 
 from weightscope._util.checks import choice
@@ -12,12 +13,20 @@ from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.auditing.attention import self_attention
+from weightscope.auditing.intervals import LEVEL, UNTOUCHED, error_in, outside, outside_of
 from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check, checks_of
+from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init.impulse import attention_map, impulse_matrix, normalised
+from weightscope.init.impulse import PENALTY, attention_map, impulse_matrix, normalised
 from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
 from weightscope.init.positions import table_codes
+from weightscope.networks.positions import TEMPERATURE
+
+DISTANCE = (0.0, 0.01)
+PEAKS = (0.95, 1.0)
+# The solver stops within 15 % of the best factor (25 settings of widths 32 to 96 and 3 to 5 pixels).
+FACTOR = (0.7, 1.5)
+_WRONG_LOGITS = (("2", "large", 2.0), ("2", "small", 0.5))
 
 
 @EXPECTATIONS.register("sinusoidal_positions")
@@ -29,23 +38,46 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     """
     choice("special", special, ("keep", "zero"))
     checks = []
+    g = torch.Generator().manual_seed(0)
     for i, table in enumerate(positions(source)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
-        mine, theirs = ordinary @ ordinary.T, codes @ codes.T
-        scale = float((mine * theirs).sum() / theirs.square().sum())
-        distance = float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
-        rows = [
-            ("gamma", math.sqrt(max(scale, 0.0)), (0.99 * abs(gamma), 1.01 * abs(gamma))),
-            ("distance of inner products", distance, (0.0, 0.01)),
+        scale, distance = _likeness(ordinary, codes)
+        limits = (0.99 * abs(gamma), 1.01 * abs(gamma))
+        name = table.name
+        if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
+            name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
+        drawn = [torch.randn(min(256, len(codes)), codes.shape[1], generator=g, dtype=torch.float64) for _ in range(4)]
+        apart = [_likeness(draw, codes[:256])[1] for draw in drawn]
+        rows: list[Row] = [
+            ("gamma", math.sqrt(max(scale, 0.0)), limits, {error_in("gamma"): outside(limits, 1.2 * abs(gamma), 0.0)}),
+            ("distance of inner products", distance, DISTANCE, {UNTOUCHED: outside_of(DISTANCE, apart)}),
         ]
         if special == "zero" and table.prefix:
             rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
-        checks += checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
+        checks += checks_of("sinusoidal_positions", "positions", i, None, name, rows)
     return checks
 
 
-@EXPECTATIONS.register("impulse_attention")
+def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
+    """The s for which `s C C^T` is nearest to `P P^T`, and its relative distance."""
+    mine, theirs = table @ table.T, codes @ codes.T
+    scale = float((mine * theirs).sum() / theirs.square().sum())
+    return scale, float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
+
+
+def _endpoint_codes(table: Tensor) -> Tensor:
+    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T: `T^(-i / (q - 1))`, not `T^(-i / q)`.
+
+    Source: Vaswani et al.'s tensor2tensor, from which Whisper and fairseq have it.
+    """
+    q = table.shape[1] // 2
+    frequencies = TEMPERATURE ** (-torch.arange(q, dtype=torch.float64) / max(1, q - 1))
+    angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+@EXPECTATIONS.register("impulse_attention", reads=("attention modules",))
 def impulse_attention_checks(
     source: NamedTensors,
     *,
@@ -62,7 +94,9 @@ def impulse_attention_checks(
     - peaks: share of the tokens with a target in the image whose largest weight is that of the target;
     - weight: the mean attention of these tokens to their targets;
     - error: mean squared error of the map against the impulse matrix, times the number of tokens;
-    - uses of the offset: how many heads of the layer so far have the head's offset.
+    - logit factor: the factor by which all logits exceed those that minimise the initialiser's objective;
+    - uses of the offset: how many heads of the layer so far have the head's offset, which may be drawn independently;
+    - copies: heads before with the same queries and keys.
 
     The offset of a head is the one to which most of its tokens attend. Layers solved for another pseudo input than
     positions are not checked, since their maps on the codes are arbitrary.
@@ -101,13 +135,37 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
         wanted = impulse_matrix(tokens, known[best]).double()
         error = float((found - wanted).square().mean()) * tokens.total
         used[known[best]] = used.get(known[best], 0) + 1
-        allowed = math.ceil(part.heads / len(known))
-        rows = [
-            ("peaks", float(hits[best].sum()) / len(valid), (0.95, 1.0)),
+        most = max(math.ceil(part.heads / len(known)), stats.binom.isf(LEVEL, part.heads, 1 / len(known)))
+        copies = sum(torch.equal(q[head], q[h]) and part.kv_heads == part.heads for h in range(head))
+        # Of an untouched head's tokens, one in N has its largest weight at a given target.
+        chance = float(stats.binom.sf(math.ceil(PEAKS[0] * len(valid)) - 1, len(valid), 1 / tokens.total))
+        factor = _logit_factor(part, x, q[head], k[part.kv_head(head)], tokens, wanted)
+        doubled = {f"logits {n} times too {what}": outside(FACTOR, f, 0.1 * f) for n, what, f in _WRONG_LOGITS}
+        rows: list[Row] = [
+            ("peaks", float(hits[best].sum()) / len(valid), PEAKS, {UNTOUCHED: 1 - min(1.0, len(known) * chance)}),
             ("weight", weight, (0.5, 1.0)),
             ("error", error, (0.0, 0.5)),
-            ("uses of the offset", float(used[known[best]]), (1.0, float(allowed))),
+            ("logit factor", factor, FACTOR, doubled),
+            ("uses of the offset", float(used[known[best]]), (1.0, float(most))),
+            ("copies", float(copies), (0.0, 0.0)),
         ]
         name = f"{part.name} {known[best]}"
         checks += checks_of("impulse_attention", "map", part.layer, head, name, rows)
     return checks
+
+
+def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: TokenGrid, wanted: Tensor) -> float:
+    """1 / t for the t that minimises the objective of `impulse.solve` on t times the logits; 1 at its solution."""
+    logits = (x @ q) @ (x @ k).mT * part.scale
+    if tokens.causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+    # With a shared key only the queries are free, else both grow with sqrt(t).
+    powers = (2, 0) if part.kv_heads < part.heads else (1, 1)
+    norms = [float(m.square().sum()) for m in (q, k)]
+
+    def objective(log: float) -> float:
+        t = math.exp(log)
+        error = float((torch.softmax(logits * t, dim=1) - wanted).square().sum()) / tokens.total
+        return error + PENALTY * tokens.total * sum(n * t**power for n, power in zip(norms, powers, strict=True))
+
+    return math.exp(-optimize.minimize_scalar(objective, bounds=(-3, 3), method="bounded", options={"xatol": 1e-2}).x)

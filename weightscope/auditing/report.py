@@ -1,13 +1,14 @@
 """Results of an audit: checks with intervals, and the report of all of them."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
-from weightscope.auditing.intervals import LEVEL, Interval
+from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Interval
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Check:
         found: its value.
         low: lower end of the interval, -inf for none.
         high: upper end of the interval, inf for none.
+        power: error -> probability that this check fails if the part has that error, such as
+            `{"an untouched network": 0.98, "a 20 % error in sigma": 0.03}`; not a field of the records.
 
     Example:
         >>> w = tensors.get("head.weight").float()
@@ -41,6 +44,7 @@ class Check:
     found: float
     low: float
     high: float
+    power: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -48,39 +52,97 @@ class Check:
         return math.isfinite(self.found) and self.low <= self.found <= self.high
 
 
-Row = tuple[str, float, Interval]
-"""A statistic, its value and the expected interval."""
+Row = tuple[str, float, Interval] | tuple[str, float, Interval, Mapping[str, float]]
+"""A statistic, its value, the expected interval, and the power of the check."""
 
 
 def checks_of(
     initialiser: str, part: str, layer: int | None, head: int | None, name: str, rows: Iterable[Row]
 ) -> list[Check]:
     """The checks of several statistics of one part; arguments as the attributes of `Check`."""
-    return [Check(initialiser, part, layer, head, name, what, found, *limits) for what, found, limits in rows]
+    return [
+        Check(initialiser, part, layer, head, name, what, found, *limits, *power)
+        for what, found, limits, *power in rows
+    ]
 
 
 @dataclass(frozen=True, repr=False)
 class AuditReport(Result):
     """The checks of an audit.
 
+    An initialiser's outcome is "failed" if a check fails. Otherwise it is "passed" if the checks would have failed
+    for an untouched network with a probability of at least 99 % in every part, else "undecidable": the network may
+    be initialised or not, since the default start is in the expected intervals, too.
+
     Attributes:
         checks: in the order of the model.
         skipped: initialiser -> why it does not apply, if all initialisers were tried.
         everything: whether all initialisers were tried, so that one that fits is enough.
         level: probability that a check of a correctly initialised model fails.
+        unparsed: tensors that look like parts and were not audited (with `strict=False`).
     """
 
     checks: tuple[Check, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     everything: bool = False
     level: float = LEVEL
+    unparsed: tuple[str, ...] = ()
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        """Initialiser -> "passed", "failed" or "undecidable"."""
+        failed = {check.initialiser for check in self.failures}
+        unclear = self.undecidable
+        names = dict.fromkeys(check.initialiser for check in self.checks)
+        return {n: "failed" if n in failed else "undecidable" if unclear.get(n) else "passed" for n in names}
 
     @property
     def verdicts(self) -> dict[str, bool]:
-        """Initialiser -> whether all of its checks passed."""
-        out: dict[str, bool] = {}
+        """Initialiser -> whether its outcome is "passed"."""
+        return {name: outcome == "passed" for name, outcome in self.outcomes.items()}
+
+    @property
+    def powers(self) -> dict[str, dict[str, float]]:
+        """Initialiser -> error -> probability that the audit fails if all parts have the error, at least.
+
+        A check's power counts once for each part (the best of its statistics); parts are independent.
+        """
+        out: dict[str, dict[str, float]] = {}
+        for (name, _), errors in self._parts().items():
+            mine = out.setdefault(name, {})
+            for error, power in errors.items():
+                mine[error] = 1 - (1 - mine.get(error, 0.0)) * (1 - power)
+        return out
+
+    @property
+    def undecidable(self) -> dict[str, tuple[str, ...]]:
+        """Initialiser -> the parts in which an untouched network would pass with a probability above 1 %.
+
+        For initialisers of which the default start is one instance (`kaiming_uniform`), the error is in their scale,
+        and counts for all parts together.
+        """
+        out: dict[str, tuple[str, ...]] = {}
+        powers = self.powers
+        for (name, part), errors in self._parts().items():
+            if errors.get(UNTOUCHED, 1.0) < DECIDED:
+                out[name] = (*out.get(name, ()), part)
+        for name, errors in powers.items():
+            if errors and UNTOUCHED not in errors and max(errors.values()) < DECIDED:
+                out[name] = ("all",)
+        return out
+
+    def _parts(self) -> dict[tuple[str, str], dict[str, float]]:
+        """(initialiser, module) -> error -> power; heads of a module are independent, statistics of a head not."""
+        heads: dict[tuple[str, str, int | None], dict[str, float]] = {}
         for check in self.checks:
-            out[check.initialiser] = out.get(check.initialiser, True) and check.passed
+            mine = heads.setdefault((check.initialiser, f"{check.name} {check.part}", check.head), {})
+            for error, power in check.power.items():
+                mine[error] = max(mine.get(error, 0.0), power)
+        out: dict[tuple[str, str], dict[str, float]] = {}
+        for (name, part, _), errors in heads.items():
+            joint = out.setdefault((name, part), {})
+            for error, power in errors.items():
+                joint[error] = 1 - (1 - joint.get(error, 0.0)) * (1 - power)
         return out
 
     @property
@@ -100,25 +162,33 @@ class AuditReport(Result):
         return min(1.0, self.level * len(self.checks))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: the verdicts, the false-alarm rate and every check."""
+        """JSON types: the outcomes, the false-alarm rate, the powers and every check."""
         return {
             "passed": self.passed,
             "verdicts": self.verdicts,
+            "outcomes": self.outcomes,
             "skipped": dict(self.skipped),
+            "unparsed": list(self.unparsed),
             "false_alarm_rate": self.false_alarm_rate,
+            "powers": self.powers,
+            "undecidable": {name: list(parts) for name, parts in self.undecidable.items()},
             "checks": [_finite(row) for row in self.rows()],
         }
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each check."""
-        return [asdict(check) | {"passed": check.passed} for check in self.checks]
+        return [_record(check) for check in self.checks]
 
     def summary(self) -> str:
         """The verdict in one line."""
         if not self.checks:
             return "nothing to audit"
-        fitting = [name for name, passed in self.verdicts.items() if passed]
-        verdict = ", ".join(fitting) if self.everything and fitting else "passed" if self.passed else "failed"
+        outcomes = self.outcomes
+        fitting = [name for name, outcome in outcomes.items() if outcome == "passed"]
+        if self.everything:
+            verdict = ", ".join(fitting) or "no initialiser fits"
+        else:
+            verdict = next((o for o in ("failed", "undecidable") if o in outcomes.values()), "passed")
         return f"{verdict}, {len(self.failures)} of {len(self.checks)} checks failed"
 
     def text(self) -> str:
@@ -127,15 +197,44 @@ class AuditReport(Result):
             reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             return f"nothing to audit: {reasons}"
         lines = []
-        for name, passed in self.verdicts.items():
+        powers, unclear = self.powers, self.undecidable
+        for name, outcome in self.outcomes.items():
             mine = [check for check in self.checks if check.initialiser == name]
             bad = sum(not check.passed for check in mine)
-            if self.everything and not passed:
+            if self.everything and outcome == "failed":
                 lines.append(f"{name}: no, {bad} of {len(mine)} checks fail")
                 continue
-            verdict = f"passed, all {len(mine)} checks" if passed else f"FAILED, {bad} of {len(mine)} checks"
-            lines += [f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)", *_tables(mine)]
+            verdict = {
+                "passed": f"passed, all {len(mine)} checks",
+                "failed": f"FAILED, {bad} of {len(mine)} checks",
+                "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
+            }[outcome]
+            lines.append(f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)")
+            lines += [*_power_lines(powers.get(name, {}), unclear.get(name, ())), *_tables(mine)]
+        if self.unparsed:
+            lines.append(f"not audited, look like parts and were not read: {', '.join(self.unparsed)}")
         return "\n".join([*lines, *(f"{name}: does not apply, {why}" for name, why in self.skipped.items())])
+
+
+def _record(check: Check) -> dict[str, Any]:
+    values = {key.name: getattr(check, key.name) for key in fields(check) if key.name != "power"}
+    return values | {"passed": check.passed}
+
+
+def _power_lines(powers: Mapping[str, float], unclear: tuple[str, ...]) -> list[str]:
+    """What the audit would have found, and what it cannot tell."""
+    found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
+    other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
+    lines = [f"would catch {', '.join(found)}"] if found else []
+    lines += [f"undecidable: {', '.join(other)}"] if other else []
+    if unclear:
+        parts = f"{', '.join(unclear[:3])}{f' and {len(unclear) - 3} more' if len(unclear) > 3 else ''}"
+        lines.append(f"too small to tell from the default start: {parts}; compare with the weights before, or widen it")
+    return [text for line in lines for text in textwrap.wrap(line, 120, initial_indent="  ", subsequent_indent="    ")]
+
+
+def _percent(power: float) -> str:
+    return "> 99.9 %" if power > 0.999 else f"{100 * power:.0f} %" if power >= 0.01 else "< 1 %"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

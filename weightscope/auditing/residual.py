@@ -1,6 +1,7 @@
 """Expectations of the baselines for residual networks: zeros, identities, isometries and scaled branches."""
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from weightscope._util.checks import choice
 from weightscope.anatomy import NamedTensors
 from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.auditing.intervals import UNTOUCHED, error_in, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.auditing.univariate import selected, uniform_entries
@@ -18,6 +20,7 @@ from weightscope.init.residual import (
     FACTOR,
     QKV,
     QKVO,
+    branches,
     centre_tap,
     fan_sum,
     matrices_of,
@@ -25,14 +28,20 @@ from weightscope.init.residual import (
 )
 
 
-@EXPECTATIONS.register("zero_init")
+@EXPECTATIONS.register("zero_init", reads=branches)
 def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
     checks: list[Check] = []
 
     def add(layer: int, name: str, part: str, statistic: str, found: Tensor, high: float) -> None:
-        checks.append(Check("zero_init", part, layer, None, name, statistic, float(found.abs().max()), 0.0, high))
+        # torch's default entries reach +-1/sqrt(fan in), an identity 1.
+        reach = found.shape[-1] ** -0.5 if statistic == "largest" else 1 - found.shape[-1] ** -0.5
+        power = {UNTOUCHED: outside((0.0, high), reach, 0.0)}
+        if statistic == "distance":
+            power[error_in("the identities")] = outside((0.0, high), 0.2, 0.0)
+        largest = float(found.abs().max())
+        checks.append(Check("zero_init", part, layer, None, name, statistic, largest, 0.0, high, power))
 
     for attention in find_attention(source) if parts != "mlp" else []:
         for letter in QKV:
@@ -51,7 +60,7 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     return checks
 
 
-@EXPECTATIONS.register("t_fixup")
+@EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
 def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
     """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
@@ -90,12 +99,27 @@ def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -
         blocks = torch.stack(centre.chunk(layer.groups))
         gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
         rest = (w.square().sum() - centre.square().sum()).clamp_min(0) / w.square().sum().clamp_min(1e-300)
+        taps = w[0, 0].numel()
+        power = {error_in("gain"): outside((0.0, 0.02), 0.44, 0.0)}
+        if taps == 1:
+            power[UNTOUCHED] = _not_orthogonal(gram.shape[-1], max(blocks.shape[1:]), w.shape[1], gain)
         rows: list[Row] = [
-            ("off-centre energy", float(rest), (0.0, 1e-9)),
-            ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02)),
+            ("off-centre energy", float(rest), (0.0, 1e-9), {UNTOUCHED: outside((0.0, 1e-9), 1 - 1 / taps, 0.0)}),
+            ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02), power),
         ]
         checks += checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
     return checks
+
+
+@lru_cache(maxsize=256)
+def _not_orthogonal(size: int, length: int, fan_in: int, gain: float) -> float:
+    """The probability that default vectors (length, size) are farther than 0.02 from orthonormal ones, times gain.
+
+    One diagonal entry at a time: the mean of `length` squares of U(-b, b), b = 1/sqrt(fan in), times length / gain^2.
+    """
+    mean = length / (3 * fan_in * gain**2)
+    alone = outside((0.98, 1.02), mean, mean * math.sqrt(0.8 / length))
+    return 1 - (1 - alone) ** size
 
 
 @EXPECTATIONS.register("layer_scale_identity")
@@ -113,5 +137,6 @@ def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: st
         factors = source.get(name).cpu().double().flatten()
         worst = float(factors[(factors - value).abs().argmax()])
         limits = (0.99 * value, 1.01 * value)
-        checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits))
+        power = {UNTOUCHED: outside(limits, 1.0, 0.0), error_in("value"): outside(limits, 1.2 * value, 0.0)}
+        checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits, power))
     return checks

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from weightscope.anatomy import NamedTensors, SSMPart, ssms
 from weightscope.anatomy.matrices import chosen_layers
-from weightscope.auditing.intervals import Interval, normal
+from weightscope.auditing.intervals import LEVEL, UNTOUCHED, Interval, error_in, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 
+NORMAL = normal(0.0, 1.0, level=LEVEL)[1]  # half the width of an interval, in standard deviations
 # Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
 _A_RANGE = 16.0
 _LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
@@ -59,8 +60,10 @@ def _decay(part: SSMPart, c: float) -> list[Row]:
     top = max(floor, float(part.heads)) if part.version == 2 else floor
     factor, limits = _factor(part, a_log, c)
     # -A is between the largest initial value to the power -c, and 1.
+    spread = (limits[1] - limits[0]) / 2 / NORMAL if part.version == 2 else 0.0
+    power = {UNTOUCHED: outside(limits, -1.0, spread / c), error_in("c"): outside(limits, 1.2 * c, 1.2 * spread)}
     return [
-        ("decay factor", factor, limits),
+        ("decay factor", factor, limits, power),
         ("slowest -A", float(rate.min()), (0.98 * top**-c, 1.02)),
         ("fastest -A", float(rate.max()), (0.98 * top**-c, 1.02)),
     ]
@@ -95,10 +98,12 @@ def _correlation(part: SSMPart) -> list[Row]:
     rest = float((read - slope * write).square().mean())
     error = math.sqrt(rest / float(write.square().sum())) if float(write.square().sum()) else math.inf
     r = float((write * read).sum() / (write.norm() * read.norm()).clamp_min(1e-300))
+    limits = normal(math.sqrt(0.5), 0.5 / math.sqrt(len(write)), slack=0.01)
+    power = {UNTOUCHED: outside(limits, 0.0, 1 / math.sqrt(len(write)))}
     # d r = (1 - r^2) / sqrt(n) for normal entries; uniform ones fluctuate less.
     return [
         ("C on B", slope, normal(0.5, error, slack=0.005)),
-        ("C-B correlation", r, normal(math.sqrt(0.5), 0.5 / math.sqrt(len(write)), slack=0.01)),
+        ("C-B correlation", r, limits, power),
     ]
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from weightscope._util.names import matching
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.matrices import Matrix, fans, matrices
-from weightscope.auditing.intervals import normal
+from weightscope.auditing.intervals import error_in, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 
 # Standardised moments 4, 6, 8.
 _UNIFORM = (9 / 5, 27 / 7, 9.0)
@@ -91,14 +91,21 @@ def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest:
         std: expected standard deviation.
         moments: expected standardised moments 4, 6 and 8.
         largest: largest possible absolute value.
+
+    Raises:
+        DataError: if the weight has no entries.
     """
     n = w.numel()
+    if n == 0:
+        raise DataError(f"expected a weight with entries, found the shape {tuple(w.shape)}; it has nothing to audit")
     m4, m6, m8 = moments
     squares = w.square()
     square = float(squares.mean())
-    rows = [
+    sd = math.sqrt((m4 - 1) / n)
+    limits = normal(1.0, sd, slack=2e-3)
+    rows: list[Row] = [
         ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
-        ("variance", square / std**2, normal(1.0, math.sqrt((m4 - 1) / n), slack=2e-3)),
+        ("variance", square / std**2, limits, {error_in("the standard deviation"): outside(limits, 1.44, 1.44 * sd)}),
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)

@@ -1,8 +1,8 @@
 """Benchmarks of initialisers on paired seeds."""
 
 from weightscope.benchmarking.arms import Arm, plan_arms
-from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench

@@ -10,7 +10,8 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 
 from weightscope._util.checks import choice, count
-from weightscope.analysis.within_network.filters import filter_distributions
+from weightscope.analysis.within_network.filters import square_and_others
+from weightscope.anatomy import DepthwisePart
 from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ScheduleFit, ScheduleLayer
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.registry import NETWORK_FITS
@@ -40,7 +41,7 @@ def fit_filters(
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option is invalid, or filters are one-dimensional, not square or of even size.
+        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
         DataError: if a weight is not finite.
 
     Source: thesis section 3.1.1.
@@ -49,9 +50,9 @@ def fit_filters(
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
     """
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    layers = filter_distributions(source)
+    layers, others = square_and_others(source)
     _of_size(layers, kernel)
-    return NetworkFit(FilterFit(tuple(layers), **vars(options)))
+    return NetworkFit(FilterFit(tuple(layers), **vars(options), left_out=_described_kernels(others)))
 
 
 @NETWORK_FITS.register("conv_schedule", source="thesis Eq. 3.10-3.11")
@@ -80,7 +81,7 @@ def fit_conv_schedule(
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option is invalid, or filters are one-dimensional, not square or of even size.
+        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
         DataError: if a weight is not finite, or no layer resembles the closed form.
 
     Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and by grid search (B.1).
@@ -91,7 +92,7 @@ def fit_conv_schedule(
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
     choice("psd", psd, ("abs", "clip"))
-    everything = filter_distributions(source)
+    everything, others = square_and_others(source)
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
     filters = _of_size(everything, kernel)
     for layer in filters:
@@ -115,8 +116,14 @@ def fit_conv_schedule(
         "schedule": schedule,
         "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
         "layers": tuple(layers),
+        "left_out": _described_kernels(others),
     }
     return NetworkFit(ScheduleFit.model_validate(numbers))
+
+
+def _described_kernels(parts: list[DepthwisePart]) -> tuple[str, ...]:
+    """The layers with other than square filters, each with its size."""
+    return tuple(f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts)
 
 
 def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:

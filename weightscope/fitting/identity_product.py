@@ -31,13 +31,16 @@ def fit_identity_product(
     """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
 
         queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
-        values and outputs   sum_h W_V W_O ~ alpha Z - beta I    per layer
+        values and outputs   sum_h W_V W_O ~ alpha Z + beta I    per layer
 
     A product of rank r < d cannot be `alpha Z + beta I`; `mimetic_attention_` takes its best part of rank r. So alpha
     and beta are those for which that part has the product's own diagonal mean `tr M / d` and norm `|M|_F`: two
     equations in two unknowns, solved by a table of simulated products with the same r / d and number of query heads
     for each key head. For r = d they are the least-squares ones, `beta = tr M / d` and
     `alpha = |M - beta I|_F / sqrt(d)`; the artifact holds both kinds.
+
+    Both betas have the sign of the product, as in `weightscope.products`; that of values and outputs is minus
+    `beta_vo` of `mimetic_attention_`, and mostly negative.
 
     Goodness of fit: `R2 = d (tr M / d)^2 / |M|_F^2`, the share of the squared norm that the identity explains, at
     most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the
@@ -82,7 +85,7 @@ def _query_key(part: AttentionPart) -> ProductNumbers:
     q, k = _finite(part, "q"), _finite(part, "k")  # (H, d, r), (kv, d, r)
     group = part.heads // part.kv_heads
     fits = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in range(part.heads)]
-    return _joined(fits, 1.0)
+    return _joined(fits)
 
 
 def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
@@ -91,8 +94,7 @@ def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
     values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
     outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
     outputs = outputs if scale is None else outputs * scale[:, None]
-    # The sign of `mimetic_attention_`: its beta_vo is minus the diagonal.
-    return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")], -1.0)
+    return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")])
 
 
 def _finite(part: AttentionPart, name: Literal["q", "k", "v", "o"]) -> Tensor:
@@ -114,11 +116,11 @@ def _checked(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _joined(fits: list[dict[str, float]], sign: float) -> ProductNumbers:
-    """The mean over heads; beta and its spread with the sign."""
+def _joined(fits: list[dict[str, float]]) -> ProductNumbers:
+    """The mean over heads, and the spread of beta."""
     means = {key: float(np.mean([fit[key] for fit in fits])) for key in fits[0]}
     spread = float(np.std([fit["beta"] for fit in fits]))
-    return ProductNumbers(**{**means, "beta": sign * means["beta"], "beta_std": spread})
+    return ProductNumbers(**means, beta_std=spread)
 
 
 def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, NamedTensors, attention
 from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init._topk import factors, spectrum
@@ -83,6 +84,7 @@ def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) 
 
 
 @INITIALISERS.register("mimetic_attention", source="thesis 3.2; attention paper", needs="self-attention")
+@reads(("attention modules",))
 def mimetic_attention_(
     module: M,
     *,
@@ -114,6 +116,8 @@ def mimetic_attention_(
             noise follows from the widths, so that the alphas must keep their defaults.
         parts: "both", "qk" or "vo".
         layers: which layers, counted from 0; None for all.
+        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:

@@ -1,6 +1,7 @@
 """Depthwise filters drawn from a closed-form covariance that widens with depth."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy.convolution import listed
+from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init._common import M, cpu_generator, normal
 from weightscope.init.registry import INITIALISERS
@@ -42,6 +45,9 @@ PRESETS: dict[str, Schedule] = {
     "imagenet-frozen": Schedule(0.15, 0.5, 0.25),
     "imagenet-thawed": Schedule(0.15, 0.25, 1.0),
 }
+
+
+BUMP = "the covariance is a bump around a centre pixel of an image"
 
 
 def conv_covariance(k: int, sigma: float) -> np.ndarray:
@@ -149,28 +155,28 @@ def settings(preset: str | None, sigma0: float | None, v: float | None, a: float
     return Schedule(**{name: number(name, value) for name, value in given.items()})
 
 
-def checked_filters(parts: list[DepthwisePart], why: str) -> list[DepthwisePart]:
-    """The parts, checked to have two-dimensional, square filters of odd size.
+def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -> list[DepthwisePart]:
+    """The parts that have two-dimensional, square filters of odd size.
 
     Args:
         parts: depthwise layers.
         why: the reason, for the error message.
+        strict: whether any other layer is an error.
 
     Raises:
-        UsageError: naming the first layer that has other filters.
+        UsageError: if strict, naming the first layer that has other filters; if there is no square one.
     """
-    for part in parts:
-        kh, kw = part.kernel
-        if part.ndim != 2:
-            raise UsageError(
-                f"`{part.name}`: expected two-dimensional filters, found {part.ndim}-D of size {kw}; {why}"
-            )
-        if kh != kw or kh % 2 == 0:
-            raise UsageError(f"`{part.name}`: expected square filters of odd size, found {kh} x {kw}; {why}")
-    return parts
+    odd = [part for part in parts if not part.square]
+    if odd and (strict or len(odd) == len(parts)):
+        step = "" if len(odd) == len(parts) else f"; strict=False uses the {len(parts) - len(odd)} other layers"
+        raise UsageError(f"`{odd[0].name}`: expected {odd[0].expected_square}; {why}{step}")
+    if odd:
+        warnings.warn(f"left as they are, not square: {listed(odd)}", stacklevel=4)
+    return [part for part in parts if part.square]
 
 
 @INITIALISERS.register("conv_covariance", source="thesis 3.1.2", needs="depthwise convolutions")
+@reads(("depthwise convolutions",))
 def conv_covariance_(
     module: M,
     *,
@@ -181,6 +187,7 @@ def conv_covariance_(
     scale: float = 1.0,
     psd: str = "abs",
     schedule: str = "depth",
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Draw every depthwise filter from `N(0, scale^2 conv_covariance(k, sigma(d)))`, with sigma growing with depth.
@@ -197,6 +204,8 @@ def conv_covariance_(
         psd: "abs" or "clip", see `covariance_root`.
         schedule: "depth", or "sawtooth" to restart the schedule in every stage, for networks that downsample
             (thesis Fig. B.5, of which only the caption is available).
+        strict: whether filters that cannot be read, or are not square, are an error; if not, a warning lists them and
+            they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -213,7 +222,7 @@ def conv_covariance_(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    parts = checked_filters(depthwise(module), "the covariance is a bump around a centre pixel of an image")
+    parts = checked_filters(depthwise(module), BUMP, strict)
     for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
         if curve(d) <= 0:
             raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
@@ -232,6 +241,7 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: tor
 
 
 @INITIALISERS.register("random_filters", source="impulse paper, Proposition 1", needs="depthwise convolutions")
+@reads(("depthwise convolutions",))
 def random_filters_(
     module: M,
     *,
@@ -247,6 +257,8 @@ def random_filters_(
         module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -270,6 +282,7 @@ def random_filters_(
 
 
 @INITIALISERS.register("impulse_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
+@reads(("depthwise convolutions",))
 def impulse_filters_(
     module: M,
     *,
@@ -285,6 +298,8 @@ def impulse_filters_(
         module: changed in place: the weights of its depthwise convolutions.
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -323,12 +338,15 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
+@reads(("depthwise convolutions",))
 def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | None = None) -> M:
     """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.
         value: 1 as published.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: not used.
 
     Raises:

@@ -9,6 +9,7 @@ from torch import nn
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
@@ -114,6 +115,7 @@ def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
+@reads(("depthwise convolutions",))
 def covariance_transfer_(
     module: M,
     source: Any,
@@ -123,6 +125,7 @@ def covariance_transfer_(
     schedule: str = "depth",
     kernel: int | None = None,
     psd: str = "abs",
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Draw every depthwise filter from `N(mu, Sigma)` of a trained network's filters, between any two shapes.
@@ -145,6 +148,8 @@ def covariance_transfer_(
         schedule: "depth" over the whole network, or "stage": from the source's same stage, over the depth within it.
         kernel: use only the source's layers with filters of this size, at their own depths; None for all.
         psd: "abs" or "clip", see `covariance_root`; only matters if kernels are resized.
+        strict: whether filters of the module or the source that cannot be read, or are not square, are an error; if
+            not, a warning lists them, and those of the module stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -161,12 +166,17 @@ def covariance_transfer_(
     from weightscope.analysis.within_network.filters import filter_distributions  # SciPy: a second to import
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    transfer_distributions(module, filter_distributions(source), options, generator)
+    transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
     return module
 
 
 def transfer_distributions(
-    module: nn.Module, source: list[FilterDistribution], options: TransferOptions, generator: torch.Generator | None
+    module: nn.Module,
+    source: list[FilterDistribution],
+    options: TransferOptions,
+    generator: torch.Generator | None,
+    *,
+    strict: bool = True,
 ) -> dict[str, float]:
     """Draw a module's depthwise filters from the distributions of a source's; errors as in `covariance_transfer_`.
 
@@ -174,7 +184,7 @@ def transfer_distributions(
         Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
         resized or factored covariance is not positive semi-definite.
     """
-    parts = checked_filters(depthwise(module), "covariances are transferred for images only")
+    parts = checked_filters(depthwise(module), "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)
     used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}

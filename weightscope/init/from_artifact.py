@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise
+from weightscope.anatomy.strictness import reads
 from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
 from weightscope.artifacts.population_fit import Group, PopulationFit
@@ -140,24 +141,30 @@ class NetworkInit:
         self.report: InitReport | None = None
 
     @torch.no_grad()
-    def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
+    def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
         """Set the weights of the part in a module, in place.
 
+        Args:
+            module: any network that has the part.
+            generator: a CPU generator; None for torch's global one.
+            strict: whether layers that look like the part and cannot be set (filters that are not square) are an
+                error; if not, a warning lists them and they stay as they are.
+
         Raises:
-            AnatomyError: if the module has no such part.
+            AnatomyError: if the module has no such part, or (strict) some of it cannot be read.
             UsageError: if the structure does not apply to the part (filters of even size), or the generator is not
                 one of the CPU.
         """
         cpu_generator(generator)
         numbers, notes = self.result.numbers, tuple[str, ...]()
         if isinstance(numbers, ProductFit):
-            touched = _products(module, numbers, generator)
+            touched = _products(module, numbers, generator=generator, strict=strict)
         else:
             if isinstance(numbers, ScheduleFit):
-                conv_covariance_(module, **numbers.options, generator=generator)
+                conv_covariance_(module, **numbers.options, strict=strict, generator=generator)
             else:
-                notes = _filters(module, numbers, generator)
-            touched = [name for part in depthwise(module) for name in part.parameters]
+                notes = _filters(module, numbers, generator=generator, strict=strict)
+            touched = [name for part in depthwise(module) if part.square for name in part.parameters]
         done = set(touched)
         others = (name for name, _ in module.named_parameters() if name not in done)
         self.report = InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
@@ -216,9 +223,12 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
 
 
-def _filters(module: nn.Module, fit: FilterFit, generator: torch.Generator | None) -> tuple[str, ...]:
+@reads(("depthwise convolutions",))
+def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | None, strict: bool) -> tuple[str, ...]:
     """Draw the filters; returns notes about covariances that were not positive semi-definite."""
-    negative = transfer_distributions(module, list(fit.layers), TransferOptions(**fit.options), generator)
+    negative = transfer_distributions(
+        module, list(fit.layers), TransferOptions(**fit.options), generator, strict=strict
+    )
     if not negative:
         return ()
     worst = max(negative, key=negative.__getitem__)
@@ -229,7 +239,8 @@ def _filters(module: nn.Module, fit: FilterFit, generator: torch.Generator | Non
     )
 
 
-def _products(module: nn.Module, fit: ProductFit, generator: torch.Generator | None) -> list[str]:
+@reads(("attention modules",))
+def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator | None, strict: bool) -> list[str]:
     """Write the products, layer by layer; returns the names of the tensors."""
     parts = self_attention(module)
     touched: list[str] = []
@@ -239,7 +250,8 @@ def _products(module: nn.Module, fit: ProductFit, generator: torch.Generator | N
             write_query_key(part, "svd", *_at(fit.layers, "qk", depth), generator)
             touched += [*part.parameters["q"], *part.parameters["k"]]
         if fit.parts != "qk":
-            write_value_output(part, "svd", *_at(fit.layers, "vo", depth), generator)
+            alpha, beta = _at(fit.layers, "vo", depth)
+            write_value_output(part, "svd", alpha, -beta, generator)  # its beta is minus the diagonal
             touched += [*part.parameters["v"], *part.parameters["o"]]
     return list(dict.fromkeys(touched))
 

@@ -19,7 +19,7 @@ from weightscope.errors import UsageError
 
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
-_PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
+PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
 _MEMORY = 20  # correction pairs of L-BFGS-B
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -202,7 +202,7 @@ class _Problem:
         rows = (index >= 0).nonzero()[:, 0]
         error = p.clone()
         error[rows, index[rows]] -= 1
-        penalty = _PENALTY * unit
+        penalty = PENALTY * unit
         loss = (error.square().sum() * (unit / n**2) + penalty * (a.square().sum() + b.square().sum())).item()
         error.mul_(p)
         error.sub_(p * error.sum(1, keepdim=True)).mul_(2 * unit / n**2 * self.scale)

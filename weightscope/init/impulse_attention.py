@@ -10,6 +10,7 @@ from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy.strictness import reads
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, cpu_generator, frame, normal
@@ -36,6 +37,7 @@ def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
 
 
 @INITIALISERS.register("impulse_attention", source="impulse paper, Algorithm 1", needs="self-attention and positions")
+@reads(("attention modules",))
 def impulse_attention_(
     module: M,
     *,
@@ -69,6 +71,8 @@ def impulse_attention_(
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         layers: which layers, counted from 0; None for all.
+        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:

@@ -6,6 +6,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import mlps
 from weightscope.anatomy.matrices import chosen_layers, default_deviation
+from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init._common import M, normal
 from weightscope.init.registry import INITIALISERS
@@ -24,6 +25,7 @@ def anticorrelated(w1: Tensor, w2: Tensor) -> Tensor:
 
 
 @INITIALISERS.register("mimetic_mlp", source="MLP paper, Eq. 1 and 2", needs="MLPs")
+@reads(("MLPs",))
 def mimetic_mlp_(
     module: M,
     *,
@@ -59,6 +61,8 @@ def mimetic_mlp_(
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
         gate: in gated MLPs, do the same to the gate (with its own vector).
         layers: which MLPs, counted from 0; None for all.
+        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one. Only "rows" draws.
 
     Raises:

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, frame, normal, put, uniform
 from weightscope.init.attention import self_attention
@@ -43,7 +45,14 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
     return signs[:rows, :columns] * 2 ** (-(m - 1) / 2)
 
 
+def branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of parts that `zero_init_` sets."""
+    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
+    return kinds.get(parameters.get("parts", "attention"), ())
+
+
 @INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
+@reads(branches)
 def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generator | None = None) -> M:
     """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
@@ -53,6 +62,8 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
     Args:
         module: changed in place: weights and biases of the parts.
         parts: "attention" (as compared with in the attention paper), "mlp" or "both".
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: not used.
 
     Raises:
@@ -83,6 +94,7 @@ def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generato
 
 
 @INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
+@reads(("attention modules", "MLPs"))
 def t_fixup_(
     module: M,
     *,
@@ -103,6 +115,8 @@ def t_fixup_(
         module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
         kind: "encoder" or "decoder".
         embeddings: also initialise token embeddings.
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:

@@ -1,39 +1,63 @@
 """The distribution of the filters of every depthwise layer of a network."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.slices import slice_moments
 
 
-def filter_distributions(source: Any, config: Mapping[str, Any] | None = None) -> list[FilterDistribution]:
+def filter_distributions(
+    source: Any, config: Mapping[str, Any] | None = None, *, strict: bool = True
+) -> list[FilterDistribution]:
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
 
     Args:
         source: a path, `hf://org/name`, a `Checkpoint`, an `nn.Module`, or a mapping of tensors.
         config: hints for a mapping, as in `weightscope.anatomy`.
+        strict: whether a layer whose filters are one-dimensional, not square or of even size is an error; if not, it
+            is left out, and a warning lists it.
 
     Raises:
         AnatomyError: if there is no depthwise convolution; lists the layers found.
-        UsageError: if filters are one-dimensional, not square or of even size.
+        UsageError: if a layer has other filters (strict), or all have.
         DataError: if the source cannot be read, or a weight is not finite.
 
     Example:
         >>> [found.kernel for found in filter_distributions("efficientnet-lite0.pth")][:4]
         [3, 3, 3, 5]
     """
-    return [_distribution(part) for part in depthwise(source, config)]
+    found, others = square_and_others(source, config)
+    if others and strict:
+        raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
+    if others:
+        warnings.warn(f"left out, not square: {listed(others)}", stacklevel=2)
+    return found
+
+
+def square_and_others(
+    source: Any, config: Mapping[str, Any] | None = None
+) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
+    """The distributions of the layers with square filters of odd size, and the other layers.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution.
+        UsageError: if no layer has square filters of odd size.
+        DataError: if the source cannot be read, or a weight is not finite.
+    """
+    parts = depthwise(source, config)
+    found = [_distribution(part) for part in parts if part.square]
+    if not found:
+        raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
+    return found, [part for part in parts if not part.square]
 
 
 def _distribution(part: DepthwisePart) -> FilterDistribution:
     kh, kw = part.kernel
-    if part.ndim != 2:
-        raise UsageError(f"`{part.name}`: expected two-dimensional filters, found {part.ndim}-D of size {kw}")
-    if kh != kw or kh % 2 == 0:
-        raise UsageError(f"`{part.name}`: expected square filters of odd size, found {kh} x {kw}")
     try:
         found = slice_moments(part.read().cpu().numpy().reshape(part.channels, -1), keep=kh * kw)
     except DataError as error:

@@ -1,0 +1,291 @@
+"""Audits catch what they claim to catch: untouched networks, and initialisers that are off by 20 %."""
+
+import copy
+import functools
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import shims
+import torch
+from scipy import stats
+from torch import nn
+
+from weightscope import anatomy
+from weightscope import init as wi
+from weightscope.auditing import EXPECTATIONS, AuditReport, audit
+from weightscope.auditing.intervals import DECIDED, UNTOUCHED, error_in, outside
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
+
+torch.set_num_threads(1)
+ROOT = Path(__file__).parent.parent
+NETWORKS = 5
+
+
+@functools.cache
+def study():
+    path = ROOT / "analyses/audit_power/run.py"
+    spec = importlib.util.spec_from_file_location("audit_power", path)
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name
+    import sys
+
+    sys.modules["audit_power"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- power ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(study().CASES))
+def test_the_power_that_an_audit_states(name):
+    """At three widths: no right network fails, no untouched one passes, and wrong ones fail as often as is stated.
+
+    The stated power is a lower bound; the number of wrong networks caught is below it with p < 1e-4 only if it lies.
+    """
+    case = study().CASES[name]
+    for width in case.widths:
+        found = study().measured(case, width, range(NETWORKS))
+        assert found["right"].get("failed", 0) == 0, (width, found)
+        if case.name != "kaiming_uniform":  # the default start of our networks is that initialisation
+            assert found["untouched"].get("passed", 0) == 0, (width, found)
+        stated = found["powers"][case.error]
+        caught = found["wrong"].get("failed", 0)
+        assert stats.binom.cdf(caught, NETWORKS, stated) > 1e-4, (width, found)
+        untouched = found["powers"].get(UNTOUCHED, 1.0)
+        assert stats.binom.cdf(found["untouched"].get("failed", 0), NETWORKS, untouched) > 1e-4 or untouched == 1.0
+        assert (found["right"] == {"undecidable": NETWORKS}) == (untouched < DECIDED - 0.005) or untouched > 0.98
+
+
+def test_every_audit_states_its_power():
+    assert set(EXPECTATIONS) == {case.name for case in study().CASES.values()}
+    known = {(row["case"], row["width"]) for row in stored()["rows"]}
+    assert known == {(name, width) for name, case in study().CASES.items() for width in case.widths}
+
+
+def stored() -> dict:
+    return json.loads((ROOT / "analyses/audit_power/results.json").read_text())
+
+
+def test_the_stored_table_shows_no_false_alarm_and_no_untouched_network_that_passes():
+    for row in stored()["rows"]:
+        assert row["right"].get("failed", 0) == 0, row
+        assert row["untouched"].get("passed", 0) == 0 or row["case"] == "kaiming_uniform", row
+        caught = row["wrong"].get("failed", 0)
+        assert stats.binom.cdf(caught, row["networks"], row["powers"][row["error"]]) > 1e-4, row
+
+
+def test_the_report_prints_what_it_would_catch_and_what_not():
+    model = ViT(32, 8, 96, 2, 3, 10)
+    wi.mimetic_attention_(model, generator=generator())
+    wi.mimetic_mlp_(model, mode="rows", sigma=1e-3, generator=generator())
+    text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=1e-3))
+    assert "would catch an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %" in text
+    assert "undecidable: a 20 % error in sigma (< 1 % found)" in text
+    report = audit(model, "mimetic_attention")
+    assert report.to_dict()["powers"]["mimetic_attention"][error_in("alpha_qk")] > 0.99
+    assert max(map(len, str(report).splitlines())) < 160
+
+
+def test_power_of_a_normal_statistic():
+    assert outside((-1.0, 1.0), 0.0, 1.0) == pytest.approx(2 * stats.norm.sf(1.0))
+    assert outside((-math.inf, 1.0), 3.0, 0.0) == 1.0
+    assert outside((0.0, 1.0), 1.0, 0.0) == 0.0
+
+
+# --- undecidable ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters"),
+    [
+        (lambda: ConvNeXt(16, 4, 7, 2, 10, expansion=2), {}),
+        (lambda: ViT(32, 8, 16, 2, 2, 10), {}),
+        (lambda: ViT(32, 8, 16, 2, 2, 10), {"mode": "rows"}),
+        (lambda: ViT(32, 8, 32, 2, 2, 10), {"mode": "rows"}),
+    ],
+)
+def test_untouched_networks_do_not_pass_where_the_default_start_is_inside_the_interval(make, parameters):
+    torch.manual_seed(0)
+    report = audit(make(), "mimetic_mlp", **parameters)
+    assert not report.passed
+    if not report.failures:
+        assert report.outcomes == {"mimetic_mlp": "undecidable"}
+        assert "UNDECIDABLE" in str(report)
+        assert "too small to tell from the default start" in str(report)
+        assert "undecidable" in report.summary()
+
+
+def test_untouched_layers_beside_initialised_ones_are_found_where_that_is_possible():
+    torch.manual_seed(0)
+    model = ViT(32, 8, 96, 4, 3, 10)
+    wi.mimetic_mlp_(model, layers=[0, 1, 3])
+    report = audit(model, "mimetic_mlp")
+    assert {check.layer for check in report.failures} >= {2}
+
+
+# --- impulses ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def solved() -> nn.Module:
+    torch.manual_seed(0)
+    return wi.impulse_attention_(ViT(32, 4, 96, 2, 3, 10), generator=generator())
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(0.5, False), (1.0, True), (2.8, False)])
+def test_logits_of_the_wrong_size(factor, passes):
+    model = copy.deepcopy(solved())
+    for part in anatomy.attention(model):
+        part.write("q", part.read("q") * factor)
+    report = audit(model, "impulse_attention")
+    assert report.passed == passes
+    assert {check.statistic for check in report.failures} <= {"logit factor"}
+
+
+def test_impulses_may_be_drawn_independently():
+    """Two of three heads with one offset, and filters whose pixels are drawn one by one, are legitimate."""
+    model = wi.impulse_attention_(ViT(32, 4, 96, 1, 3, 10), offsets=[(0, 1), (0, 1), (1, 0)], generator=generator())
+    assert audit(model, "impulse_attention").passed
+    mixer = ConvMixer(64, 2, 3, 4, 5)
+    for i, part in enumerate(anatomy.depthwise(mixer)):
+        pixels = torch.randint(9, (64,), generator=generator(i))
+        part.write(torch.eye(9)[pixels].reshape(64, 3, 3))
+    assert audit(mixer, "impulse_filters").passed
+    for part in anatomy.depthwise(mixer):
+        part.write(torch.eye(9)[torch.zeros(64, dtype=torch.long)].reshape(64, 3, 3))
+    assert "uses of a pixel" in {check.statistic for check in audit(mixer, "impulse_filters").failures}
+
+
+# --- bad numbers and other conventions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["conv_covariance", "random_filters", "impulse_filters", "box_filters"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_a_bad_number_in_a_filter_fails_the_audit(name, value):
+    model = ConvMixer(16, 2, 5, 4, 10)
+    parameters = {"preset": "imagenet-thawed"} if name == "conv_covariance" else {}
+    wi.get(name, **parameters)(model, generator=generator())
+    part = anatomy.depthwise(model)[0]
+    filters = part.read()
+    filters[0, 0, 0] = value
+    part.write(filters)
+    report = audit(model, name, **parameters)
+    assert {check.name for check in report.failures} == {part.name}
+    assert isinstance(str(report), str)
+    if not math.isfinite(value) and name in ("conv_covariance", "random_filters"):
+        assert "NaN or infinite" in {check.statistic for check in report.failures}
+
+
+def test_empty_kernels_are_named():
+    state = {"a.weight": torch.zeros(8, 1, 0, 0), "b.weight": torch.randn(8, 1, 3, 3)}
+    with pytest.raises(AnatomyError, match=r"random_filters: .*`a.weight` \(8, 1, 0, 0\); strict=False"):
+        audit(state, "random_filters")
+    assert audit(state, "random_filters", strict=False).unparsed == ("a.weight",)
+    with pytest.raises(AnatomyError, match=r"`a.weight` \(8, 1, 0, 0\); none can be used"):
+        audit({"a.weight": state["a.weight"]}, "box_filters")
+    model = nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 2, 3))
+    model[1].weight = nn.Parameter(torch.zeros(0, 2, 3))
+    with pytest.raises(DataError, match="expected a weight with entries"):
+        audit(model, "xavier")
+
+
+def test_whisper_uses_another_convention_of_sinusoidal_positions():
+    transformers = shims.transformers()
+    config = transformers.WhisperConfig(
+        vocab_size=60,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_source_positions=40,
+        max_target_positions=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    report = audit(transformers.WhisperModel(config).encoder, "sinusoidal_positions")
+    assert not report.passed
+    (failure,) = [check for check in report.failures if check.statistic.startswith("distance")]
+    assert "sinusoidal, but with the frequencies T^(-i / (q - 1))" in failure.name
+    learned = audit({"pos_embed.weight": torch.randn(40, 32)}, "sinusoidal_positions")
+    assert "sinusoidal, but" not in learned.checks[0].name
+
+
+# --- what was not read ---------------------------------------------------------------------------------------------
+
+
+def convit() -> nn.Module:
+    torch.manual_seed(0)
+    return shims.timm().create_model(
+        "convit_tiny", img_size=32, patch_size=8, num_classes=4, local_up_to_layer=2, depth=3
+    )
+
+
+def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
+    model = convit()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(AnatomyError, match=r"mimetic_attention_: .*`blocks.0.attn.qk.weight`.*strict"):
+        wi.mimetic_attention_(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(AnatomyError, match=r"mimetic_attention: expected attention modules that can be read"):
+        audit(model, "mimetic_attention")
+    with pytest.warns(UserWarning, match=r"mimetic_attention_: 8 tensors look like .*`blocks.0.attn.qk"):
+        wi.mimetic_attention_(model, strict=False, generator=generator())
+    report = audit(model, "mimetic_attention", strict=False)
+    assert report.passed
+    assert len(report.unparsed) == 8
+    assert "not audited, look like parts and were not read: blocks.0.attn.qk.weight" in str(report)
+    assert "does not apply, mimetic_attention: expected" in str(audit(model))
+
+
+def test_mlps_and_filters_that_cannot_be_read():
+    state = {
+        **{f"h.{i}.mlp.{n}.weight": torch.randn(8, 8) for i in range(2) for n in ("fc1", "fc2")},
+        "h.2.mlp.expand.weight": torch.randn(8, 4),
+        "h.2.mlp.contract.weight": torch.randn(4, 8),
+    }
+    with pytest.raises(AnatomyError, match=r"MLPs that can be read, found 2 .*`h.2.mlp.expand.weight` \(8, 4\)"):
+        audit(state, "mimetic_mlp")
+    with pytest.raises(AnatomyError, match="none can be used"):
+        wi.mimetic_mlp_(nn.ModuleDict({"mlp": nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 3)})}))
+    normed = nn.Sequential(
+        nn.Conv2d(8, 8, 3, groups=8), nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, groups=8), dim=0)
+    )
+    with pytest.raises(AnatomyError, match=r"`1.parametrizations.weight.original1` \(8, 1, 3, 3\)"):
+        wi.random_filters_(normed)
+
+
+def test_strict_is_checked_and_joins_a_list_of_initialisers():
+    vit = ViT(32, 8, 48, 1, 3, 10)
+    with pytest.raises(UsageError, match="strict: expected true or false, found 1"):
+        wi.mimetic_attention_(vit, strict=1)
+    assert wi.parameters("mimetic_attention")["strict"] is True
+    assert wi.get("mimetic_attention", strict=False)(vit) is vit
+    report = audit(vit, "mimetic_attention+zero_init", strict=False)
+    assert isinstance(report, AuditReport)
+    assert report.unparsed == ()
+
+
+def test_filters_that_are_not_square_in_a_module():
+    model = nn.Sequential(*(nn.Conv2d(64, 64, k, groups=64) for k in (3, (1, 7), 3)))
+    numbers = {"sigma0": 0.2, "v": 0.2, "a": 0.0}
+    with pytest.raises(UsageError, match=r"`1`: .*found 1 x 7.*strict=False uses the 2 other layers"):
+        wi.conv_covariance_(model, **numbers)
+    with pytest.warns(UserWarning, match="not square: `1` 1 x 7"):
+        wi.conv_covariance_(model, **numbers, strict=False, generator=generator())
+    report = audit(model, "conv_covariance", **numbers, strict=False)
+    assert report.passed, str(report)
+    assert report.unparsed == ("1.weight",)
