@@ -163,14 +163,14 @@ def _structure_part(report: Report, whole: PopulationCovariance, block: Populati
         alt="A square map with two blocks on its diagonal, fc1 and fc2.",
         source="covariance-block-1.npz",
     )
-    title = "The same, averaged over pairs of hidden units"
+    title = "The same, averaged over hidden units"
     picture = plots.covariance_map(block.matrix, block.blocks, title=title, groups=block.groups())
     report.figure(
         plots.render(picture),
-        "Hidden units are exchangeable, so averaging over pairs of them keeps the structure and reduces the noise. A "
-        "diagonal in the block of fc1 shows that weights from one input to different hidden units are correlated: "
-        "stripes.",
-        alt="A square map with two blocks; the diagonal of the fc1 block is visible if there are stripes.",
+        "Hidden units are exchangeable, so means over them keep the structure and reduce the noise. The diagonal holds "
+        "the variances of the means; where that of fc1 is larger than for independent entries (the ratios below), "
+        "weights from one input to different hidden units are correlated: stripes.",
+        alt="A square map with two blocks; the diagonal of the fc1 block is darker if there are stripes.",
         source="covariance-block-1.npz",
     )
     rows = [
