@@ -19,10 +19,10 @@ class BenchResult(Result):
 
     Attributes:
         runs: one row for each network: `init`, `epochs`, `seed` (its number), `accuracy`, `loss`, `diverged`.
-        arms: one row for each arm: `init`, `epochs`, `n`, `mean` accuracy, `ci95`, `loss`, `diverged`, and relative
-            to the first initialiser at the same length the mean paired `difference`, `difference_ci95`, `p` of the
-            paired t-test and `p_holm`, adjusted for the number of comparisons in the table. `results.json` calls
-            them `summary`.
+        arms: one row for each arm: `init`, `epochs`, `n`, `mean` accuracy, `ci95` (Student's on the log-odds, so inside
+            [0, 1]), `loss`, `diverged`, and relative to the first initialiser at the same length the mean paired
+            `difference`, `difference_ci95` (Student's, inside [-1, 1]), `p` of the paired t-test and `p_holm`, adjusted
+            for the number of comparisons in the table. `results.json` calls them `summary`.
         environment: versions, machine, device and the recipe.
     """
 

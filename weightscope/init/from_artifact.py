@@ -201,13 +201,14 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
 
 
 def _filters(module: nn.Module, fit: FilterFit, generator: torch.Generator | None) -> tuple[str, ...]:
-    """Draw the filters; returns notes about covariances that were not positive semi-definite."""
+    """Draw the filters; returns notes about layers that were not used, and covariances not positive semi-definite."""
     negative = transfer_distributions(module, list(fit.layers), TransferOptions(**fit.options), generator)
     if not negative:
-        return ()
+        return fit.remarks()
     worst = max(negative, key=negative.__getitem__)
     done = "taken as their absolute values" if fit.psd == "abs" else "set to zero"
     return (
+        *fit.remarks(),
         f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
         f"(`{worst}`), {done}",
     )
