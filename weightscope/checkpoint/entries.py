@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weightscope.checkpoint.checks import FileCheck
 from weightscope.checkpoint.files import ByteReader
 from weightscope.errors import DataError
 
@@ -197,7 +198,8 @@ class Store:
         commit: the commit at the hub; None elsewhere.
         statistics: names known to be buffers; None if unknown.
         received: returns the number of bytes read so far.
-        verify: compares whole files with the hashes that their host states; returns how many were compared.
+        check: see `weightscope.checkpoint.folder.Folder`.
+        unverified: likewise.
     """
 
     label: str
@@ -208,7 +210,8 @@ class Store:
     commit: str | None = None
     statistics: frozenset[str] | None = None
     received: Callable[[], int] = lambda: 0
-    verify: Callable[[], int] = lambda: 0
+    check: Callable[[bool], list[FileCheck]] = lambda download: []
+    unverified: Callable[[], list[str]] = list
 
 
 def open_module(module: nn.Module) -> Store:

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from weightscope.checkpoint.checks import FileCheck, blob_hash, kind, mismatch, mismatch_error
 from weightscope.checkpoint.entries import TORCH, Entry, FileEntry, Store
 from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
 from weightscope.checkpoint.safetensors_header import json_object, read_header
-from weightscope.checkpoint.torch_files import open_torch
+from weightscope.checkpoint.torch_files import check_records, open_torch
 from weightscope.errors import DataError, UsageError
 
 CONFIG = "config.json"
@@ -48,8 +49,15 @@ class Folder(Protocol):
     def received(self) -> int:
         """Number of bytes read from disk, or received, so far."""
 
-    def verify(self) -> int:
-        """Compare whole files with the hashes that their host states; returns how many were compared."""
+    def unverified(self) -> list[str]:
+        """Names of the opened files that were not compared as a whole with a hash that their host states."""
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """Compare the opened files with the checksums that are known.
+
+        Args:
+            download: fetch what is missing of them.
+        """
 
 
 class LocalFolder:
@@ -74,9 +82,27 @@ class LocalFolder:
         """See `Folder.received`."""
         return sum(file.bytes_read for file in self._files)
 
-    def verify(self) -> int:
-        """See `Folder.verify`; a folder on disk states no hashes."""
-        return 0
+    def unverified(self) -> list[str]:
+        """See `Folder.unverified`; a folder on disk states no hashes."""
+        return []
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """See `Folder.check`: records of torch's zip archives, and files in huggingface_hub's cache."""
+        return [_checked(Path(file.where).name, Path(file.where)) for file in self._files]
+
+
+def _checked(name: str, path: Path) -> FileCheck:
+    file, stated = LocalFile(path, counted=False), blob_hash(path)
+    try:
+        if stated is not None:
+            if found := mismatch(stated, file.size, file.pieces(0, file.size)):
+                raise mismatch_error(str(path), stated, found, f"delete {path.resolve()}")
+            return FileCheck(name, "verified", kind(stated))
+        if read_bytes(file, 0, min(file.size, 2)) == b"PK" and check_records(file):
+            return FileCheck(name, "verified", "crc32")
+    except DataError as error:
+        return FileCheck(name, "damaged", "crc32" if stated is None else kind(stated), str(error))
+    return FileCheck(name, "unverified", detail="no checksum of it is known")
 
 
 def open_path(path: Path, key: str | None) -> Store:
@@ -135,7 +161,7 @@ def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bo
     config = _json(folder, CONFIG, MAX_CONFIG) if has_config else {}
     store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder.open(name), key)
     store.label, store.config, store.commit = label, config, folder.commit
-    store.verify, store.received = folder.verify, folder.received
+    store.received, store.check, store.unverified = folder.received, folder.check, folder.unverified
     return store
 
 

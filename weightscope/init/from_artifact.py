@@ -13,7 +13,7 @@ from weightscope.anatomy import depthwise
 from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
 from weightscope.artifacts.population_fit import Group, PopulationFit
-from weightscope.errors import SpecError
+from weightscope.errors import DataError, SpecError
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.attention import self_attention, write_query_key, write_value_output
 from weightscope.init.convolution import conv_covariance_
@@ -79,6 +79,7 @@ class PopulationInit:
 
         Raises:
             SpecError: if tensors are missing, misshapen or without memory; names them. Nothing is changed then.
+            DataError: if a number drawn is not finite in the tensor's own dtype. Nothing is changed then.
             UsageError: if the generator is not one of the CPU.
         """
         there = _tensors(module)
@@ -92,8 +93,14 @@ class PopulationInit:
         values: dict[str, np.ndarray] = {}
         for group in self.result.groups:
             values |= group.spec.unpack(draw(group, generator))
+        drawn = {name: torch.from_numpy(values[name]).to(there[name].dtype) for name in fits}
+        if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
+            raise DataError(
+                f"`{bad}`: drew numbers beyond the range of {there[bad].dtype}; the artifact is damaged, or of "
+                "such weights; nothing was changed"
+            )
         for name in fits:
-            there[name].copy_(torch.from_numpy(values[name]))
+            there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
         self.report = InitReport(tuple(fits), others, tuple(problems))
