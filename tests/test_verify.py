@@ -100,10 +100,9 @@ def test_a_range_that_was_fetched_again_is_compared_with_the_files_hash(hub, tmp
     assert Checkpoint(SOURCE).unverified == ()
     flip(parts(tmp_path)[-1], 5)
     hub.corrupt = True
+    again = Checkpoint(SOURCE)
     with pytest.raises(DataError, match=r"checksum mismatch: expected sha256"):
-        again = Checkpoint(SOURCE)
-        for name in again:
-            again[name]
+        [again[name] for name in again]
 
 
 def test_unverified_is_said_where_only_ranges_were_read(hub, tmp_path, capsys):

@@ -52,7 +52,7 @@ class Artifact(Result):
         header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
         # Not `ascontiguousarray`, which makes a scalar a vector.
         arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
-        atomic.write(path, to_bytes(arrays, metadata={KEY: header, DIGEST: digest(header, arrays)}))
+        atomic.write(path, _ordered(to_bytes(arrays, metadata={KEY: header, DIGEST: digest(header, arrays)})))
         return Path(path)
 
 
@@ -81,6 +81,16 @@ def digest(header: str, arrays: Mapping[str, np.ndarray]) -> str:
         out.update(json.dumps([name, array.dtype.str, array.shape]).encode())
         out.update(array.reshape(-1).view(np.uint8).data)
     return out.hexdigest()
+
+
+def _ordered(raw: bytes) -> bytes:
+    """A safetensors file with its metadata sorted: the library writes several keys in random order."""
+    stop = 8 + int.from_bytes(raw[:8], "little")
+    values = json.loads(raw[8:stop])
+    values["__metadata__"] = dict(sorted(values["__metadata__"].items(), reverse=True))
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + raw[stop:]
 
 
 def _read(path: str | Path) -> tuple[Any, dict[str, np.ndarray], str | None]:

@@ -196,6 +196,7 @@ class Store:
         config: the model's configuration, or empty.
         metadata: free text of the files.
         commit: the commit at the hub; None elsewhere.
+        attributes: path of a layer -> what the file says about it, under the names of torch's module (`groups`).
         statistics: names known to be buffers; None if unknown.
         received: returns the number of bytes read so far.
         check: see `weightscope.checkpoint.folder.Folder`.
@@ -208,6 +209,7 @@ class Store:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     statistics: frozenset[str] | None = None
     received: Callable[[], int] = lambda: 0
     check: Callable[[bool], list[FileCheck]] = lambda download: []

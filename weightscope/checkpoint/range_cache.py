@@ -96,7 +96,8 @@ class RangeCache:
     def cached(self, commit: str, name: str) -> list[tuple[int, int]]:
         """The ranges (start, stop) of a file that are cached, in ascending order; old parts without digest are not."""
         prefix = self._path(commit, name, ".")
-        spans = (re.fullmatch(r"\.(\d{1,18})-(\d{1,18})", p.name[len(prefix.stem) :]) for p in prefix.parent.glob("*"))
+        places = (path.name.removeprefix(prefix.name) for path in prefix.parent.glob(f"{prefix.name}*"))
+        spans = (re.fullmatch(r"(\d{1,18})-(\d{1,18})", place) for place in places)
         found = sorted((int(span[1]), int(span[2])) for span in spans if span)
         return [span for span in found if span[0] < span[1] and self.has(commit, name, *span)]
 
