@@ -126,8 +126,8 @@ def open_path(path: Path, key: str | None) -> Store:
         file = LocalFile(path)
         refuse_ctranslate2(file)
         if not is_onnx(file):
-            known = ", ".join((".safetensors", *TORCH_SUFFIXES, ONNX_SUFFIX))
-            raise UsageError(f"{path}: expected a file of one of {known}, or a model folder")
+            known = ", ".join((*TORCH_SUFFIXES, ONNX_SUFFIX))
+            raise UsageError(f"{path}: expected a .safetensors file, one of {known}, or a model folder")
     return _open(LocalFolder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
 
 
