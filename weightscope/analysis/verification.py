@@ -86,7 +86,7 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     from weightscope.artifacts.format import KEY, has_digest
     from weightscope.checkpoint import Checkpoint
 
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)  # type: ignore[arg-type]
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     label = str(checkpoint.source)
     if KEY in checkpoint.metadata and checkpoint.commit is None:
         name = Path(label).name
