@@ -164,7 +164,7 @@ def test_other_files_are_not_taken_for_onnx(tmp_path, raw):
     (tmp_path / "m.xyz").write_bytes(raw)
     with pytest.raises(DataError):
         Checkpoint(tmp_path / "m.onnx")
-    with pytest.raises(UsageError, match="expected a .safetensors file"):
+    with pytest.raises(UsageError, match=r"expected a .safetensors file"):
         Checkpoint(tmp_path / "m.xyz")
 
 
