@@ -60,7 +60,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
-	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,docs]"
+	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,docs,onnx]" onnxscript
 	touch $@
 
 clean:

@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub, body = self.hub, self.hub.files[name]
         etag = hashlib.sha256(body).hexdigest()
         if name.endswith(".json"):
-            etag = hashlib.sha1(body).hexdigest()
+            etag = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()  # git's
         head = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.moved, "Accept-Ranges": "bytes"}
         if hub.redirect is not None and self.command == "GET":
             return self._answer(302, b"", head | {"Location": hub.redirect})

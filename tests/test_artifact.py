@@ -9,11 +9,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save as to_bytes
 from torch import nn
 
 from weightscope._util.plugins import source_hash
 from weightscope.artifacts import PopulationFit, load_artifact, write_standalone
+from weightscope.artifacts.format import digest
 from weightscope.artifacts.population_fit import Group
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.fitting.population import fit
@@ -438,7 +441,11 @@ def test_old_artifacts_stay_readable(tmp_path, structure):
     path = tmp_path / "old.safetensors"
     path.write_bytes(stored := zlib.decompress(base64.b85decode(OLD[structure])))
     found = load_artifact(path)
-    saved = found.save(tmp_path / "new.safetensors").read_bytes()
+    found.save(tmp_path / "new.safetensors")
+    with safe_open(tmp_path / "new.safetensors", "numpy") as file:
+        metadata = file.metadata()
+    assert metadata.pop("sha256") == digest(metadata["weightscope"], load_file(tmp_path / "new.safetensors"))
+    saved = to_bytes(load_file(tmp_path / "new.safetensors"), metadata=metadata)  # all but the checksum
     if structure == "isotropic":
         assert found.groups[0].label == structure
         assert saved == stored

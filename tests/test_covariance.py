@@ -242,3 +242,23 @@ def test_on_the_disk_or_on_a_device_but_not_both(tmp_path):
     with pytest.raises(UsageError, match="computed on the CPU, found device cpu"):
         joint_covariance(source, file=tmp_path / "c.npy", device="cpu")
     assert not (tmp_path / "c.npy").exists()
+
+
+def test_the_default_picture_of_matrices_is_of_group_means(tmp_path):
+    """Cells of 7 x 7 entries across columns of 16 mix the columns; group means follow them."""
+    rng = np.random.default_rng(4)
+    spec = WeightSpec([TensorSpec("a.mlp.fc1.weight", (32, 16)), TensorSpec("a.mlp.fc2.weight", (16, 32))])
+    rows = rng.standard_normal((60, spec.size)) + np.tile(rng.standard_normal((60, 1, 16)), (1, 64, 1)).reshape(60, -1)
+    found = weightscope.covariance(WeightArray(rows, spec))
+    (image,) = found.plot().axes[0].images
+    assert image.get_array().shape == (32, 32)
+    means = rows[:, :512].reshape(60, 32, 16).mean(axis=1)
+    np.testing.assert_allclose(np.asarray(image.get_array())[:16, :16], np.cov(means.T), atol=1e-12)
+    (entries,) = found.plot(means=False).axes[0].images
+    assert entries.get_array().shape[0] > 100
+    # Without matrices, entries are drawn while they fit into the picture, then means over filters.
+    filters = joint_covariance(slices_as_samples(rng.standard_normal((64, 1, 3, 3))))
+    assert filters.plot().axes[0].images[0].get_array().shape == (9, 9)
+    large = WeightSpec([TensorSpec("conv.weight", (20, 4, 3, 3)), TensorSpec("conv.bias", (20,))])
+    found = joint_covariance(WeightArray(rng.standard_normal((30, large.size)), large))
+    assert found.plot().axes[0].images[0].get_array().shape == (40, 40)

@@ -480,3 +480,47 @@ def test_an_artifact_on_a_network_without_filters(path):
         wi.load_init(path)(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(UsageError, match="generator"):
         wi.load_init(path)(mixer(), generator=3)
+
+
+# --- dead filters and layers of other depths --------------------------------------------------------------------------
+
+
+def two_sizes():
+    """Depthwise layers of 3, 7, 7, 5 pixels; of the 7 x 7 filters, all of one layer and three of the other are dead."""
+    torch.manual_seed(0)
+    sizes = (3, 7, 7, 5)
+    model = nn.Sequential(*(nn.Conv2d(8, 8, k, padding=k // 2, groups=8) for k in sizes))
+    with torch.no_grad():
+        model[1].weight.mul_(1e-9)
+        model[2].weight[:3] *= 1e-6
+    return model
+
+
+def test_dead_filters_and_other_depths_are_said(tmp_path):
+    found = fit_network(two_sizes(), "filters", kernel=7)
+    assert [layer.dead for layer in found.numbers.layers] == [0, 8, 3, 0]
+    expected = (
+        "`1`: 8 of 8 filters are dead and not used",
+        "`2`: 3 of 8 filters are dead; its distribution includes them",
+        "1 of 4 layers are used, at depths 0.667 to 0.667; layers in between take a linear interpolation of these, "
+        "layers outside take the first or the last",
+    )
+    assert found.numbers.remarks() == expected
+    assert all(f"note: {line}\n" in found.text() for line in expected)
+    assert found.to_pandas()["dead"].tolist() == [0, 8, 3, 0]
+    init = wi.load_init(found.save(tmp_path / "f.safetensors"))
+    target = init(nn.Sequential(*(nn.Conv2d(8, 8, 7, groups=8) for _ in range(3))), generator=seeded(1))
+    assert init.report.notes[:3] == expected
+    scale = two_sizes()[2].weight.std()
+    assert all(layer.weight.std() > 0.3 * scale for layer in target), "no layer is drawn from dead filters"
+    assert fit_network(structured(mixer()), "filters").numbers.remarks() == ()
+
+
+def test_a_network_of_dead_filters_is_refused():
+    model = two_sizes()
+    with torch.no_grad():
+        model[2].weight.zero_()
+    with pytest.raises(DataError, match="all filters are dead in layers of size 7: `1`"):
+        fit_network(model, "filters", kernel=7)
+    with pytest.raises(UsageError, match="no layer of the source has 7 x 7 filters, found sizes 3, 5"):
+        wi.covariance_transfer_(mixer(), model, kernel=7)

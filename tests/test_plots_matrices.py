@@ -114,12 +114,53 @@ def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
     diagonal, others = np.diagonal(cells), cells[~np.eye(d, dtype=bool)]
     assert diagonal.min() > 3 * others.std()
     column = matrix.reshape(p, d, p, d)[:, 4, :, 4]
-    assert diagonal[4] == pytest.approx(column[~np.eye(p, dtype=bool)].mean())
+    assert diagonal[4] == pytest.approx(column.mean())
     assert "240 coordinates in 10 groups" in ax.get_xlabel().replace("\n", " ")
     with pytest.raises(UsageError, match="`fc2` is not a block"):
         plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc2": [0]})
     with pytest.raises(UsageError, match="`fc1` has 240 coordinates"):
         plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc1": [0]})
+
+
+@pytest.mark.parametrize("diagonal", ["show", "mask"])
+def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
+    """Columns whose entries cancel: different entries are correlated negatively, the mean's variance is positive."""
+    g = np.random.default_rng(5)
+    n, p, d = 400, 8, 6
+    w = g.standard_normal((n, p, d))
+    w -= 0.9 * w.mean(axis=1, keepdims=True)
+    matrix = np.cov(w.reshape(n, -1).T)
+    groups, blocks = {"fc2": np.tile(np.arange(d), p)}, {"fc2": slice(0, p * d)}
+    ax = plots.covariance_map(matrix, blocks, groups=groups, diagonal=diagonal)
+    cells, norm = np.asarray(ax.images[0].get_array()), ax.images[0].norm
+    by_column = matrix.reshape(p, d, p, d)
+    different = np.array([by_column[:, j, :, j][~np.eye(p, dtype=bool)].mean() for j in range(d)])
+    if diagonal == "show":
+        np.testing.assert_allclose(cells, np.cov(w.mean(axis=1).T), atol=1e-12)
+        assert np.diagonal(cells).min() > 0 > different.max()
+        assert norm.vmax >= np.abs(cells).max(), "the main effect is within the colours"
+        assert "covariances of group means" in ax.get_xlabel().replace("\n", " ")
+    else:
+        np.testing.assert_allclose(np.diagonal(cells), different, atol=1e-12)
+        assert "pairs of different coordinates" in ax.get_xlabel().replace("\n", " ")
+
+
+def test_groups_are_averaged_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix, labels = np.corrcoef(spd(30)), np.arange(30) % 7
+    matrix[4] = matrix[:, 4] = np.nan
+    order, edges = np.argsort(labels, kind="stable"), np.append(0, np.cumsum(np.bincount(labels)))
+    missing = np.arange(30) == 4
+    monkeypatch.setattr(pooling, "_ROWS", 4)
+    for diagonal in (True, False):
+        found = pooling.pool_groups(matrix, order, edges, missing, diagonal=diagonal).cells
+        for a, b in np.ndindex(7, 7):
+            pairs = [
+                matrix[i, j]
+                for i in np.flatnonzero(labels == a)
+                for j in np.flatnonzero(labels == b)
+                if 4 not in (i, j) and (diagonal or i != j)
+            ]
+            assert found[a, b] == pytest.approx(np.mean(pairs))
 
 
 def test_constant_coordinates_of_a_correlation_are_grey() -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from weightscope.analysis.attention_products import products
     from weightscope.analysis.covariances import covariance
     from weightscope.analysis.inspection import inspect
+    from weightscope.analysis.verification import verify
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
@@ -51,6 +52,7 @@ _HOMES = {
     "load_init": "init",
     "products": "analysis.attention_products",
     "track": "auditing",
+    "verify": "analysis.verification",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "load_init",
     "products",
     "track",
+    "verify",
 ]
 
 

@@ -67,6 +67,14 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def unverified(source: str, files: Iterable[str]) -> str:
+    """What to say of a model at a hub of whose files only byte ranges were read."""
+    return (
+        f"{source}: {listing(files, most=3)} unverified: only byte ranges were read; "
+        "`weightscope verify --download` compares whole files"
+    )
+
+
 def numbered(label: str, taken: Collection[str]) -> str:
     """The label, or with the first free number if it is taken: `vit (2)`."""
     name, n = label, 1

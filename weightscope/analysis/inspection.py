@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from weightscope._util import toml
+from weightscope._util.names import unverified
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
 from weightscope._util.tables import text_table
@@ -50,7 +51,8 @@ def inspect(
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
-    return CheckpointContents(str(checkpoint.source), tuple(rows), dict(checkpoint.skipped), dict(checkpoint.config))
+    facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
+    return CheckpointContents(str(checkpoint.source), tuple(rows), *facts)
 
 
 class TensorRow(NamedTuple):
@@ -184,12 +186,14 @@ class CheckpointContents(Result):
         tensors: (name, shape, type) of every weight.
         skipped: name -> why it is not among the weights.
         config: the model's `config.json`; empty without one.
+        unverified: files at the hub that were not compared with their hash, since only byte ranges were read.
     """
 
     source: str
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
     skipped: dict[str, str]
     config: dict[str, Any]
+    unverified: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """Source, number of tensors and of weights."""
@@ -207,7 +211,10 @@ class CheckpointContents(Result):
     def text(self) -> str:
         """Counts, the table of tensors, and what was skipped."""
         table = text_table(("tensor", "shape", "type"), (tuple(row.values()) for row in self.rows()))
-        return "\n".join([self.summary(), "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
+        lines = [self.summary()]
+        if self.unverified:
+            lines.append(unverified(self.source, self.unverified))
+        return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
 
 def _quantiles(population: Population) -> dict[str, dict[str, float]]:

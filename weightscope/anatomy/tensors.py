@@ -216,6 +216,10 @@ class MappingTensors(NamedTensors):
                         return value
         return None
 
+    def own(self, path: str, key: str) -> Any | None:
+        """See `NamedTensors.own`; known of ONNX models."""
+        return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
+
     def rope(self, path: str) -> bool:
         """See `NamedTensors.rope`."""
         tower = path.split(".")[0]

@@ -1,10 +1,13 @@
 """The file format of artifacts: a safetensors file with arrays and, in its metadata, one JSON header.
 
 `{"format": FORMAT, "version": 1, ...}`: the format says what was fitted, the rest is described by the class of that
-format. Everything that a file states is checked before it is used, and reading executes nothing.
+format. Next to it is the SHA-256 of header and arrays, which files of earlier versions do not have. Everything that a
+file states is checked before it is used, and reading executes nothing.
 """
 
+import hashlib
 import json
+import logging
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -21,7 +24,10 @@ from weightscope._util.results import Result
 from weightscope.errors import DataError
 
 KEY = "weightscope"  # of the header in the file's metadata
+DIGEST = "sha256"  # of the digest
 VERSION = 1
+
+log = logging.getLogger(__name__)
 
 H = TypeVar("H", bound=BaseModel)
 
@@ -46,16 +52,49 @@ class Artifact(Result):
         header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
         # Not `ascontiguousarray`, which makes a scalar a vector.
         arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
-        atomic.write(path, to_bytes(arrays, metadata={KEY: header}))
+        atomic.write(path, _ordered(to_bytes(arrays, metadata={KEY: header, DIGEST: digest(header, arrays)})))
         return Path(path)
 
 
 def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """The JSON header and the arrays of an artifact of any format.
+    """The JSON header and the arrays of an artifact of any format; a missing digest is logged as a warning.
 
     Raises:
         DataError: if the file is missing, damaged, or not an artifact.
     """
+    header, arrays, stated = _read(path)
+    if stated is None:
+        log.warning("%s: unverified: written without a checksum by an earlier version; save it again to add one", path)
+    return header, arrays
+
+
+def has_digest(path: str | Path) -> bool:
+    """Whether an artifact has a digest, which was compared then; errors as `read_contents`."""
+    return _read(path)[2] is not None
+
+
+def digest(header: str, arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a header, and of names, types, shapes and bytes of arrays, as hexadecimal digits."""
+    out = hashlib.sha256(header.encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name], order="C")
+        out.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        out.update(array.reshape(-1).view(np.uint8).data)
+    return out.hexdigest()
+
+
+def _ordered(raw: bytes) -> bytes:
+    """A safetensors file with its metadata sorted: the library writes several keys in random order."""
+    stop = 8 + int.from_bytes(raw[:8], "little")
+    values = json.loads(raw[8:stop])
+    values["__metadata__"] = dict(sorted(values["__metadata__"].items(), reverse=True))
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + raw[stop:]
+
+
+def _read(path: str | Path) -> tuple[Any, dict[str, np.ndarray], str | None]:
+    """Header, arrays, and the digest if there is one."""
     from weightscope.checkpoint.safetensors_header import read_header  # that package imports torch
 
     try:
@@ -63,7 +102,8 @@ def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
             size = os.fstat(file.fileno()).st_size
             read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
         with safe_open(str(path), framework="numpy") as tensors:
-            text = (tensors.metadata() or {}).get(KEY)
+            metadata = tensors.metadata() or {}
+            text, stated = metadata.get(KEY), metadata.get(DIGEST)
             arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if text else {}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
@@ -76,8 +116,13 @@ def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
             f"{path}: expected an initialiser's artifact, found a safetensors file without its header; "
             "`weightscope fit-init` writes artifacts"
         )
+    if stated is not None and (found := digest(text, arrays)) != stated:
+        raise DataError(
+            f"{path}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; the file was changed "
+            "or damaged: restore it, or fit again"
+        )
     try:
-        return json.loads(text), arrays
+        return json.loads(text), arrays, stated
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: its header is not JSON: {error}") from error
 

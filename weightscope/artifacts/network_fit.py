@@ -56,8 +56,31 @@ class FilterFit:
         """The keyword arguments of `covariance_transfer_`."""
         return {key: getattr(self, key) for key in ("kronecker", "means", "schedule", "kernel", "psd")}
 
+    @property
+    def used(self) -> tuple[FilterDistribution, ...]:
+        """The layers that filters are drawn from: of size `kernel`, with at least two filters that are not dead."""
+        return tuple(x for x in self.layers if self.kernel in (None, x.kernel) and x.usable)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What of the network is not used, and which distributions stand in for it."""
+        used = self.used
+        alike = [x for x in self.layers if self.kernel in (None, x.kernel)]
+        out = [f"`{x.name}`: {x.dead} of {x.count} filters are dead and not used" for x in alike if not x.usable]
+        out += [
+            f"`{x.name}`: {x.dead} of {x.count} filters are dead; its distribution includes them"
+            for x in used
+            if x.dead
+        ]
+        if 0 < len(used) < len(self.layers):
+            span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
+            out.append(
+                f"{len(used)} of {len(self.layers)} layers are used, at depths {span}; layers in between take a "
+                "linear interpolation of these, layers outside take the first or the last"
+            )
+        return tuple(out)
+
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer: `name`, `stage`, `depth`, `kernel`, `count`."""
+        """One row for each layer: `name`, `stage`, `depth`, `kernel`, `count`, `dead`."""
         return [{key: getattr(x, key) for key in _FilterLayer.model_fields} for x in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,10 +99,14 @@ class FilterFit:
         """The layers as a table."""
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
-        rows = [(x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count) for x in self.layers]
-        return f"covariance_transfer_: {given}\n{_left_out(self.left_out)}\n" + text_table(
-            ("layer", "stage", "depth", "kernel", "filters"), rows
-        )
+        used = {x.name for x in self.used}
+        rows = [
+            (x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count, x.dead, "*" * (x.name in used))
+            for x in self.layers
+        ]
+        table = text_table(("layer", "stage", "depth", "kernel", "filters", "dead", "used"), rows)
+        notes = (f"note: {remark}" for remark in self.remarks())
+        return "\n".join([f"covariance_transfer_: {given}", *_left_out(self.left_out), *notes, "", table])
 
 
 class _FilterLayer(_Model):
@@ -88,6 +115,7 @@ class _FilterLayer(_Model):
     depth: float = Field(ge=0, le=1)
     kernel: Kernel
     count: int = Field(ge=2)
+    dead: int = Field(default=0, ge=0)
 
 
 class _FilterHeader(_Model):
@@ -185,8 +213,8 @@ class ScheduleFit(_Numbers):
             for x in self.layers
         ]
         options = f', psd="{self.psd}", schedule="{self.schedule}")'
-        note = f"R2 {self.r2:.3f} of the covariances\n{_left_out(self.left_out)}"
-        return f"{call}{options}\n{note}\n" + text_table(head, rows)
+        notes = [f"R2 {self.r2:.3f} of the covariances", *_left_out(self.left_out)]
+        return "\n".join([f"{call}{options}", *notes, "", text_table(head, rows)])
 
 
 class ProductNumbers(_Model):
@@ -383,9 +411,9 @@ def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
         )
 
 
-def _left_out(layers: tuple[str, ...]) -> str:
+def _left_out(layers: tuple[str, ...]) -> list[str]:
     """A line on the layers that were left out, or none."""
-    return f"left out, not square: {', '.join(layers)}\n" if layers else ""
+    return [f"left out, not square: {', '.join(layers)}"] if layers else []
 
 
 def _cells(fit: ProductNumbers) -> tuple[str, ...]:

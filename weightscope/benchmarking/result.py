@@ -31,12 +31,13 @@ class BenchResult(Result):
         runs: one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
             (the initialiser's that vary), `epochs`, `seed` (its number), `accuracy`, `loss`, `diverged`, `curve` (test
             accuracy after each epoch) and `seconds` (its share of the time that its tile took).
-        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` accuracy, `ci95`, `loss`,
-            `seconds`, `diverged`, and relative to the first initialiser in its cell at the same length the mean paired
-            `difference`, `difference_ci95`, `p` of the paired t-test and `p_holm`, adjusted for the number of
-            comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's control
-            and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p` and `beyond_scale_p_holm` compare the arm with it;
-            None elsewhere. `results.json` calls the rows `summary`.
+        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` accuracy, `ci95` (Student's on the
+            log-odds, so inside [0, 1]), `loss`, `seconds`, `diverged`, and relative to the first initialiser in its
+            cell at the same length the mean paired `difference`, `difference_ci95` (Student's, inside [-1, 1]), `p` of
+            the paired t-test and `p_holm`, adjusted for the number of comparisons in the table. With controls
+            (`bench`'s `control`), `control` is the label of the arm's control and `beyond_scale`, `beyond_scale_ci95`,
+            `beyond_scale_p` and `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the
+            rows `summary`.
         environment: versions, machine, device and the recipe.
     """
 

@@ -1,11 +1,11 @@
-"""Statistics of a benchmark: means with intervals, paired t-tests, and Holm's correction."""
+"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, and Holm's correction."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from weightscope.benchmarking.arms import CONTROL, FROZEN
 
@@ -13,7 +13,7 @@ _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means, Student t intervals and paired t-tests of the rows of `BenchResult.runs`.
+    """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
     initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also
@@ -66,22 +66,43 @@ def control_of(init: str) -> str | None:
     return bare.removesuffix(CONTROL) + init[len(bare) :] if bare.endswith(CONTROL) else None
 
 
-def mean_interval(values: np.ndarray) -> dict[str, Any]:
-    """`n`, `mean`, and `ci95` by Student's t, of values (n,); the interval of one value is infinite."""
-    n, mean = len(values), float(values.mean())
-    half = float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("inf")
-    return {"n": n, "mean": mean, "ci95": [mean - half, mean + half]}
+def mean_interval(accuracies: np.ndarray) -> dict[str, Any]:
+    """`n`, `mean` m, and the 95 % interval `ci95` of the mean of accuracies (n,) in [0, 1], inside [0, 1].
+
+        logit m +- t(0.975, n - 1) s / (sqrt(n) m (1 - m)),   mapped back by the logistic function
+
+    Student's t on the log-odds, with the standard error of logit m by the delta method: an interval on the accuracies'
+    own scale reaches beyond 100 % where few networks are close to it. Equal accuracies give an interval of no width,
+    one accuracy gives [0, 1].
+
+    Source: Lumley, Complex Surveys (2010), section 2.2.4 (method "logit" of `svyciprop`).
+    """
+    n, mean = len(accuracies), float(accuracies.mean())
+    if n < 2:
+        return {"n": n, "mean": mean, "ci95": [0.0, 1.0]}
+    error = float(accuracies.std(ddof=1)) / np.sqrt(n)
+    if not 0 < mean < 1 or error == 0:
+        return {"n": n, "mean": mean, "ci95": [mean, mean]}
+    half = stats.t.ppf(0.975, n - 1) * error / (mean * (1 - mean))
+    ends = special.expit(special.logit(mean) + np.array([-half, half]))
+    return {"n": n, "mean": mean, "ci95": ends.tolist()}
 
 
 def paired(differences: np.ndarray) -> dict[str, Any]:
-    """The mean of paired differences (n,), its interval, and the p-value of the paired t-test."""
-    found = mean_interval(differences)
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
+    """The mean of paired differences (n,) of accuracies, its interval, and the p-value of the paired t-test.
+
+    The interval is Student's, intersected with the possible range [-1, 1], which does not change how often it covers
+    the true difference.
+    """
+    n, mean = len(differences), float(differences.mean())
+    error = float(differences.std(ddof=1)) / np.sqrt(n) if n > 1 else np.inf
+    half = float(stats.t.ppf(0.975, n - 1) * error) if n > 1 else np.inf
     if error > 0:
-        p = float(2 * stats.t.sf(abs(found["mean"]) / error, len(differences) - 1))
+        p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if n > 1 else 1.0
     else:  # t is 0/0 for arms that agree in every run, which is no evidence of a difference
-        p = float(found["mean"] == 0)
-    return {"difference": found["mean"], "difference_ci95": found["ci95"], "p": p}
+        p = float(mean == 0)
+    ends = [max(-1.0, mean - half), min(1.0, mean + half)]
+    return {"difference": mean, "difference_ci95": ends, "p": p}
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

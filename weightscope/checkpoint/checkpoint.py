@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightscope._util.names import listing
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
+from weightscope.checkpoint.checks import FileCheck
 from weightscope.checkpoint.entries import WEIGHTS, Entry, Store, open_mapping, open_module
 from weightscope.checkpoint.folder import open_path
 from weightscope.errors import DataError, UsageError
@@ -41,14 +42,16 @@ class Checkpoint(Mapping[str, Tensor], Result):
     tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
-        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; a model folder, sharded or
-            not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.
+        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an ONNX model (with the extra
+            `onnx`); a model folder, sharded or not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a
+            mapping of tensors.
         key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`).
 
     Attributes:
         source: as text, for labels.
         config: the model's `config.json`; empty if it has none.
-        metadata: free text of a safetensors file.
+        metadata: free text of a safetensors file; of an ONNX model `onnx NAME` -> the name in the file, if another.
+        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `dilation`; empty elsewhere.
         commit: the commit at the hub that everything is read from; None elsewhere.
         skipped: name -> why it is not among the weights.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
@@ -70,6 +73,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.source = self._store.label
         self.config: dict[str, Any] = self._store.config
         self.metadata: dict[str, str] = self._store.metadata
+        self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._store.commit
         self.skipped: dict[str, str] = _not_weights(self._store.entries) | self._store.unreadable
         self.nonfinite: dict[str, int] = {}
@@ -119,8 +123,27 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """
         return self._note(name, *self._entry(name).read(wide=False))
 
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Files at the hub of which only byte ranges were read, so that they were not compared with their hash.
+
+        The ranges themselves are compared with the digest that they had when they were downloaded.
+        """
+        return tuple(self._store.unverified())
+
+    def check(self, *, download: bool = False) -> list[FileCheck]:
+        """Compare the model's files with every checksum that is known, and say of each what was found.
+
+        That is, the hash that the hub states, or that names a file in huggingface_hub's cache; the digest of each
+        cached range; and the CRC-32 of every record of a torch file. A safetensors file on disk has none.
+
+        Args:
+            download: fetch what is missing of files at the hub; otherwise they are unverified.
+        """
+        return self._store.check(download)
+
     def verify(self) -> int:
-        """Compare the files of a model at the hub with their sha256, downloading what is missing of them.
+        """Compare the files of a model at the hub with their hashes, downloading what is missing of them.
 
         Returns:
             The number of files compared; 0 on disk and in memory, where no hash is known.
@@ -128,7 +151,10 @@ class Checkpoint(Mapping[str, Tensor], Result):
         Raises:
             DataError: on a checksum mismatch; the download is removed from the cache.
         """
-        return self._store.verify()
+        found = self.check(download=True)
+        if damaged := next((check.detail for check in found if check.status == "damaged"), None):
+            raise DataError(damaged)
+        return sum(check.status == "verified" and check.compared != "crc32" for check in found)
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of a weight on the CPU: float64 if stored so, else float32.
@@ -166,7 +192,8 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """See `Result.summary`."""
         numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
-        return f"{self.source}, {len(self)} weights of {numbers:,} numbers{skipped}"
+        unverified = f", {len(self.unverified)} files unverified" if self.unverified else ""
+        return f"{self.source}, {len(self)} weights of {numbers:,} numbers{skipped}{unverified}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, dtype and bytes as stored, and why it is skipped (or None)."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from weightscope.checkpoint.checks import FileCheck
 from weightscope.checkpoint.files import ByteReader
 from weightscope.errors import DataError
 
@@ -195,9 +196,11 @@ class Store:
         config: the model's configuration, or empty.
         metadata: free text of the files.
         commit: the commit at the hub; None elsewhere.
+        attributes: path of a layer -> what the file says about it, under the names of torch's module (`groups`).
         statistics: names known to be buffers; None if unknown.
         received: returns the number of bytes read so far.
-        verify: compares whole files with the hashes that their host states; returns how many were compared.
+        check: see `weightscope.checkpoint.folder.Folder`.
+        unverified: likewise.
     """
 
     label: str
@@ -206,9 +209,11 @@ class Store:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     statistics: frozenset[str] | None = None
     received: Callable[[], int] = lambda: 0
-    verify: Callable[[], int] = lambda: 0
+    check: Callable[[bool], list[FileCheck]] = lambda download: []
+    unverified: Callable[[], list[str]] = list
 
 
 def open_module(module: nn.Module) -> Store:

@@ -4,11 +4,13 @@ import io
 import os
 import stat
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from weightscope.errors import DataError
+
+_PIECE = 1 << 20
 
 
 class Region(Protocol):
@@ -88,6 +90,22 @@ class LocalFile:
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """See `Region.read_into`."""
+        self._fill(buffer, start)
+        self.bytes_read += len(buffer) * self.counted
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes from `start` to `stop` in pieces, for checksums; they do not count in `bytes_read`.
+
+        Raises:
+            DataError: if the file ends before.
+        """
+        buffer = memoryview(bytearray(min(_PIECE, stop - start)))
+        for first in range(start, stop, _PIECE):
+            piece = buffer[: stop - first]
+            self._fill(piece, first)
+            yield piece
+
+    def _fill(self, buffer: memoryview, start: int) -> None:
         done = 0
         while done < len(buffer):
             try:
@@ -97,7 +115,6 @@ class LocalFile:
             if count == 0:
                 raise DataError(f"{self.where}: it ends before byte {start + len(buffer)}: it is truncated")
             done += count
-        self.bytes_read += done * self.counted
 
     def stream(self) -> io.BufferedReader:
         """The file as a buffered stream with its own position, for parsers."""

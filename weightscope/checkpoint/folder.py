@@ -4,13 +4,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from weightscope.checkpoint.checks import FileCheck, blob_hash, kind, mismatch, mismatch_error
 from weightscope.checkpoint.entries import TORCH, Entry, FileEntry, Store
 from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
+from weightscope.checkpoint.foreign_formats import is_onnx, refuse_ctranslate2
+from weightscope.checkpoint.onnx_files import open_onnx
 from weightscope.checkpoint.safetensors_header import json_object, read_header
-from weightscope.checkpoint.torch_files import open_torch
+from weightscope.checkpoint.torch_files import check_records, open_torch
 from weightscope.errors import DataError, UsageError
 
 CONFIG = "config.json"
+ONNX_SUFFIX = ".onnx"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # The order in which transformers and diffusers look, safetensors before pickles.
 CANDIDATES = (
@@ -48,8 +52,15 @@ class Folder(Protocol):
     def received(self) -> int:
         """Number of bytes read from disk, or received, so far."""
 
-    def verify(self) -> int:
-        """Compare whole files with the hashes that their host states; returns how many were compared."""
+    def unverified(self) -> list[str]:
+        """Names of the opened files that were not compared as a whole with a hash that their host states."""
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """Compare the opened files with the checksums that are known.
+
+        Args:
+            download: fetch what is missing of them.
+        """
 
 
 class LocalFolder:
@@ -74,9 +85,27 @@ class LocalFolder:
         """See `Folder.received`."""
         return sum(file.bytes_read for file in self._files)
 
-    def verify(self) -> int:
-        """See `Folder.verify`; a folder on disk states no hashes."""
-        return 0
+    def unverified(self) -> list[str]:
+        """See `Folder.unverified`; a folder on disk states no hashes."""
+        return []
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """See `Folder.check`: records of torch's zip archives, and files in huggingface_hub's cache."""
+        return [_checked(Path(file.where).name, Path(file.where)) for file in self._files]
+
+
+def _checked(name: str, path: Path) -> FileCheck:
+    file, stated = LocalFile(path, counted=False), blob_hash(path)
+    try:
+        if stated is not None:
+            if found := mismatch(stated, file.size, file.pieces(0, file.size)):
+                raise mismatch_error(str(path), stated, found, f"delete {path.resolve()}")
+            return FileCheck(name, "verified", kind(stated))
+        if read_bytes(file, 0, min(file.size, 2)) == b"PK" and check_records(file):
+            return FileCheck(name, "verified", "crc32")
+    except DataError as error:
+        return FileCheck(name, "damaged", "crc32" if stated is None else kind(stated), str(error))
+    return FileCheck(name, "unverified", detail="no checksum of it is known")
 
 
 def open_path(path: Path, key: str | None) -> Store:
@@ -93,8 +122,12 @@ def open_path(path: Path, key: str | None) -> Store:
     if path.name.endswith(".json"):
         if not path.name.endswith(".index.json"):
             raise UsageError(f"{path}: expected a checkpoint or its .index.json, found another JSON file")
-    elif not path.name.endswith((".safetensors", *TORCH_SUFFIXES)):
-        raise UsageError(f"{path}: expected a .safetensors file, one of {', '.join(TORCH_SUFFIXES)}, or a model folder")
+    elif not path.name.endswith((".safetensors", ONNX_SUFFIX, *TORCH_SUFFIXES)):
+        file = LocalFile(path)
+        refuse_ctranslate2(file)
+        if not is_onnx(file):
+            known = ", ".join((*TORCH_SUFFIXES, ONNX_SUFFIX))
+            raise UsageError(f"{path}: expected a .safetensors file, one of {known}, or a model folder")
     return _open(LocalFolder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
 
 
@@ -107,7 +140,7 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     names = set(folder.names())
     name = next((c for c in CANDIDATES if c in names), None)
     if name is None:
-        for suffixes in ((".safetensors",), TORCH_SUFFIXES):
+        for suffixes in ((".safetensors",), TORCH_SUFFIXES, (ONNX_SUFFIX,)):
             found = sorted(n for n in names if n.endswith(suffixes) and plain(n))
             if len(found) > 1:
                 listed = ", ".join(found[:6])
@@ -133,9 +166,9 @@ def plain(name: Any) -> bool:
 def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bool) -> Store:
     # The configuration is checked first: it is small, and without it the tensors may be misread.
     config = _json(folder, CONFIG, MAX_CONFIG) if has_config else {}
-    store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder.open(name), key)
+    store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder, name, key)
     store.label, store.config, store.commit = label, config, folder.commit
-    store.verify, store.received = folder.verify, folder.received
+    store.received, store.check, store.unverified = folder.received, folder.check, folder.unverified
     return store
 
 
@@ -146,9 +179,16 @@ def _json(folder: Folder, name: str, limit: int) -> dict[str, Any]:
     return json_object(read_bytes(file, 0, file.size), f"{folder.where}: {name}")
 
 
-def _open_file(file: ByteReader, key: str | None) -> Store:
+def _open_file(folder: Folder, name: str, key: str | None) -> Store:
+    file = folder.open(name)
     if not file.where.endswith(".safetensors"):
-        return open_torch(file.whole(), key)
+        whole = file.whole()
+        refuse_ctranslate2(whole)
+        if not is_onnx(whole):
+            return open_torch(whole, key)
+        if key is not None:
+            raise UsageError(f"{file.where}: an ONNX model holds one set of tensors; omit key=")
+        return open_onnx(whole, lambda location: _external(folder, name, location))
     if key is not None:
         raise UsageError(f"{file.where}: a safetensors file holds one set of tensors; omit key=")
     header = read_header(lambda start, stop: read_bytes(file, start, stop), file.size, file.where)
@@ -159,6 +199,16 @@ def _open_file(file: ByteReader, key: str | None) -> Store:
         for name, e in header.tensors.items()
     }
     return Store(file.where, entries, metadata=dict(header.metadata))
+
+
+def _external(folder: Folder, name: str, location: str) -> ByteReader:
+    """A file of external data of an ONNX model."""
+    if not plain(location) or location not in set(folder.names()):
+        raise DataError(
+            f"{folder.where}: {name}: expected the plain name of a file of external data in the same folder, found "
+            f"{ascii(location)[:100]}; nothing was opened"
+        )
+    return folder.open(location)
 
 
 def _open_index(folder: Folder, name: str, key: str | None) -> Store:
@@ -176,7 +226,7 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
     shards = sorted(set(table.values()))
     if len(shards) > _MAX_SHARDS:
         raise DataError(f"{where}: it names {len(shards)} files, more than {_MAX_SHARDS}")
-    stores = {shard: _open_file(folder.open(shard), key) for shard in shards}
+    stores = {shard: _open_file(folder, shard, key) for shard in shards}
     out = Store(where, {})
     for tensor, shard in table.items():
         store = stores[shard]

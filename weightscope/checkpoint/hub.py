@@ -1,10 +1,11 @@
 """Models at the Hugging Face Hub (or another hub of that kind), pinned to one commit and read by byte range.
 
 A file that huggingface_hub has downloaded before is read from its cache; of other files, the byte ranges asked for
-are fetched into a `RangeCache`.
+are fetched into a `RangeCache`. Every cached range is compared with its digest when it is used, and a file with the
+hash that the hub states as soon as all of it is there.
 """
 
-import hashlib
+import contextlib
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -14,19 +15,18 @@ from urllib.parse import urljoin
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
+from weightscope.checkpoint.checks import HASH, BlobFile, FileCheck, kind, mismatch, mismatch_error
 from weightscope.checkpoint.entries import Store
 from weightscope.checkpoint.files import ByteReader, LocalFile, Region
 from weightscope.checkpoint.folder import CANDIDATES, CONFIG, open_folder, plain
 from weightscope.checkpoint.range_cache import RangeCache
 from weightscope.checkpoint.transfer import TIMEOUT, USER_AGENT, Refused, Transfer, Unreachable, retried
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError, UsageError, WeightscopeError
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _SOURCE = re.compile(rf"hf://((?:{_NAME}/)?{_NAME})(?:@([\w][\w./-]{{0,200}}))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE = 2**50
-_PIECE = 1 << 20
 # A signed storage address that answers so has expired.
 _EXPIRED = {400, 401, 403, 404, 410}
 
@@ -65,7 +65,7 @@ class HubFolder:
         self.where = f"hf://{repository}"
         self.repository = repository
         self._files: list[HubFile] = []
-        self._downloaded: dict[str, Path] = {}
+        self._downloaded: dict[str, BlobFile] = {}
         commit, self._names = self._resolve(revision)
         self.commit: str = commit
 
@@ -80,8 +80,7 @@ class HubFolder:
         """See `Folder.open`; huggingface_hub's cache is preferred."""
         path = try_to_load_from_cache(self.repository, name, revision=self.commit)
         if isinstance(path, str):
-            self._downloaded[name] = Path(path)
-            return LocalFile(path, f"{self.where}: {name}", counted=False)
+            return self._downloaded.setdefault(name, self._blob(name, Path(path)))
         file = HubFile(self, name)
         self._files.append(file)
         return file
@@ -90,10 +89,15 @@ class HubFolder:
         """See `Folder.received`; counts the bodies of all files, and nothing that came from a cache."""
         return self.transfer.received
 
-    def verify(self) -> int:
-        """See `Folder.verify`."""
-        downloaded = sum(self._verify_downloaded(name, path) for name, path in self._downloaded.items())
-        return downloaded + sum(file.verify() for file in self._files)
+    def unverified(self) -> list[str]:
+        """See `Folder.unverified`."""
+        files = [(name, file.verified) for name, file in self._downloaded.items()]
+        return [name for name, done in files + [(file.name, file.verified) for file in self._files] if not done]
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """See `Folder.check`."""
+        found = [_checked(name, file) for name, file in self._downloaded.items()]
+        return found + [file.check(download) for file in self._files]
 
     def need(self, what: str) -> None:
         """Raise DataError if `what` would have to be fetched, and offline mode forbids it."""
@@ -172,17 +176,23 @@ class HubFolder:
             raise
         return True
 
-    def _verify_downloaded(self, name: str, path: Path) -> int:
-        """Compare a file in huggingface_hub's cache with the sha256 that names its blob; 0 if it is named otherwise."""
-        stated = path.resolve().name
-        if not _SHA256.fullmatch(stated):
-            return 0
-        if (found := _sha256([path])) != stated:
-            raise DataError(
-                f"{self.where}: {name}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; "
-                f"delete {path.resolve()}"
-            )
-        return 1
+    def _blob(self, name: str, path: Path) -> BlobFile:
+        def remember(state: list[int]) -> None:
+            with contextlib.suppress(WeightscopeError):  # a cache that cannot be written costs time, nothing else
+                self.cache.keep_note(self.commit, f"{name}:downloaded", state)
+
+        return BlobFile(path, f"{self.where}: {name}", self.cache.note(self.commit, f"{name}:downloaded"), remember)
+
+
+def _checked(name: str, file: BlobFile) -> FileCheck:
+    if file.stated is None:
+        return FileCheck(name, "unverified", detail="no hash is known: its blob in the cache is named otherwise")
+    file.verified = False  # compared again, whatever was remembered
+    try:
+        file.verify()
+    except DataError as error:
+        return FileCheck(name, "damaged", kind(file.stated), str(error))
+    return FileCheck(name, "verified", kind(file.stated))
 
 
 class HubFile:
@@ -198,61 +208,77 @@ class HubFile:
 
     def __init__(self, folder: HubFolder, name: str) -> None:
         self.where = f"{folder.where}: {name}"
+        self.name = name
         self._folder = folder
-        self._name = name
         self._url = hf_hub_url(folder.repository, name, revision=folder.commit, endpoint=folder.transfer.endpoint)
         self._direct: str | None = None
-        self.size, self.sha256, self._verified = self._described()
+        self.size, self.stated, self.verified = self._described()
         self._parts: list[tuple[int, int]] = [(0, self.size)]
         self._missing: set[tuple[int, int]] = {(0, self.size)}
+        self._whole: LocalFile | None = None
 
     def prepare(self, start: int, stop: int) -> Region:
         """See `ByteReader.prepare`."""
-        whole = self._part(0, self.size)
-        if whole is not None:
-            return LocalFile(whole, self.where, counted=False)
-        path = self._part(start, stop)
-        if path is None:
-            path = self._fetch(start, stop)
-            self._missing.discard((start, stop))
-            if not self._missing:
-                self._check_hash(self._parts)
-        return LocalFile(path, self.where, base=start, counted=False)
+        if self._whole is None:
+            self._whole = self._part(0, self.size)
+        if self._whole is not None:
+            self._check_hash([(0, self.size)])
+            return self._whole
+        file = self._part(start, stop) or self._fetch(start, stop)
+        self._missing.discard((start, stop))
+        if not self._missing:
+            self._check_hash(self._parts)
+        return file
 
     def expect(self, parts: Sequence[tuple[int, int]]) -> None:
         """See `ByteReader.expect`."""
         self._parts = [part for part in parts if part[0] < part[1]]
-        self._missing = {part for part in self._parts if self._part(*part) is None}
+        cache, commit = self._folder.cache, self._folder.commit
+        self._missing = {part for part in self._parts if not cache.has(commit, self.name, *part)}
 
     def whole(self) -> LocalFile:
-        """See `ByteReader.whole`; its hash is checked."""
-        path = self._part(0, self.size) or self._fetch(0, self.size)
+        """See `ByteReader.whole`; its hash is compared."""
+        file = self._part(0, self.size) or self._fetch(0, self.size)
         self._check_hash([(0, self.size)])
-        return LocalFile(path, self.where, counted=False)
+        return file
 
-    def verify(self) -> int:
-        """Fetch what is missing and compare the file with the hash that the hub states; 1, or 0 if it states none.
+    def check(self, download: bool) -> FileCheck:
+        """Compare every cached range with its digest, and the file with the hash that the hub states.
 
-        Raises:
-            DataError: on a checksum mismatch.
+        Args:
+            download: fetch what is missing of the file; otherwise it is unverified.
         """
-        if self.sha256 is None:
-            return 0
-        parts = self._parts if self._part(0, self.size) is None else [(0, self.size)]
-        for start, stop in parts:
-            if self._part(start, stop) is None:
-                self._fetch(start, stop)
-        self._check_hash(parts)
-        return 1
+        cache, commit = self._folder.cache, self._folder.commit
+        spans = cache.cached(commit, self.name)
+        bad = [span for span in spans if cache.part(commit, self.name, *span, self.where) is None]
+        if bad and not download:
+            advice = "they were removed from the cache and will be downloaded again"
+            return FileCheck(self.name, "damaged", detail=f"{self.where}: {len(bad)} cached ranges changed; {advice}")
+        if self.stated is None:
+            return FileCheck(self.name, "unverified", detail="the hub states no hash of it")
+        whole = [(0, self.size)] if cache.has(commit, self.name, 0, self.size) else self._parts
+        held = sum(b - a for a, b in whole if cache.has(commit, self.name, a, b))
+        if held < self.size and not download:
+            detail = f"only {held:,} of its {self.size:,} bytes were read, and only all have a known hash"
+            return FileCheck(self.name, "unverified", detail=detail)
+        self.verified = False
+        try:
+            for part in whole:
+                if self._part(*part) is None:
+                    self._fetch(*part)
+            self._check_hash(whole)
+        except DataError as error:
+            return FileCheck(self.name, "damaged", kind(self.stated), str(error))
+        return FileCheck(self.name, "verified", kind(self.stated))
 
     def _described(self) -> tuple[int, str | None, bool]:
-        """Size, stated SHA-256, and whether the file was compared with it."""
+        """Size, stated hash, and whether the file was compared with it."""
         folder = self._folder
-        known = folder.cache.note(folder.commit, self._name)
+        known = folder.cache.note(folder.commit, self.name)
         match known:
-            case {"size": int(size), "sha256": str() | None as sha256, "verified": bool(verified)} if size >= 0:
-                return size, sha256, verified
-        folder.need(self._name)
+            case {"size": int(size), "hash": str() | None as stated, "verified": bool(verified)} if size >= 0:
+                return size, stated if stated and HASH.fullmatch(stated) else None, verified
+        folder.need(self.name)
         options: dict[str, Any] = {"token": folder.transfer.token, "timeout": TIMEOUT, "user_agent": USER_AGENT}
         found = retried(self.where, lambda: get_hf_file_metadata(self._url, **options))
         folder.check_commit(self.where, found.commit_hash)
@@ -260,23 +286,32 @@ class HubFile:
             raise DataError(f"{self.where}: expected the hub to state its size, found {ascii(found.size)[:40]}")
         location = urljoin(self._url, found.location)
         self._direct = location if location != self._url else None
-        sha256 = found.etag if found.etag and _SHA256.fullmatch(found.etag) else None
-        self._describe(found.size, sha256, False)
-        return found.size, sha256, False
+        stated = found.etag if found.etag and HASH.fullmatch(found.etag) else None
+        self._describe(found.size, stated, False)
+        return found.size, stated, False
 
-    def _describe(self, size: int, sha256: str | None, verified: bool) -> None:
-        note = {"size": size, "sha256": sha256, "verified": verified}
-        self._folder.cache.keep_note(self._folder.commit, self._name, note)
+    def _describe(self, size: int, stated: str | None, verified: bool) -> None:
+        note = {"size": size, "hash": stated, "verified": verified}
+        self._folder.cache.keep_note(self._folder.commit, self.name, note)
 
-    def _part(self, start: int, stop: int) -> Path | None:
-        return self._folder.cache.part(self._folder.commit, self._name, start, stop)
+    def _part(self, start: int, stop: int) -> LocalFile | None:
+        return self._folder.cache.part(self._folder.commit, self.name, start, stop, self.where)
 
-    def _fetch(self, start: int, stop: int) -> Path:
+    def _fetch(self, start: int, stop: int) -> LocalFile:
         if not 0 <= start < stop <= self.size:
             raise DataError(f"{self.where}: bytes {start}-{stop} are outside a file of {self.size} bytes")
         folder = self._folder
-        folder.need(f"{self._name} (bytes {start}-{stop})")
-        return folder.cache.keep_part(folder.commit, self._name, start, stop, self._stream(start, stop))
+        folder.need(f"{self.name} (bytes {start}-{stop})")
+        if self.verified:  # a part that was lost or damaged since
+            self.verified = False
+            self._describe(self.size, self.stated, False)
+        folder.cache.keep_part(folder.commit, self.name, start, stop, self._stream(start, stop))
+        file = self._part(start, stop)
+        if file is None:
+            raise DataError(
+                f"{self.where}: bytes {start}-{stop} changed while they were written to the cache; check it"
+            )
+        return file
 
     def _stream(self, start: int, stop: int) -> Iterator[bytes]:
         transfer, commit = self._folder.transfer, self._folder.commit
@@ -299,28 +334,18 @@ class HubFile:
         Raises:
             DataError: on a checksum mismatch; the parts are removed.
         """
-        if self.sha256 is None or self._verified:
+        if self.stated is None or self.verified:
             return
-        paths = []
+        if found := mismatch(self.stated, self.size, self._pieces(parts)):
+            self._folder.cache.forget(self._folder.commit, self.name)
+            advice = "the download was removed from the cache, run the command again"
+            raise mismatch_error(self.where, self.stated, found, advice)
+        self.verified = True
+        self._describe(self.size, self.stated, True)
+
+    def _pieces(self, parts: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
         for start, stop in parts:
-            path = self._part(start, stop)
-            if path is None:
+            file = self._part(start, stop)
+            if file is None:
                 raise DataError(f"{self.where}: bytes {start}-{stop} are no longer in the cache; run the command again")
-            paths.append(path)
-        if (found := _sha256(paths)) != self.sha256:
-            self._folder.cache.forget(self._folder.commit, self._name)
-            raise DataError(
-                f"{self.where}: checksum mismatch: expected sha256 {self.sha256[:16]}..., found {found[:16]}...; "
-                "the download was removed from the cache, run the command again"
-            )
-        self._verified = True
-        self._describe(self.size, self.sha256, True)
-
-
-def _sha256(paths: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    return digest.hexdigest()
+            yield from file.pieces(start, stop)

@@ -3,7 +3,7 @@
 Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle is followed as data
 (see `weightscope._util.restricted_pickle`), which gives the position of each tensor in the file; tensors are then read
 one by one. Memory is that of the tensors asked for, and a pickle that needs code is refused at the first name that it
-asks for.
+asks for. A record of a zip archive is compared with its CRC-32 before anything in it is used.
 """
 
 import io
@@ -13,8 +13,9 @@ from typing import Any
 
 from weightscope._util.restricted_pickle import run
 from weightscope.checkpoint.entries import Entry, FileEntry, Store
-from weightscope.checkpoint.files import LocalFile, read_bytes
+from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
 from weightscope.checkpoint.torch_pickle import LEGACY_MAGIC, Odd, Recording, TorchMachine, View
+from weightscope.checkpoint.zip_records import CheckedRecords
 from weightscope.errors import DataError, UsageError
 
 _MAX_PICKLE = 64 << 20
@@ -36,8 +37,10 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
         UsageError: if the key does not exist.
     """
     start = read_bytes(file, 0, min(file.size, 512))
+    reader: ByteReader = file
     if start.startswith(b"PK"):
-        value, places = _from_zip(file)
+        reader = CheckedRecords(file, _records(file))
+        value, places = _from_zip(reader)
     elif start.startswith(_LEGACY_START):
         value, places = _from_stream(file)
     elif start[257:262] == b"ustar" or start.startswith(b"\x80"):
@@ -58,11 +61,11 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             tensors[name] = item
         else:
             skipped[name] = item.reason if isinstance(item, Odd) else "no tensor"
-    entries: dict[str, Entry] = {name: _entry(name, view, file, places) for name, view in tensors.items()}
+    entries: dict[str, Entry] = {name: _entry(name, view, reader, places) for name, view in tensors.items()}
     return Store(file.where, entries, skipped)
 
 
-def _entry(name: str, view: View, file: LocalFile, places: Mapping[str, tuple[int, int]]) -> FileEntry:
+def _entry(name: str, view: View, file: ByteReader, places: Mapping[str, tuple[int, int]]) -> FileEntry:
     storage = view.storage
     start, size = places.get(storage.key, (0, -1))
     if storage.dtype is None or size != storage.count * storage.dtype.itemsize:
@@ -83,15 +86,27 @@ def _entry(name: str, view: View, file: LocalFile, places: Mapping[str, tuple[in
     return FileEntry(name, kind, view.dtype, view.shape, file, start, start if last < 0 else stop, stride)
 
 
-def _from_zip(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The pickle's value, and storage key -> (position, bytes)."""
+def check_records(file: LocalFile) -> bool:
+    """Compare every record of a file's zip archive with its CRC-32; whether all of them have one.
+
+    Raises:
+        DataError: if the archive is damaged; names the record.
+    """
+    return CheckedRecords(file, _records(file)).check_all()
+
+
+def _records(file: LocalFile) -> list[zipfile.ZipInfo]:
     _check_directory(file)
     try:
         with zipfile.ZipFile(file.stream()) as archive:
-            records = archive.infolist()
+            return archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, EOFError) as error:
         raise DataError(f"{file.where}: damaged zip archive: {ascii(str(error))[:200]}; download it again") from error
-    places = _places(file, records)
+
+
+def _from_zip(file: CheckedRecords) -> tuple[Any, dict[str, tuple[int, int]]]:
+    """The pickle's value, and storage key -> (position, bytes)."""
+    places = file.places
     roots = [name for name in places if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise DataError(
@@ -120,28 +135,6 @@ def _check_directory(file: LocalFile) -> None:
         size = max(size % (2**32 - 1), int.from_bytes(tail[wide + 40 : wide + 48], "little"))
     if size > _MAX_DIRECTORY:
         raise DataError(f"{file.where}: damaged zip archive: its directory claims {size} bytes; download it again")
-
-
-def _places(file: LocalFile, records: list[zipfile.ZipInfo]) -> dict[str, tuple[int, int]]:
-    """Record name -> (position, bytes); names are unique, records do not overlap, and none is compressed."""
-    out: dict[str, tuple[int, int]] = {}
-    end = 0
-    for record in sorted(records, key=lambda r: r.header_offset):
-        place = f"{file.where}: its record {ascii(record.filename)[:100]}"
-        if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
-            raise DataError(f"{place} is compressed or encrypted, which torch.save never does")
-        if record.header_offset < end or record.header_offset + 30 > file.size:
-            raise DataError(f"{place} overlaps another or is outside the file")
-        local = read_bytes(file, record.header_offset, record.header_offset + 30)
-        start = record.header_offset + 30 + int.from_bytes(local[26:28], "little")
-        start += int.from_bytes(local[28:30], "little")
-        end = start + record.file_size
-        if local[:4] != b"PK\x03\x04" or record.file_size != record.compress_size or end > file.size:
-            raise DataError(f"{place} is damaged or truncated; download it again")
-        if record.orig_filename in out:
-            raise DataError(f"{place} is duplicated")
-        out[record.orig_filename] = (start, record.file_size)
-    return out
 
 
 def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""Commands that analyse: `inspect`, `export`, `products`, `audit`, `list`."""
+"""Commands that analyse: `inspect`, `verify`, `export`, `products`, `audit`, `list`."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,30 @@ def inspect(source: str, json_file: Path | None) -> None:
     description = contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
+
+
+@click.command()
+@click.argument("source")
+@click.option("--download", is_flag=True, help="Of a model at the hub: fetch what is missing of its files.")
+@json_option
+def verify(source: str, download: bool, json_file: Path | None) -> None:
+    """Compare a population, an artifact or a model with the checksums that are known of its files.
+
+    SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum,
+    and one of a model at the hub of which only byte ranges were read, is reported as unverified. Exits with 3 if a file
+    is damaged.
+
+    \b
+    Examples:
+      weightscope verify digits.pop
+      weightscope verify hf://openai-community/gpt2 --download
+    """
+    from weightscope.analysis.verification import verify as run
+
+    found = run(source, download=download)
+    click.echo(found.text())
+    write_json(json_file, found.to_dict())
+    found.raise_if_damaged()
 
 
 @click.command()

@@ -44,7 +44,11 @@ class _WithOldOptions(click.Command):
     is_flag=True,
     help="Average over permutations of hidden units: what is correlated within and across layers of a whole network.",
 )
-@click.option("--means", is_flag=True, help="Of a population: draw means over hidden units.")
+@click.option(
+    "--means/--entries",
+    default=None,
+    help="Of a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
+)
 @click.option("--part", help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.")
 @click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
 @click.option(
@@ -98,7 +102,7 @@ def covariance(
         click.echo(f"wrote {out}")
         write_json(json_file, result.to_dict())
         return
-    across = {key: options[key] for key in _ACROSS if options[key]}
+    across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
     within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
     if options["device"] == "cuda":
         from weightscope.training.devices import resolve_device

@@ -38,11 +38,12 @@ def fit_filters(
     """The distributions of a network's filters as an artifact; the options are those of `covariance_transfer_`.
 
     All layers are stored for every value of `kernel`; the options are stored and used when the artifact is applied.
+    `FilterFit.remarks` says which layers are used, which have dead filters, and what stands in for the others.
 
     Raises:
         AnatomyError: if there is no depthwise convolution.
         UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
-        DataError: if a weight is not finite.
+        DataError: if a weight is not finite, or all filters are dead.
 
     Source: thesis section 3.1.1.
 
@@ -52,7 +53,11 @@ def fit_filters(
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     layers, others = square_and_others(source)
     _of_size(layers, kernel)
-    return NetworkFit(FilterFit(tuple(layers), **vars(options), left_out=_described_kernels(others)))
+    fit = FilterFit(tuple(layers), **vars(options), left_out=_described_kernels(others))
+    if not fit.used:
+        size = "" if kernel is None else f" in layers of size {kernel}"
+        raise DataError(f"all filters are dead{size}: `{_of_size(layers, kernel)[0].name}`, ...")
+    return NetworkFit(fit)
 
 
 @NETWORK_FITS.register("conv_schedule", source="thesis Eq. 3.10-3.11")

@@ -54,15 +54,18 @@ def target_distributions(
         source: the distributions of the source's layers.
         options: of `covariance_transfer_`.
 
+    Layers of the source whose filters are dead are not used.
+
     Raises:
         UsageError: if the numbers of stages differ, or no layer of the source has the given kernel size.
     """
-    chosen = [layer for layer in source if options.kernel in (None, layer.kernel)]
+    chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
     if not chosen:
-        there = ", ".join(str(k) for k in sorted({layer.kernel for layer in source}))
-        raise UsageError(
-            f"kernel: no layer of the source has {options.kernel} x {options.kernel} filters, found sizes {there}"
+        sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
+        wanted = (
+            "filters that are not dead" if options.kernel is None else f"{options.kernel} x {options.kernel} filters"
         )
+        raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
     if options.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:
@@ -146,7 +149,8 @@ def covariance_transfer_(
         kronecker: replace each covariance by the nearest `A (x) A`, after resizing and interpolation.
         means: add the mean filter, resized and interpolated in the same way; otherwise the mean is zero.
         schedule: "depth" over the whole network, or "stage": from the source's same stage, over the depth within it.
-        kernel: use only the source's layers with filters of this size, at their own depths; None for all.
+        kernel: use only the source's layers with filters of this size, at their own depths; None for all. Layers whose
+            filters are dead (see `filter_distributions`) are never used.
         psd: "abs" or "clip", see `covariance_root`; only matters if kernels are resized.
         strict: whether filters of the module or the source that cannot be read, or are not square, are an error; if
             not, a warning lists them, and those of the module stay as they are.

@@ -15,7 +15,7 @@ from weightscope.artifacts.loading import load_artifact
 from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
 from weightscope.artifacts.population_fit import Group, PopulationFit
 from weightscope.artifacts.resizing import ResizedFit, resized_fit
-from weightscope.errors import SpecError
+from weightscope.errors import DataError, SpecError
 from weightscope.init._common import M, cpu_generator
 from weightscope.init.attention import self_attention, write_query_key, write_value_output
 from weightscope.init.convolution import conv_covariance_
@@ -86,6 +86,7 @@ class PopulationInit:
 
         Raises:
             SpecError: if tensors are missing, misshapen or without memory; names them. Nothing is changed then.
+            DataError: if a number drawn is not finite in the tensor's own dtype. Nothing is changed then.
             UsageError: if the generator is not one of the CPU.
         """
         there = _tensors(module)
@@ -101,8 +102,14 @@ class PopulationInit:
         values: dict[str, np.ndarray] = {}
         for group in found.fit.groups:
             values |= group.spec.unpack(draw(group, generator))
+        drawn = {name: torch.from_numpy(values[name]).to(there[name].dtype) for name in fits}
+        if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
+            raise DataError(
+                f"`{bad}`: drew numbers beyond the range of {there[bad].dtype}; the artifact is damaged, or of "
+                "such weights; nothing was changed"
+            )
         for name in fits:
-            there[name].copy_(torch.from_numpy(values[name]))
+            there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
         self.report = InitReport(tuple(fits), others, tuple(problems), found.notes)
@@ -225,15 +232,16 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
 
 @reads(("depthwise convolutions",))
 def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | None, strict: bool) -> tuple[str, ...]:
-    """Draw the filters; returns notes about covariances that were not positive semi-definite."""
+    """Draw the filters; returns notes about layers that were not used, and covariances not positive semi-definite."""
     negative = transfer_distributions(
         module, list(fit.layers), TransferOptions(**fit.options), generator, strict=strict
     )
     if not negative:
-        return ()
+        return fit.remarks()
     worst = max(negative, key=negative.__getitem__)
     done = "taken as their absolute values" if fit.psd == "abs" else "set to zero"
     return (
+        *fit.remarks(),
         f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
         f"(`{worst}`), {done}",
     )

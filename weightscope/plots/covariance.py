@@ -9,10 +9,10 @@ from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.pooling import Pooled, cell_edges, check_entries, checked_square, pool
+from weightscope.plots.pooling import Pooled, cell_edges, check_entries, checked_square, pool, pool_groups
 from weightscope.plots.tensor_names import merged, short_names
 
-_CELLS = 600  # cells along a side: five inches at 150 dots per inch
+CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 
@@ -27,8 +27,8 @@ def covariance_map(
     title: str | None = None,
     diagonal: Literal["show", "mask"] = "show",
     groups: Mapping[str, Any] | None = None,
-    quantile: float = 0.99,
-    cells: int = _CELLS,
+    quantile: float | None = None,
+    cells: int = CELLS,
 ) -> Axes:
     """A joint covariance or correlation matrix with its blocks marked and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
 
@@ -37,9 +37,10 @@ def covariance_map(
     coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then show the
     mean variance. Constant coordinates, whose correlations are NaN, are grey.
 
-    With `groups`, a cell is the mean covariance between members of two groups of coordinates, such as two columns of a
-    matrix, and on the diagonal that between different members of one group. Averaging hundreds of entries reveals
-    stripes far below the noise of single covariances (1/sqrt(N) as correlations).
+    With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
+    cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
+    v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
+    single covariances (1/sqrt(N) as correlations). The colour scale then holds all values.
 
     Args:
         matrix: (D, D), symmetric.
@@ -47,10 +48,12 @@ def covariance_map(
         ax: axes to draw on; a new figure if None.
         kind: `"covariance"` or `"correlation"`.
         title: figure title.
-        diagonal: `"mask"` leaves the diagonal white (or, when averaging, shows the mean of its off-diagonal entries).
+        diagonal: `"mask"` leaves the variances of single coordinates out: the diagonal is white or, when averaging, the
+            mean over pairs of different coordinates, which may be negative.
         groups: tensor name -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
             W (p, n) and `np.repeat(np.arange(p), n)` for its rows. A tensor that is not listed is one group.
-        quantile: fraction of the off-diagonal values (with `groups`, of all values) within the colour scale.
+        quantile: fraction of the off-diagonal values (with `groups`, of all values) within the colour scale; by default
+            0.99, with `groups` 1.
         cells: maximum number of cells along a side.
 
     Raises:
@@ -64,6 +67,7 @@ def covariance_map(
     """
     if kind not in ("covariance", "correlation") or diagonal not in ("show", "mask"):
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
+    quantile = (0.99 if groups is None else 1.0) if quantile is None else quantile
     if not 0 < quantile <= 1 or cells < 2:
         raise UsageError(f"expected 0 < quantile <= 1 and cells >= 2, found {quantile} and {cells}")
     array = checked_square(matrix, f"{kind} matrix")
@@ -75,8 +79,8 @@ def covariance_map(
         pooled = pool(array, edges, factor, missing, diagonal=diagonal == "show")
     else:
         order, edges = _grouped(names, bounds, groups)
-        array, missing = array[np.ix_(order, order)], missing[order]
-        pooled = pool(array, edges, 1, missing, diagonal=False)
+        pooled = pool_groups(array, order, edges, missing, diagonal=diagonal == "show")
+        missing = missing[order]
     limit, beyond = _limit(pooled, quantile, everything=groups is not None)
 
     canvas = theme.Canvas.on(ax, _SIDE, _SIDE)
@@ -90,7 +94,7 @@ def covariance_map(
     label = f"{unit}; ±{typography.number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
     remark = _label_blocks(canvas, names, bounds)
-    text = _caption(pooled, missing, remark, grouped=groups is not None)
+    text = _caption(pooled, missing, remark, diagonal if groups is not None else None)
     ax.set_xlabel(typography.wrap(text, _points(canvas)), fontsize=typography.SMALL, color=theme.MUTED)
     canvas.finish_sized(_SIDE, _SIDE, title)
     return ax
@@ -209,10 +213,11 @@ def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
     ax.add_line(Line2D(x, y, transform=transform, color=theme.MUTED, lw=0.6, clip_on=False, gid="leader"))
 
 
-def _caption(pooled: Pooled, missing: np.ndarray, remark: str, *, grouped: bool) -> str:
+def _caption(pooled: Pooled, missing: np.ndarray, remark: str, grouped: str | None) -> str:
     text = f"{len(missing):,} coordinates"
-    if grouped:
-        text += f" in {len(pooled.cells):,} groups; cells are means over pairs of coordinates from two groups"
+    if grouped is not None:
+        pairs = "group means" if grouped == "show" else "pairs of different coordinates"
+        text += f" in {len(pooled.cells):,} groups; cells are covariances of {pairs}"
     elif pooled.factor > 1:
         text += f"; each cell is a mean over {pooled.factor} × {pooled.factor}"
     if missing.any():

@@ -74,6 +74,35 @@ def pool(matrix: np.ndarray, edges: np.ndarray, factor: int, missing: np.ndarray
     return Pooled(cells, edges, factor)
 
 
+def pool_groups(
+    matrix: np.ndarray, order: np.ndarray, edges: np.ndarray, missing: np.ndarray, *, diagonal: bool
+) -> Pooled:
+    """Average a symmetric matrix (D, D) over pairs of groups of coordinates, in blocks of rows.
+
+    Args:
+        matrix: (D, D).
+        order: (D,) the coordinates sorted by group.
+        edges: (c + 1,) first place of each group in `order`, and D.
+        missing: (D,) bool, coordinates to ignore.
+        diagonal: whether the variances of single coordinates count.
+    """
+    starts, index = edges[:-1], np.arange(len(edges) - 1)
+    group = np.empty(len(order), dtype=np.intp)
+    group[order] = np.repeat(index, np.diff(edges))
+    sums = np.zeros((len(starts), len(starts)))
+    for first in range(0, len(matrix), _ROWS):
+        rows = np.asarray(matrix[first : first + _ROWS], dtype=np.float64)
+        rows = np.where(missing[first : first + _ROWS, None] | missing, 0.0, rows)
+        np.add.at(sums, group[first : first + _ROWS], np.add.reduceat(rows[:, order], starts, axis=1))
+    counted = np.add.reduceat((~missing[order]).astype(np.float64), starts)
+    counts = np.outer(counted, counted)
+    if not diagonal:
+        sums[index, index] -= np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix))[order], starts)
+        counts[index, index] -= counted
+    cells = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+    return Pooled(cells, edges, 1)
+
+
 def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
     """The matrix as a float array (D, D); `check_entries` checks its values.
 

@@ -262,16 +262,23 @@ class Population(Result):
         Raises:
             DataError: names every damaged or foreign shard.
         """
+        bad = [error for _, error in self.check_shards() if error]
+        if bad:
+            raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
+
+    def check_shards(self) -> list[tuple[str, str]]:
+        """Name of each shard, and what is wrong with its SHA-256 or structure; empty if nothing is."""
         self._verified.clear()
-        bad = []
+        out = []
         for tile in self._rows:
+            found = ""
             try:
                 with self._open(tile):
                     pass
             except DataError as error:
-                bad.append(str(error))
-        if bad:
-            raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
+                found = str(error)
+            out.append((shards.shard_file(self.path, tile).name, found))
+        return out
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:

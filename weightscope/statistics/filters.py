@@ -23,6 +23,7 @@ class FilterDistribution:
         count: C, number of filters.
         mean: (k, k) float64.
         covariance: (k*k, k*k) float64, of rank C - 1 at most.
+        dead: number of filters whose norm is negligible; mean and covariance include them.
 
     Raises:
         DataError: if the shape of an array does not follow from k.
@@ -37,6 +38,12 @@ class FilterDistribution:
     count: int
     mean: np.ndarray
     covariance: np.ndarray
+    dead: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
+        return self.count - self.dead >= 2
 
     def __post_init__(self) -> None:
         k = self.kernel

@@ -1,5 +1,6 @@
 """The covariance of weights over the networks of a population: matrix, stripe ratios, text and pictures."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,18 +108,21 @@ class PopulationCovariance(Result):
             },
         }
 
-    def plot(self, path: str | Path | None = None, *, means: bool = False) -> "Figure":
-        """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1).
+    def plot(self, path: str | Path | None = None, *, means: bool | None = None) -> "Figure":
+        """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or the covariance of group means.
 
         Args:
             path: a .png, .pdf or .svg file to write; None to return the figure only.
-            means: average over hidden units, which shows stripes that the noise of single entries hides.
+            means: average over hidden units, which shows stripes that the noise of single entries hides. None: where
+                stripe ratios were computed, or single entries do not fit into the picture.
 
         Raises:
             UsageError: if the suffix of the path is another one.
         """
         from weightscope import plots
 
+        if means is None:
+            means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
         title = f"{self.kind.capitalize()} over {self.n} networks" + (", mean over hidden units" if means else "")
         groups = self.groups() if means else None
         axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
@@ -128,9 +132,11 @@ class PopulationCovariance(Result):
         return figure
 
     def groups(self) -> dict[str, np.ndarray]:
-        """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone."""
-        tensors = self.spec.tensors
-        return {t.name: over_hidden_units(t.shape) if len(t.shape) == 2 else np.arange(t.size) for t in tensors}
+        """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone.
+
+        A vector's entries are groups of their own; the filters of a convolution are one group for each output channel.
+        """
+        return {tensor.name: _groups(tensor.shape) for tensor in self.spec.tensors if tensor.size}
 
     def save_matrix(self, path: str | Path) -> None:
         """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
@@ -156,6 +162,14 @@ def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
     """
     rows, columns = shape
     return np.repeat(np.arange(rows), columns) if rows < columns else np.tile(np.arange(columns), rows)
+
+
+def _groups(shape: Sequence[int]) -> np.ndarray:
+    axes = [n for n in shape if n != 1]
+    if len(axes) == 2:
+        return over_hidden_units(axes)
+    first = axes[0] if len(axes) > 2 else math.prod(axes)
+    return np.repeat(np.arange(first), math.prod(axes) // first)
 
 
 def _ratio(found: StripeRatio) -> str:

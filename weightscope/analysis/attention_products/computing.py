@@ -214,7 +214,9 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
     heads = tuple(part.heads for part in reader.parts)
     commit = None if reader.checkpoint is None else reader.checkpoint.commit
     widths = tuple(dict.fromkeys(part.width for part in reader.parts))
-    info = SourceInfo(label, len(reader.parts), heads, widths, reader.bytes_read, commit, nonfinite, reader.skipped)
+    unverified = () if reader.checkpoint is None else reader.checkpoint.unverified
+    facts = reader.bytes_read, commit, nonfinite, reader.skipped, unverified
+    info = SourceInfo(label, len(reader.parts), heads, widths, *facts)
     out.sources.append(info)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from weightscope._util.checks import choice
+from weightscope._util.names import unverified
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.errors import UsageError
@@ -44,6 +45,7 @@ class SourceInfo:
         commit: at the hub; None elsewhere.
         nonfinite: name of a tensor -> number of its entries used that are NaN or infinite.
         skipped: name of an attention module -> why it is left out.
+        unverified: files at a hub of which only byte ranges were read, so that their hash was not compared.
     """
 
     label: str
@@ -54,6 +56,7 @@ class SourceInfo:
     commit: str | None
     nonfinite: dict[str, int]
     skipped: dict[str, str]
+    unverified: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ class ProductsResult(Result):
                 out.append(
                     f"{info.label}: `{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics"
                 )
+            if info.unverified:
+                out.append(unverified(info.label, info.unverified))
             if info.skipped:
                 name, why = next(iter(info.skipped.items()))
                 others = f" (and {len(info.skipped) - 1} more)" * (len(info.skipped) > 1)

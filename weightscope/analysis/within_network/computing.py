@@ -77,6 +77,7 @@ def covariance_within(
     count("keep", keep)
     names = _labels(sources, labels)
     layers: list[Layer] = []
+    unverified: dict[str, tuple[str, ...]] = {}
     for source, label in zip(sources, names, strict=True):
         network = opened(source)
         try:
@@ -87,7 +88,9 @@ def covariance_within(
         if all(layer.moments is None for layer in mine):
             raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
         layers += mine
-    return NetworkCovariances(part, tuple(names), tuple(layers))
+        if files := getattr(network, "unverified", ()):
+            unverified[label] = files
+    return NetworkCovariances(part, tuple(names), tuple(layers), unverified)
 
 
 def _layer(label: str, piece: Slices, keep: int, seed: int, draws: int) -> Layer:

@@ -2,7 +2,10 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
@@ -10,11 +13,16 @@ from weightscope.errors import DataError, UsageError
 from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.slices import slice_moments
 
+_DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
+
 
 def filter_distributions(
     source: Any, config: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> list[FilterDistribution]:
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
+
+    A filter is counted as dead if its norm is below a thousandth of the largest of its layer, or of what is typical of
+    the network's layers (the median of their largest).
 
     Args:
         source: a path, `hf://org/name`, a `Checkpoint`, an `nn.Module`, or a mapping of tensors.
@@ -50,16 +58,21 @@ def square_and_others(
         DataError: if the source cannot be read, or a weight is not finite.
     """
     parts = depthwise(source, config)
-    found = [_distribution(part) for part in parts if part.square]
-    if not found:
+    square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
+    if not square:
         raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
-    return found, [part for part in parts if not part.square]
+    found = [_distribution(part, filters) for part, filters in square]
+    norms = [np.linalg.norm(filters.astype(np.float64), axis=1) for _, filters in square]
+    typical = float(np.median([norm.max() for norm in norms]))
+    dead = [int((norm <= _DEAD * max(norm.max(), typical)).sum()) for norm in norms]
+    counted = [replace(layer, dead=count) for layer, count in zip(found, dead, strict=True)]
+    return counted, [part for part in parts if not part.square]
 
 
-def _distribution(part: DepthwisePart) -> FilterDistribution:
+def _distribution(part: DepthwisePart, filters: np.ndarray) -> FilterDistribution:
     kh, kw = part.kernel
     try:
-        found = slice_moments(part.read().cpu().numpy().reshape(part.channels, -1), keep=kh * kw)
+        found = slice_moments(filters, keep=kh * kw)
     except DataError as error:
         raise DataError(f"`{part.name}`: {error}") from None
     if found.excluded:

@@ -1,8 +1,8 @@
 """Covariances within networks: a table against depth, plain data, and pictures."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.checks import choice
+from weightscope._util.names import unverified
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.analysis.within_network.layers import Layer, distinct, selected, series
@@ -58,11 +59,13 @@ class NetworkCovariances(Result):
         part: the part of the networks; see `covariance_within`.
         labels: of the networks.
         layers: network by network, in depth order.
+        unverified: label of a network at a hub -> its files of which only byte ranges were read.
     """
 
     part: str
     labels: tuple[str, ...]
     layers: tuple[Layer, ...]
+    unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, label: str, group: str | None = None) -> list[Layer]:
         """The layers of one network (and one group of matrices).
@@ -146,7 +149,8 @@ class NetworkCovariances(Result):
         dead = sum(row.moments.dead for row in self.layers if row.moments is not None)
         if dead:
             lines.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
-        return "\n".join(lines + self.warnings())
+        said = [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
+        return "\n".join(lines + self.warnings() + said)
 
     def _side_by_side(self, columns: Sequence[tuple[str, str, str]]) -> str:
         """One line for each layer: index and group are shared by the networks."""
@@ -163,7 +167,9 @@ class NetworkCovariances(Result):
     def to_dict(self) -> dict[str, Any]:
         """JSON types: `part`, `labels`, `finding` and one row for each layer."""
         rows = [row.to_dict() for row in self.layers]
-        return {"part": self.part, "labels": list(self.labels), "finding": self.finding(), "rows": rows}
+        return {"part": self.part, "labels": list(self.labels), "finding": self.finding(), "rows": rows} | (
+            {"unverified": {label: list(files) for label, files in self.unverified.items()}} if self.unverified else {}
+        )
 
     def plot(
         self, path: str | Path | None = None, picture: Picture | None = None, *, title: str | None = None

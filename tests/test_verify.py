@@ -1,0 +1,284 @@
+"""Damage between writing and reading: parts of a hub's files, cached downloads, artifacts, torch files, populations."""
+
+import hashlib
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from fake_training import recipe, write_population
+from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save
+from torch import nn
+
+import weightscope
+from weightscope import Checkpoint, products, verify
+from weightscope.artifacts import load_artifact
+from weightscope.checkpoint.checks import mismatch
+from weightscope.cli import cli, main
+from weightscope.errors import DataError
+from weightscope.fitting.network import fit_network
+from weightscope.fitting.population import fit
+from weightscope.init import load_init
+from weightscope.spec import WeightSpec
+from weightscope.statistics.samples import WeightArray
+
+SOURCE = f"hf://{REPOSITORY}"
+STATE = {
+    f"layers.{i}.self_attn.{p}_proj.weight": torch.randn(16, 16, generator=torch.Generator().manual_seed(i))
+    for i in range(2)
+    for p in "qkvo"
+}
+NAME = "layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    isolate(monkeypatch, tmp_path / "cache")
+    files = {"config.json": b'{"num_attention_heads": 2}', "model.safetensors": save(STATE)}
+    with serving(Hub(files)) as hub:
+        connect(monkeypatch, hub.url)
+        yield hub
+
+
+def parts(tmp_path):
+    """The cached ranges, the largest last."""
+    found = (p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.suffix not in (".json", ".tmp"))
+    return sorted(found, key=lambda path: path.stat().st_size)
+
+
+def flip(path, place, bit=1):
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= bit
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("place", [0, 100, -40, -1])
+def test_a_flipped_byte_of_a_cached_range_is_never_used(hub, tmp_path, caplog, place):
+    Checkpoint(SOURCE)[NAME]
+    (path,) = (p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32)
+    flip(path, place)
+    assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
+    assert "checksum mismatch of cached bytes" in caplog.text
+    caplog.clear()
+    assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
+    assert not caplog.text
+
+
+def test_offline_a_flipped_byte_is_an_error(hub, tmp_path, monkeypatch):
+    Checkpoint(SOURCE)[NAME]
+    flip(parts(tmp_path)[-1], 7)
+    go_offline(monkeypatch)
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids downloads"):
+        Checkpoint(SOURCE)[NAME]
+
+
+def test_a_flipped_byte_of_a_header_or_a_config_is_never_used(hub, tmp_path):
+    Checkpoint(SOURCE)
+    for path in parts(tmp_path):
+        flip(path, 3)
+    checkpoint = Checkpoint(SOURCE)
+    assert checkpoint.config == {"num_attention_heads": 2}
+    assert torch.equal(checkpoint[NAME], STATE[NAME])
+
+
+def test_a_config_is_compared_with_the_hash_of_git(hub, tmp_path):
+    hub.corrupt = True  # changes ranges that do not begin at 0
+    assert mismatch("0" * 40, 3, [b"abc"]) == "f2ba8f84ab5c1bce84a7b441cb1959cfc7093b7f"  # git hash-object
+    assert mismatch("a9993e364706816aba3e25717850c26c9cd0d89d", 3, [b"abc"]) is None  # the content's own SHA-1
+    assert Checkpoint(SOURCE).unverified == ("model.safetensors",)
+
+
+def test_a_range_that_was_fetched_again_is_compared_with_the_files_hash(hub, tmp_path):
+    checkpoint = Checkpoint(SOURCE)
+    for name in checkpoint:
+        checkpoint[name]
+    assert Checkpoint(SOURCE).unverified == ()
+    flip(parts(tmp_path)[-1], 5)
+    hub.corrupt = True
+    again = Checkpoint(SOURCE)
+    with pytest.raises(DataError, match=r"checksum mismatch: expected sha256"):
+        [again[name] for name in again]
+
+
+def test_unverified_is_said_where_only_ranges_were_read(hub, tmp_path, capsys):
+    checkpoint = Checkpoint(SOURCE)
+    checkpoint[NAME]
+    assert checkpoint.unverified == ("model.safetensors",)
+    assert checkpoint.summary().endswith("1 files unverified")
+    said = ": `model.safetensors` unverified: only byte ranges were read; `weightscope verify --download` compares"
+    assert SOURCE + said in weightscope.inspect(SOURCE).text()
+    found = products(SOURCE, layers=[0])
+    assert said in found.text()
+    assert found.to_dict()["sources"][0]["unverified"] == ("model.safetensors",)
+    everything = Checkpoint(SOURCE)
+    for name in everything:
+        everything[name]
+    assert everything.unverified == ()
+    assert "unverified" not in products(SOURCE).text() + weightscope.inspect(SOURCE).text()
+
+
+def test_verify_of_a_model_at_the_hub(hub, tmp_path, capsys):
+    checkpoint = Checkpoint(SOURCE)
+    checkpoint[NAME]
+    before = hub.sent
+    found = verify(SOURCE)
+    assert [(row["name"], row["status"]) for row in found.files] == [
+        ("config.json", "verified"),
+        ("model.safetensors", "unverified"),
+    ]
+    assert "bytes were read" in found.text()
+    assert hub.sent == before, "nothing is downloaded unless asked for"
+    (path,) = (p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32)
+    flip(path, 9)
+    assert verify(SOURCE).damaged
+    assert not path.exists()
+    full = verify(SOURCE, download=True)
+    assert [row["status"] for row in full.files] == ["verified"] * 2
+    assert {row["compared"] for row in full.files} == {"sha256", "sha1"}
+    flip(next(p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32), 9)
+    with pytest.raises(SystemExit) as error:
+        main(["verify", SOURCE])
+    assert error.value.code == 3
+    assert "1 cached ranges changed" in capsys.readouterr().err
+
+
+# --- artifacts --------------------------------------------------------------------------------------------------------
+
+
+def artifact(tmp_path, kind):
+    path = tmp_path / f"{kind}.safetensors"
+    if kind == "network":
+        return fit_network(nn.Sequential(nn.Conv2d(8, 8, 3, groups=8)), "filters").save(path)
+    net = nn.Linear(4, 3)
+    spec = WeightSpec.of(net)
+    return fit(
+        WeightArray(np.random.default_rng(0).standard_normal((30, spec.size)), spec), "*", structure="dense"
+    ).save(path)
+
+
+def without_digest(path):
+    """As an earlier version wrote it."""
+    with safe_open(path, "numpy") as file:
+        header = file.metadata()["weightscope"]
+    save_file(load_file(path), path, metadata={"weightscope": header})
+
+
+@pytest.mark.parametrize("kind", ["network", "population"])
+def test_one_flipped_bit_of_an_artifact_is_refused(tmp_path, kind, capsys):
+    path = artifact(tmp_path, kind)
+    load_artifact(path)
+    assert verify(path).files == ({"name": path.name, "status": "verified", "compared": "sha256", "detail": ""},)
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    places = np.random.default_rng(1).integers(8 + length, len(raw), 20).tolist()
+    places += [raw.index(b"1", raw.index(b"version"))]
+    for place in places:
+        flip(path, place, 0x40 if place >= 8 + length else 1)
+        with pytest.raises(DataError, match=r"checksum mismatch|version"):
+            load_artifact(path)
+        with pytest.raises(DataError):
+            load_init(path)
+        path.write_bytes(raw)
+    flip(path, -1, 0x40)
+    with pytest.raises(SystemExit) as error:
+        main(["verify", str(path)])
+    assert error.value.code == 3
+    assert "checksum mismatch: expected sha256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["network", "population"])
+def test_an_artifact_of_an_earlier_version_is_read_and_says_so(tmp_path, kind, caplog):
+    path = artifact(tmp_path, kind)
+    now = load_artifact(path)
+    assert not caplog.text
+    without_digest(path)
+    with caplog.at_level(logging.WARNING):
+        before = load_artifact(path)
+    assert before.to_dict() == now.to_dict()
+    assert f"{path}: unverified: written without a checksum" in caplog.text
+    (row,) = verify(path).files
+    assert row["status"] == "unverified"
+    assert "save it again" in row["detail"]
+    result = CliRunner().invoke(cli, ["verify", str(path)])
+    assert result.exit_code == 0
+    assert "unverified" in result.output
+
+
+def test_a_damaged_artifact_without_a_digest_writes_no_infinity(tmp_path):
+    path = artifact(tmp_path, "population")
+    with safe_open(path, "numpy") as file:
+        header = file.metadata()["weightscope"]
+    arrays = load_file(path)
+    arrays["0.mean"][3] = 1e300
+    save_file(arrays, path, metadata={"weightscope": header})
+    net = nn.Linear(4, 3)
+    kept = net.weight.clone()
+    with pytest.raises(DataError, match=r"beyond the range of torch.float32.*nothing was changed"):
+        load_init(path)(net)
+    assert torch.equal(net.weight, kept)
+
+
+# --- torch files, populations -----------------------------------------------------------------------------------------
+
+
+def test_records_of_a_torch_file_are_compared_with_their_crc(tmp_path):
+    path = tmp_path / "m.pt"
+    base = torch.randn(2000)
+    torch.save({"a": base[10:20], "b": torch.randn(300)}, path)
+    checkpoint = Checkpoint(path)
+    assert torch.equal(checkpoint["a"], base[10:20])
+    assert verify(path).files[0]["compared"] == "crc32"
+    raw = path.read_bytes()
+    place = raw.index(base[1000:1010].numpy().tobytes())  # of the storage, outside the view
+    flip(path, place)
+    damaged = Checkpoint(path)
+    assert len(damaged["b"]) == 300, "other records are not concerned"
+    with pytest.raises(DataError, match=r"m.pt: checksum mismatch in its record .*data/0.*expected CRC-32"):
+        damaged["a"]
+    assert verify(path).damaged
+    path.write_bytes(raw)
+    flip(path, raw.index(b"\x80\x02") + 40)
+    with pytest.raises(DataError, match=r"checksum mismatch in its record .*data.pkl"):
+        Checkpoint(path)
+
+
+def test_torch_files_without_crc_are_read_and_unverified(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(5)}, tmp_path / "m.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(Checkpoint(tmp_path / "m.pt")["a"], torch.ones(5))
+    assert verify(tmp_path / "m.pt").files[0]["status"] == "unverified"
+
+
+def test_a_file_of_a_download_cache_is_compared_with_its_name(tmp_path):
+    raw = save(STATE)
+    digest = hashlib.sha256(raw).hexdigest()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / digest).write_bytes(raw)
+    (tmp_path / "model.safetensors").symlink_to(f"blobs/{digest}")
+    assert verify(tmp_path / "model.safetensors").files[0]["status"] == "verified"
+    flip(tmp_path / "blobs" / digest, -1)
+    assert "checksum mismatch" in verify(tmp_path / "model.safetensors").damaged[0]
+
+
+def test_verify_of_a_population_names_every_damaged_shard(tmp_path, capsys):
+    path = tmp_path / "a.pop"
+    write_population(path, recipe())
+    found = verify(path)
+    assert {row["status"] for row in found.files} == {"verified"}
+    shard = sorted((path / "shards").glob("*.h5"))[-1]
+    flip(shard, -20)
+    found = verify(path)
+    assert [row["name"] for row in found.files if row["status"] == "damaged"] == [shard.name]
+    with pytest.raises(SystemExit) as error:
+        main(["verify", str(path), "--json", str(tmp_path / "v.json")])
+    assert error.value.code == 3
+    assert shard.name in capsys.readouterr().err
+    assert json.loads((tmp_path / "v.json").read_text())["files"][-1]["status"] == "damaged"

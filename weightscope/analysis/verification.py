@@ -1,0 +1,115 @@
+"""`verify`: whether the bytes of a population, an artifact or a model are those that were written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightscope._util.results import Result
+from weightscope._util.sources import is_population
+from weightscope._util.tables import text_table
+from weightscope.errors import DataError
+
+if TYPE_CHECKING:
+    from weightscope.checkpoint import Checkpoint
+    from weightscope.population import Population
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Result):
+    """What was compared with a checksum.
+
+    Attributes:
+        source: as text.
+        files: one row for each file: `name`, `status` ("verified", "unverified" or "damaged"), `compared` ("sha256",
+            "sha1", "crc32" or empty), and `detail`: why it is unverified or damaged, and what to do.
+    """
+
+    source: str
+    files: tuple[dict[str, str], ...]
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """The details of the damaged files."""
+        return tuple(row["detail"] for row in self.files if row["status"] == "damaged")
+
+    def raise_if_damaged(self) -> None:
+        """Raise DataError if a file is damaged; names the first and their number."""
+        if self.damaged:
+            more = f" (and {len(self.damaged) - 1} more)" if len(self.damaged) > 1 else ""
+            raise DataError(f"{self.damaged[0]}{more}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`files`."""
+        return [dict(row) for row in self.files]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {"source": self.source, "files": self.rows()}
+
+    def summary(self) -> str:
+        """The number of files of each status."""
+        statuses = [row["status"] for row in self.files]
+        counts = [f"{n} {kind}" for kind in ("verified", "unverified", "damaged") if (n := statuses.count(kind))]
+        return f"{self.source}: {', '.join(counts) or 'no files'}"
+
+    def text(self) -> str:
+        """The counts, and a table of all files that are not verified, or of all if there are few."""
+        shown = [row for row in self.files if row["status"] != "verified"] or list(self.files[:20])
+        cells = [(row["name"], f"{row['status']} {row['compared']}".strip(), row["detail"]) for row in shown]
+        return "\n".join([self.summary(), "", text_table(("file", "", ""), cells, left=(0, 1, 2))])
+
+
+def verify(source: "str | Path | Population | Checkpoint", *, download: bool = False) -> Verification:
+    """Compare the files of a population, an artifact or a model with every checksum that is known of them.
+
+    - A population: the SHA-256 and the structure of every shard.
+    - An artifact: the digest in its header. One of an earlier version has none and is unverified.
+    - A model at the hub: the digest of each cached byte range, and each file of which all is cached with the hash that
+      the hub states. A file of which only ranges were read is unverified.
+    - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
+
+    Args:
+        source: a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`.
+        download: of a model at the hub: fetch what is missing of its files, so that all can be compared.
+
+    Raises:
+        DataError: if the source does not exist or cannot be read at all. Damaged files are listed in the result, see
+            `Verification.raise_if_damaged`.
+
+    Example:
+        >>> print(verify("digits.pop").text())
+    """
+    if is_population(source):
+        return _population(Path(str(source)))
+    if hasattr(source, "recipe"):
+        return _population(source.path)  # type: ignore[union-attr]
+    from weightscope.artifacts.format import KEY, has_digest
+    from weightscope.checkpoint import Checkpoint
+
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    label = str(checkpoint.source)
+    if KEY in checkpoint.metadata and checkpoint.commit is None:
+        name = Path(label).name
+        try:
+            if has_digest(label):
+                return Verification(label, (_row(name, "verified", "sha256"),))
+        except DataError as error:
+            return Verification(label, (_row(name, "damaged", "sha256", str(error)),))
+        why = "it has no checksum: an earlier version wrote it; save it again to add one"
+        return Verification(label, (_row(name, "unverified", detail=why),))
+    checks = checkpoint.check(download=download)
+    return Verification(label, tuple(_row(c.name, c.status, c.compared, c.detail) for c in checks))
+
+
+def _population(path: Path) -> Verification:
+    from weightscope.population import Population
+
+    population = Population(path, partial=True)
+    rows = []
+    for name, error in population.check_shards():
+        rows.append(_row(name, "damaged" if error else "verified", "sha256", error or ""))
+    return Verification(str(path), tuple(rows))
+
+
+def _row(name: str, status: str, compared: str = "", detail: str = "") -> dict[str, str]:
+    return {"name": name, "status": status, "compared": compared, "detail": detail}
