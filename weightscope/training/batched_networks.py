@@ -160,7 +160,12 @@ class BatchedNetworks(nn.Module):
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
                 gelu = isinstance(before, Elementwise) and type(before.layer) is nn.GELU
-                if gelu and before.layer.approximate == "none" and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                if (
+                    gelu
+                    and before.layer.approximate == "none"
+                    and isinstance(layer, Normalisation)
+                    and isinstance(layer.layer, nn.BatchNorm2d)
+                ):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):

@@ -45,19 +45,19 @@ def build_id() -> str:
 
 @lru_cache(maxsize=2)
 def _built(real: str) -> tuple[ctypes.CDLL, str]:
-    compiler, errors = _compiler(), ""
-    version = _run([*compiler, "--version"]).stdout
+    command, errors = compiler(), ""
+    version = _run([*command, "--version"]).stdout
     texts = [(file.name, file.read_text(encoding="utf-8")) for file in sorted(_FOLDER.glob("*.[ch]"))]
     for machine in _MACHINE:
-        command = [*compiler, *_FLAGS, *machine, *_TYPES[real]]
-        identity = hashlib.sha256(repr([command, version, _processor(), texts]).encode()).hexdigest()[:24]
+        full = [*command, *_FLAGS, *machine, *_TYPES[real]]
+        identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (_folder, _temporary_folder):
-            found, errors = _load_or_compile(folder(), identity, command)
+            found, errors = _load_or_compile(folder(), identity, full)
             if found is not None:
                 return found, identity
             if errors:
                 break
-    raise UsageError(f"kernels = 'compiled': `{shlex.join(compiler)}` failed: {errors[-500:]}; {_OTHERWISE}")
+    raise UsageError(f"kernels = 'compiled': `{shlex.join(command)}` failed: {errors[-500:]}; {_OTHERWISE}")
 
 
 def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
@@ -87,7 +87,12 @@ def _content(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """The command of the C compiler.
+
+    Raises:
+        UsageError: if there is none.
+    """
     try:
         given = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:

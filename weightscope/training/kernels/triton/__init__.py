@@ -7,6 +7,7 @@ partial sums in a fixed order, so a step is deterministic.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from weightscope.errors import UsageError
@@ -16,7 +17,10 @@ from weightscope.training.kernels.triton.convolution import blocks, convolve, co
 from weightscope.training.kernels.triton.images import load_images
 from weightscope.training.kernels.triton.mlp import fits, mlp, mlp_backward, norm, norm_backward
 
+VERSION = triton.__version__
+
 __all__ = [
+    "VERSION",
     "adamw",
     "block",
     "block_backward",
