@@ -162,9 +162,11 @@ def train_shard(
     """
     import torch
 
-    from weightscope.training.devices import choose_kernels
+    from weightscope.training.devices import choose_kernels, trust
 
     own_code.load()
+    if kernels is not None:
+        trust(recipe, torch.device(device), kernels)
     trained = train_tile(recipe, tile, data_root=data, device=device, progress=progress)
     # Another process may have grown the population in the meantime; the shard then holds more networks.
     there = manifests.read(path)

@@ -108,6 +108,12 @@ def _key(recipe: Recipe, device: torch.device) -> tuple[Any, ...]:
     return network, str(device), os.environ.get("CC"), json.dumps(settings)
 
 
+def trust(recipe: Recipe, device: torch.device, choice: Choice) -> None:
+    """Use a choice that another process of this machine has made, without comparing the kernels again."""
+    if choice.kernels != "torch":
+        _choices[_key(recipe, device)] = choice
+
+
 def _refuse(recipe: Recipe, device: torch.device) -> None:
     """Raise UsageError for what compiled kernels do not support, and where there is no compiler."""
     if device.type not in ("cpu", "cuda"):
