@@ -9,7 +9,8 @@ def single_threaded() -> Iterator[None]:
     """Run NumPy, SciPy and torch on one thread within the block.
 
     On matrices of some hundred rows threads cost more time than they save, and many times more on a busy machine, where
-    each operation waits for the slowest of them. SciPy must have been imported before: only loaded libraries are limited.
+    each operation waits for the slowest of them. SciPy must have been imported before: only loaded libraries are
+    limited.
     """
     import torch
     from threadpoolctl import threadpool_limits

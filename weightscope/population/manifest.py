@@ -208,13 +208,16 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
-    """Refuse to add networks of `wanted` to the population `there`; only N may differ.
+    """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels.
 
     Raises:
         RecipeError: if the recipes differ.
         DataError: if specs or inputs differ.
     """
-    lines = [line for line in there.recipe.differences(wanted.recipe) if not line.startswith("population.networks:")]
+    recipe = wanted.recipe
+    if recipe.training.kernels == "auto":
+        recipe = recipe.replace({"training.kernels": there.recipe.training.kernels})
+    lines = [line for line in there.recipe.differences(recipe) if not line.startswith("population.networks:")]
     if lines:
         raise RecipeError(
             f"{path} was collected with another recipe (population -> recipe given): {'; '.join(lines)}; "
