@@ -32,7 +32,7 @@ def recipe(networks: int = 20, tile: int = 8, **changes: object) -> Recipe:
     plain = {
         "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3},
         "data": {"name": "digits", "train": 64, "test": 32},
-        "training": {"epochs": 2, "batch_size": 32},
+        "training": {"epochs": 2, "batch_size": 32, "kernels": "torch"},
         "population": {"networks": networks, "tile": tile, "seed": 7},
     }
     return Recipe.parse(plain).replace({key.replace("__", "."): value for key, value in changes.items()})

@@ -290,7 +290,7 @@ def test_narrower_vectors_give_the_same(fresh, monkeypatch, flags):
     x, *weights = inputs
     wide = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
     identity = build.build_id()
-    monkeypatch.setenv("CC", f"{build._compiler()[0]} {flags}")
+    monkeypatch.setenv("CC", f"{build.compiler()[0]} {flags}")
     build._built.cache_clear()
     try:
         build.library()

@@ -265,3 +265,21 @@ def test_solve_refuses_codes_that_do_not_fit():
         solve(torch.ones(5, 8), TokenGrid(2, 2), [(0, 0)], 4)
     with pytest.raises(UsageError, match="found zeros"):
         solve(torch.zeros(4, 8), TokenGrid(2, 2), [(0, 0)], 4)
+
+
+def test_the_solver_runs_in_one_thread_and_gives_the_others_back(monkeypatch):
+    seen, threads = [], torch.get_num_threads()
+    polish = _Problem.polish
+
+    def watched(self, *args, **options):
+        seen.append(torch.get_num_threads())
+        return polish(self, *args, **options)
+
+    monkeypatch.setattr(_Problem, "polish", watched)
+    torch.set_num_threads(2)
+    try:
+        solve(sinusoidal_positions(4, 4, 16), TokenGrid(4, 4), [(0, 1)], 8)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert set(seen) == {1}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightscope._util.threads import single_threaded
 from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import UsageError
 
@@ -84,26 +85,35 @@ def solve(
     """
     if codes.ndim != 2 or len(codes) != tokens.total:
         raise UsageError(f"codes: expected one row for each of {tokens.total} tokens, found {tuple(codes.shape)}")
-    codes = codes.double()
+    import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
+
+    with single_threaded():
+        return _solved(codes.double(), tokens, offsets, head_width, scale, shared_key, iterations)
+
+
+def _solved(
+    codes: Tensor,
+    tokens: TokenGrid,
+    offsets: Sequence[Offset],
+    head_width: int,
+    scale: float | None,
+    shared_key: bool,
+    iterations: int,
+) -> dict[Offset, tuple[Tensor, Tensor]]:
     left, values, directions = torch.linalg.svd(codes, full_matrices=False)
     rank = int((values > _CUT * values[0]).sum())
     if rank == 0:
         raise UsageError("codes: expected position codes that differ from each other, found zeros")
     directions = directions[:rank]
-    import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
-    from threadpoolctl import threadpool_limits
-
     problem = _Problem(left[:, :rank] * values[:rank], tokens, scale or 1 / math.sqrt(head_width), iterations)
     found = {}
-    # With threads, SciPy's BLAS takes three times as long for these vectors of some hundred numbers.
-    with threadpool_limits(1):
-        start = problem.start(min(rank, head_width))
-        home = problem.polish((0, 0), start, start)
-        for offset in dict.fromkeys(offsets):
-            a, b = home
-            if offset != (0, 0):
-                a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
-            found[offset] = _outer(a, directions, head_width), _outer(b, directions, head_width)
+    start = problem.start(min(rank, head_width))
+    home = problem.polish((0, 0), start, start)
+    for offset in dict.fromkeys(offsets):
+        a, b = home
+        if offset != (0, 0):
+            a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
+        found[offset] = _outer(a, directions, head_width), _outer(b, directions, head_width)
     return found
 
 

@@ -143,7 +143,7 @@ def _parse(values: Any, file: Path) -> Manifest:
         )
     try:
         manifest = Manifest(
-            recipe=Recipe.parse(values["recipe"], where="recipe"),
+            recipe=_recipe_of(values["recipe"]),
             spec=WeightSpec.from_json(json.dumps(values["spec"])),
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
@@ -162,6 +162,13 @@ def _parse(values: Any, file: Path) -> Manifest:
     if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
         raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {manifest.networks} networks")
     return manifest
+
+
+def _recipe_of(written: Any) -> Recipe:
+    """The recipe in a manifest; networks of versions without `training.kernels` were trained with torch's."""
+    recipe = Recipe.parse(written, where="recipe")
+    old = "kernels" not in written.get("training", {})
+    return recipe.replace({"training.kernels": "torch"}) if old else recipe
 
 
 def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manifest, bool]:
@@ -201,13 +208,16 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
-    """Refuse to add networks of `wanted` to the population `there`; only N may differ.
+    """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels.
 
     Raises:
         RecipeError: if the recipes differ.
         DataError: if specs or inputs differ.
     """
-    lines = [line for line in there.recipe.differences(wanted.recipe) if not line.startswith("population.networks:")]
+    recipe = wanted.recipe
+    if recipe.training.kernels == "auto":
+        recipe = recipe.replace({"training.kernels": there.recipe.training.kernels})
+    lines = [line for line in there.recipe.differences(recipe) if not line.startswith("population.networks:")]
     if lines:
         raise RecipeError(
             f"{path} was collected with another recipe (population -> recipe given): {'; '.join(lines)}; "

@@ -44,8 +44,11 @@ class TrainedTile:
     metrics: Mapping[str, np.ndarray]
 
 
-def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> bytes:
-    """The bytes of a shard with the first `rows` networks of a trained tile; deterministic."""
+def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, kernels: str = "") -> bytes:
+    """The bytes of a shard with the first `rows` networks of a trained tile; deterministic.
+
+    `device` and `kernels` are for the header: what trained the tile, and how its compiled kernels were checked.
+    """
     import torch
 
     _check_tile(manifest, trained)
@@ -58,6 +61,8 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
         "torch": torch.__version__,
         "device": device,
     }
+    if kernels:
+        header["kernels"] = kernels
     columns = manifest.spec.size
     blocks = max(1, -(-columns // _CHUNK[1]))
     # Not HDF5's own file in memory: in version 1.14 its image has a wrong checksum in the superblock.

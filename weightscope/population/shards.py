@@ -5,7 +5,7 @@
 
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
 hashes are listed, so that at every moment the pair on disk is valid or the shard is absent. The bytes of a shard depend
-on recipe, tile, torch version, HDF5 version and device only, and on the compiler for compiled kernels.
+on recipe, tile, torch version, HDF5 version, device and kernels only.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
     return tiles
 
 
-def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> tuple[Path, str]:
+def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
     """Write the shard of a trained tile, unless a valid one with as many networks exists.
 
     Returns:
@@ -75,7 +75,7 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str) -> t
     there = state(path, manifest, trained.index)
     if there.kind == "done":
         return file, tidy_hash(file)
-    data = encode(manifest, trained, rows, device)
+    data = encode(manifest, trained, rows, device, kernels)
     digest = hashlib.sha256(data).hexdigest()
     old = [_digest(file)] if there.kind == "short" else []
     _write_hashes(file, [digest, *old])

@@ -102,9 +102,9 @@ class TrainingConfig(Section):
 
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
-    `kernels = "compiled"` selects kernels in C on a CPU (1.7 to 2.1 times as fast for ConvNeXts with AVX-512, 1.2
-    for ViTs and 1.3 for ConvMixers), and Triton kernels with CUDA graphs on a GPU. It is part of the recipe because it
-    rounds differently.
+    `kernels = "compiled"` selects kernels in C on a CPU, and Triton kernels with CUDA graphs on a GPU; "torch" selects
+    torch's. With "auto" compiled kernels are used where there is a C compiler (or Triton on a GPU) and they agree with
+    torch's; a population records the choice, because they round differently.
     """
 
     epochs: Count
@@ -119,15 +119,15 @@ class TrainingConfig(Section):
     mixup: NonNegative = 0.0
     frozen: tuple[str, ...] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
-    kernels: Literal["torch", "compiled"] = "torch"
+    kernels: Literal["auto", "torch", "compiled"] = "auto"
     evaluate: Literal["end", "epoch"] = "epoch"
     engine: Literal["batched", "loop"] = "batched"
 
     @model_validator(mode="after")
     def _plain_loop(self) -> "TrainingConfig":
-        if self.engine == "loop" and (self.kernels, self.precision) != ("torch", "float32"):
+        if self.engine == "loop" and (self.kernels == "compiled" or self.precision != "float32"):
             raise ValueError(
-                "engine 'loop' runs plain PyTorch: expected kernels 'torch' and precision 'float32', found "
+                "engine 'loop' runs plain PyTorch: expected kernels 'torch' or 'auto' and precision 'float32', found "
                 f"{self.kernels!r} and {self.precision!r}"
             )
         return self

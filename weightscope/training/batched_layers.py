@@ -178,9 +178,10 @@ class Normalisation(BatchedLayer):
         layer, pair = self.layer, weight_and_bias(self)
         batch = isinstance(layer, nn.BatchNorm2d)
         if self.after_gelu and self.training and not self.calibrating:
-            return functions.gelu_batch_norm(rows, pair, layer.eps, more)
-        if self.kernels == "triton" and not batch:
-            y = functions.layer_norm(rows, pair, layer.eps)
+            pair = converted(pair, rows, self.kernels)
+            return functions.gelu_batch_norm(rows, pair, layer.eps, more, kernels=self.kernels)
+        if self.kernels != "torch" and not batch:
+            y = functions.layer_norm(rows, converted(pair, rows, self.kernels), layer.eps, kernels=self.kernels)
         elif not batch:
             y = _Normalise.apply(rows, *pair, 1, layer.eps)
         else:
@@ -278,6 +279,9 @@ class _Attention(BatchedLayer):
         batch, tokens, _ = x.shape
         heads = self.layer.heads
         qkv = self.qkv(x).permute(2, 1, 0).reshape(self.count, 3, heads, -1, tokens, batch)
+        if self.kernels == "c":
+            y = functions.attention(qkv, kernels="c")
+            return self.proj(y.reshape(-1, tokens, batch).permute(2, 1, 0))
         q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, k)
         with _deterministic_attention(x.device):
             y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))

@@ -157,10 +157,15 @@ class BatchedNetworks(nn.Module):
             mlp: Any = _NormMlp(batched.norm2, batched.mlp)
             identity: Any = nn.Identity()
             batched.mlp, batched.norm2 = mlp, identity
-        if type(module) is nn.Sequential and isinstance(batched, nn.Sequential) and self.kernels == "triton":
+        if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
-                gelu = isinstance(before, Elementwise) and isinstance(before.layer, nn.GELU)
-                if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                gelu = isinstance(before, Elementwise) and type(before.layer) is nn.GELU
+                if (
+                    gelu
+                    and before.layer.approximate == "none"
+                    and isinstance(layer, Normalisation)
+                    and isinstance(layer.layer, nn.BatchNorm2d)
+                ):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):

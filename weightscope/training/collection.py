@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
@@ -26,7 +26,11 @@ from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
+from weightscope.training.provenance import made_on, warn_of_other_builds
 from weightscope.training.workers import BACKENDS, OwnCode, WorkerDied, spread
+
+if TYPE_CHECKING:
+    from weightscope.training.devices import Choice  # imports torch
 
 _log = logging.getLogger(__name__)
 
@@ -88,13 +92,17 @@ def collect(
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
     if workers is not None:
         count("workers", workers)
-    wanted, device = _wanted(recipe, path, networks, data, device)
+    wanted, device, kernels = _wanted(recipe, path, networks, data, device)
     existed = path.exists()
     manifest, created = manifests.create_or_match(path, wanted, grow=networks is not None)
     try:
         with _terminate_as_interrupt():
             todo = _scan(path, manifest, shard)
-            job = _job(path, manifest, data, device)
+            # each machine of a cluster chooses again, unless the recipe or the population asks for torch's
+            again = backend != "loky" and recipe.training.kernels == "auto"
+            job = _job(path, manifest, data, device, None if again else kernels)
+            if todo:
+                warn_of_other_builds(path, manifest, made_on(kernels, device))
             total = manifest.networks if shard is None else manifest.rows(shard)
             with _Bar(total, total - sum(map(manifest.rows, todo)), show=progress) as bar:
                 if backend == "loky":
@@ -133,6 +141,7 @@ def train_shard(
     data: Path | None,
     device: str,
     own_code: OwnCode,
+    kernels: "Choice | None" = None,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[int, str]:
     """Train one tile and write its shard; the task of a worker. Idempotent.
@@ -146,36 +155,47 @@ def train_shard(
         data: the first folder to look for the data set in.
         device: "cpu" or "cuda".
         own_code: the functions that the recipe refers to.
+        kernels: what trains it, for the shard's header; by default those that this machine chooses.
         progress: called with the fraction done.
 
     Returns:
         The tile and its shard's sha256.
     """
+    import torch
+
+    from weightscope.training.devices import choose_kernels, trust
+
     own_code.load()
+    if kernels is not None:
+        trust(recipe, torch.device(device), kernels)
     trained = train_tile(recipe, tile, data_root=data, device=device, progress=progress)
     # Another process may have grown the population in the meantime; the shard then holds more networks.
     there = manifests.read(path)
     if there.networks > manifest.networks:
         manifests.match(path, there, manifest)
         manifest = there
-    return tile, shards.save(path, manifest, trained, _made_on(recipe, device))[1]
+    if kernels is None:
+        kernels = choose_kernels(recipe, torch.device(device))
+    return tile, shards.save(path, manifest, trained, made_on(kernels, device), kernels.checked)[1]
 
 
 def _wanted(
     recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
-) -> tuple[Manifest, str]:
-    """The manifest of the requested population, and the device; raises every error that can be detected beforehand."""
+) -> tuple[Manifest, str, "Choice"]:
+    """The manifest of the requested population, device and kernels; raises every error that can be detected beforehand.
+
+    `kernels = "auto"` takes those of an existing population.
+    """
     from weightscope import training
     from weightscope.data import load
     from weightscope.training import own_networks
-    from weightscope.training.devices import kernels_on, resolve_device
+    from weightscope.training.devices import choose_kernels, resolve_device
     from weightscope.training.initial_weights import resolve as resolve_init
     from weightscope.training.tile_size import choose_tile
 
     if networks is not None:
         recipe = recipe.replace({"population.networks": networks})
     resolved = resolve_device(device)
-    kernels = kernels_on(recipe, resolved)
     device = str(resolved)
     own_code = _own_code_hashes(recipe)
     there = manifests.read(path) if (path / manifests.NAME).exists() else None
@@ -188,11 +208,24 @@ def _wanted(
     limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
     images = load(recipe.data.name, data, **limits)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
-    own_networks.check(recipe, kernels)
+    there_kernels = None if there is None else there.recipe.training.kernels
+    if recipe.training.kernels == "auto" and there_kernels == "torch":
+        recipe = recipe.replace({"training.kernels": "torch"})
+    kernels = choose_kernels(recipe, resolved)
+    own_networks.check(recipe, kernels.kernels)
+    if recipe.training.kernels == "auto":
+        kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
+        if (kept, kernels.kernels) == ("compiled", "torch"):
+            _log.warning(
+                "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s",
+                path,
+                kernels.checked,
+            )
+        recipe = recipe.replace({"training.kernels": kept})
     if recipe.population.tile is None:
         tile = choose_tile(recipe, images, resolved) if there is None else there.tile
         recipe = recipe.replace({"population.tile": tile})
-    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device
+    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
 
 
 def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
@@ -240,11 +273,17 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
     return todo
 
 
-def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -> Job:
-    """The task, a function of the tile. Its paths are absolute, since a worker may run in another folder."""
+def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str, kernels: "Choice | None") -> Job:
+    """The task, a function of the tile. Its paths are absolute, since a worker may run in another folder.
+
+    Without `kernels`, a worker chooses the kernels where those of the population are compiled.
+    """
     from weightscope import training
 
     recipe = manifest.recipe.to_dict()
+    if recipe["training"]["kernels"] == "compiled":
+        actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
+        recipe["training"]["kernels"] = actual
     for init in recipe["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])
@@ -257,6 +296,7 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -
         data=None if data is None else Path(data).absolute(),
         device=device,
         own_code=OwnCode.of(name for _, name in _references(manifest.recipe)),
+        kernels=kernels,
     )
 
 
@@ -270,24 +310,6 @@ def _run_here(job: Job, todo: list[int], manifest: Manifest, bar: "_Bar") -> Non
 def _kept(path: Path) -> str:
     population = Population(path, partial=True)
     return f"{len(population)} of {population.recipe.population.networks} networks are kept in {path}"
-
-
-def _made_on(recipe: Recipe, device: str) -> str:
-    """The device for a shard's header: GPU models and builds of kernels round differently."""
-    if device.startswith("cuda"):
-        import torch
-
-        name = torch.cuda.get_device_name(device)
-        if recipe.training.kernels == "compiled":
-            import triton
-
-            return f"{name}, kernels triton {triton.__version__}"
-        return name
-    if recipe.training.kernels == "compiled":
-        from weightscope.training.kernels.c.build import build_id
-
-        return f"{device}, kernels {build_id()}"
-    return device
 
 
 def _sweep(path: Path) -> None:

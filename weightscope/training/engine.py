@@ -3,7 +3,7 @@
 Everything that differs between networks (initial weights, batch order, augmentation, rates, initialiser) comes from
 random streams that depend on (root seed, k) only, and a tile is always computed as a whole, padding included, by one
 thread on a CPU. So network k has the same bits in any population, on any worker and after any interruption (same build
-of torch, same device, and same C compiler if the recipe uses compiled kernels).
+of torch, same device, and same kernels: torch's, or the same build of compiled ones).
 """
 
 import gc
@@ -21,13 +21,14 @@ from weightscope import networks
 from weightscope._util.plugins import is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
-from weightscope.data.augment import augment, draws_needed, normalise
+from weightscope.data.augment import draws_needed, normalise
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
+from weightscope.training.images import load_images
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels import functions
 from weightscope.training.loop_networks import LoopNetworks
@@ -292,17 +293,12 @@ class TileRun:
         """Logits (T, B, K) of the training images `index` (T, B), augmented and mixed."""
         config = self.recipe.data.augment
         if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and not config.operations:
-            load_images = functions.backend("triton").load_images
-            moments = self.mean, self.std
-            return self.nets.of_channels(load_images(self.images, index, draws, shares, moments, config, self.dtype))
-        raw = self.images[index.reshape(-1)]
-        if draws is not None:
-            raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
-        images = normalise(raw, self.mean, self.std).view(*index.shape, *raw.shape[1:])
-        if shares is not None:
-            share = shares[:, None, None, None, None]
-            images = share * images + (1 - share) * images.flip(1)
-        return self.nets(images.to(self.dtype))
+            found = functions.backend("triton").load_images(
+                self.images, index, draws, shares, (self.mean, self.std), config, self.dtype
+            )
+            return self.nets.of_channels(found)
+        found = load_images(self.images, index, draws, shares, (self.mean, self.std), config)
+        return self.nets(found.to(self.dtype))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:

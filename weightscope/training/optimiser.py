@@ -26,7 +26,7 @@ class BatchedAdamW:
         weight_decay: (T,).
         betas: (b1, b2).
         eps: added to the square root of the second moment.
-        kernels: "triton" makes one pass over memory on a GPU; the formula is the same.
+        kernels: "c" and "triton" make one pass over memory; the formula is the same.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -66,9 +66,9 @@ class BatchedAdamW:
         if clip_norm > 0:
             norm = torch.linalg.vector_norm(self.gradient, dim=1)
             clip = (clip_norm / (norm + 1e-6)).clamp_(max=1.0)
-        if self.kernels == "triton":
+        if self.kernels != "torch":
             clip = torch.ones_like(self.rate) if clip is None else clip
-            functions.backend("triton").adamw(
+            functions.backend(self.kernels).adamw(
                 self.weights,
                 self.gradient,
                 (self.first, self.second),

@@ -3,18 +3,23 @@
 Each function makes one pass over memory where separate operations make a dozen: of a block's MLP only the input is kept
 for the backward pass, and everything else is recomputed. Backends:
 
-- "torch" (`pytorch.py`): any device and type; only the depthwise convolution.
+- "torch" (`pytorch.py`): any device and type; torch's operations, with which the others are compared.
 - "c" (`c/`): CPU; activations and weights of one type, float32 or float64.
 - "triton" (`triton/`): GPU; activations bfloat16 or float32, weights and their gradients float32.
 
-All functions are differentiable once. They raise ValueError if shapes or types do not match, and UsageError if the
+Compiled functions are differentiable once. All raise ValueError if shapes or types do not match, and UsageError if the
 backend is not available (no C compiler, no Triton).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -45,6 +50,34 @@ def backend(kernels: Kernels) -> ModuleType:
     return triton
 
 
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, positional and keyword arguments without `kernels`
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """The calls of this module's functions within the block, which torch computes whatever `kernels` they name."""
+    calls: list[Call] = []
+    token = _recorded.set(calls)
+    try:
+        yield calls
+    finally:
+        _recorded.reset(token)
+
+
+def _recordable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(function)
+    def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
+        calls = _recorded.get()
+        if calls is not None and kernels != "torch":
+            calls.append((function.__name__, args, options))
+            kernels = "torch"
+        return function(*args, kernels=kernels, **options)
+
+    return call
+
+
+@_recordable
 def depthwise_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -71,6 +104,7 @@ def depthwise_conv2d(
     return _DepthwiseConv2d.apply(backend(kernels), x, weight, bias, dilation)
 
 
+@_recordable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels.
 
@@ -80,15 +114,18 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
         fc1: weight (T, m, c) and bias (T, m).
         fc2: weight (T, c, m) and bias (T, c).
         eps: added to the variance.
-        kernels: "c" or "triton".
+        kernels: the backend.
 
     Returns:
         (T, c, P).
     """
     _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
+    if kernels == "torch":
+        return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
     return _NormMlp.apply(backend(kernels), x, *norm, *fc1, *fc2, eps)
 
 
+@_recordable
 def convnext_block(
     x: Tensor, filters: Pair, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels
 ) -> Tensor:
@@ -101,7 +138,7 @@ def convnext_block(
         fc1: weight (T, m, c) and bias (T, m).
         fc2: weight (T, c, m) and bias (T, c).
         eps: added to the variance.
-        kernels: "c" or "triton".
+        kernels: the backend.
 
     Returns:
         (T c, H, W, B).
@@ -109,24 +146,52 @@ def convnext_block(
     networks = len(norm[0])
     _check_filters(x, *filters)
     _check_mlp((networks, len(x) // networks), norm, fc1, fc2, eps)
+    if kernels == "torch":
+        inner = depthwise_conv2d(x, *filters).view(networks, len(x) // networks, -1)
+        return x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
     return _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *fc1, *fc2, eps)
 
 
-def layer_norm(x: Tensor, norm: Pair, eps: float) -> Tensor:
-    """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each; Triton only."""
-    return _LayerNorm.apply(backend("triton"), x, *norm, eps)
+@_recordable
+def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
+    """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
+    if kernels == "torch":
+        return pytorch.normalise(x, norm, 1, eps)
+    return _LayerNorm.apply(backend(kernels), x, *norm, eps)
 
 
-def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
-    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions; Triton only.
+@_recordable
+def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
+    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions.
 
     Args:
         x: (T, c, P).
         norm: gain and shift, (T, c) each.
         eps: added to the variance.
         more: (T, c, P), the residual.
+        kernels: the backend.
     """
-    return _GeluBatchNorm.apply(backend("triton"), x, *norm, eps, more)
+    if kernels == "torch":
+        y = pytorch.normalise(F.gelu(x), norm, 2, eps)
+        return y if more is None else y + more
+    return _GeluBatchNorm.apply(backend(kernels), x, *norm, eps, more)
+
+
+@_recordable
+def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
+    """`softmax(q^T k / sqrt(d)) v` of each head and image; torch's and C only.
+
+    Args:
+        qkv: queries, keys and values (T, 3, H, d, N, B), d the width of a head, N tokens.
+        kernels: the backend.
+
+    Returns:
+        (T, H, d, N, B).
+    """
+    if kernels == "torch":
+        q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).unbind(0)  # each (T, H, B, N, d)
+        return F.scaled_dot_product_attention(q, k, v).permute(0, 1, 4, 3, 2)
+    return _Attention.apply(backend(kernels), qkv)
 
 
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -183,20 +248,17 @@ class _NormMlp(torch.autograd.Function):
 class _ConvNeXtBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
-        x, weight, *weights = (value.contiguous() for value in (x, weight, *rest[:-1]))
-        networks = len(weights[0])
-        inner = kernels.convolve(x, weight, bias.contiguous(), 1).view(networks, len(x) // networks, -1)
+        x, weight, bias, *weights = (value.contiguous() for value in (x, weight, bias, *rest[:-1]))
+        inner, y = kernels.block(x, [weight, bias], weights, rest[-1])
         ctx.save_for_backward(x, weight, inner, *weights)
         ctx.kernels, ctx.eps = kernels, rest[-1]
-        return kernels.mlp(inner, weights, ctx.eps, x.view_as(inner)).view_as(x)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner, *weights = ctx.saved_tensors
-        grad = grad.contiguous()
-        middle, *of_mlp = ctx.kernels.mlp_backward(inner, weights, grad.view_as(inner), ctx.eps)
-        return None, *ctx.kernels.convolve_backward(x, weight, middle.view_as(x), 1, grad), *of_mlp, None
+        return None, *ctx.kernels.block_backward(x, weight, inner, weights, grad.contiguous(), ctx.eps), None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -230,3 +292,17 @@ class _GeluBatchNorm(torch.autograd.Function):
         grad = grad.contiguous()
         found = ctx.kernels.gelu_norm_backward(*ctx.saved_tensors, grad)
         return None, *found, None, grad if ctx.more else None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, qkv: Tensor) -> Tensor:
+        qkv = qkv.contiguous()
+        ctx.save_for_backward(qkv)
+        ctx.kernels = kernels
+        return kernels.attention(qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.kernels.attention_backward(*ctx.saved_tensors, grad.contiguous())

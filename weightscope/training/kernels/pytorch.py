@@ -1,4 +1,6 @@
-"""Depthwise convolution of the channels of many networks as batched matrix products.
+"""Torch's operations for the functions of the training step.
+
+The depthwise convolution of the channels of many networks is computed as batched matrix products.
 
 With the batch innermost, an image of one channel is a column of H*W pixels and a batch is the matrix
 X (H*W, B). A depthwise convolution is then one small banded Toeplitz matrix for each channel, applied from the
@@ -14,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Up to this many pixels one dense (H*W, H*W) matrix for each channel is the fastest form; measured on AVX-512.
@@ -35,6 +38,21 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
         (C, H, W, B).
     """
     return _DepthwiseConv2d.apply(x, weight, dilation)
+
+
+def normalise(x: Tensor, norm: tuple[Tensor, Tensor], dim: int, eps: float) -> Tensor:
+    """`gain (x - mean) / sqrt(variance + eps) + shift` of x (T, c, P), moments over `dim`; gain and shift (T, c)."""
+    gain, shift = norm
+    variance, mean = torch.var_mean(x, dim, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(variance + eps) * gain[:, :, None] + shift[:, :, None]
+
+
+def norm_mlp(
+    x: Tensor, norm: tuple[Tensor, Tensor], fc1: tuple[Tensor, Tensor], fc2: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    """`fc2(gelu(fc1(norm(x))))` of x (T, c, P); see `functions.norm_mlp`."""
+    hidden = torch.baddbmm(fc1[1][:, :, None], fc1[0], normalise(x, norm, 1, eps))
+    return torch.baddbmm(fc2[1][:, :, None], fc2[0], F.gelu(hidden))
 
 
 class _DepthwiseConv2d(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Kernels for a CPU: calls into `kernels.c`, which `build.py` compiles on first use.
+"""Kernels for a CPU: calls into the C sources of this folder, which `build.py` compiles on first use.
 
 They take contiguous tensors of one type, float32 or float64; `functions.py` makes them differentiable.
 """
@@ -40,6 +40,91 @@ def mlp_backward(x: Tensor, weights: list[Tensor], grad: Tensor, eps: float) -> 
     found = [torch.empty_like(value) for value in (x, *weights)]
     _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_sizes(x, weights), float(eps)))
     return found
+
+
+def block(x: Tensor, filters: list[Tensor], weights: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """`conv(x)` and `x + mlp(conv(x))` of x (T c, H, W, B), network by network; `filters` are weight and bias."""
+    inner, y = torch.empty_like(x), torch.empty_like(x)
+    _call("block_forward", (x, *filters, *weights, inner, y), (*_block_sizes(x, filters[0], weights), float(eps)))
+    return inner, y
+
+
+def block_backward(
+    x: Tensor, weight: Tensor, inner: Tensor, weights: list[Tensor], grad: Tensor, eps: float
+) -> list[Tensor]:
+    """Gradients of the input, of filters and their biases, and of the six weights."""
+    found = [torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x)), *map(torch.empty_like, weights)]
+    sizes = _block_sizes(x, weight, weights)
+    _call("block_backward", (x, weight, inner, *weights[:-1], grad, *found), (*sizes, float(eps)))
+    return found
+
+
+def norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """LayerNorm of x (T, c, P) over c."""
+    y = torch.empty_like(x)
+    _call("norm_forward", (x, gain, shift, y), (*x.shape, float(eps)))
+    return y
+
+
+def norm_backward(x: Tensor, gain: Tensor, grad: Tensor, eps: float) -> list[Tensor]:
+    """Gradients of input, gain and shift."""
+    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
+    _call("norm_backward", (x, gain, grad, *found), (*x.shape, float(eps)))
+    return found
+
+
+def gelu_norm(
+    x: Tensor, gain: Tensor, shift: Tensor, eps: float, more: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GELU, then normalisation over P, of x (T, c, P), plus `more`; and mean and factor, (T, c) each."""
+    y, mean, factor = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
+    _call("gelu_norm_forward", (x, gain, shift, more, y, mean, factor), (gain.numel(), x.shape[2], float(eps)))
+    return y, mean, factor
+
+
+def gelu_norm_backward(x: Tensor, gain: Tensor, mean: Tensor, factor: Tensor, grad: Tensor) -> list[Tensor]:
+    """Gradients of input, gain and shift."""
+    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
+    _call("gelu_norm_backward", (x, gain, mean, factor, grad, *found), (gain.numel(), x.shape[2]))
+    return found
+
+
+def attention(qkv: Tensor) -> Tensor:
+    """Softmax attention of queries, keys and values (T, 3, H, k, N, B): (T, H, k, N, B)."""
+    t, _, h, k, n, b = qkv.shape
+    y = qkv.new_empty(t, h, k, n, b)
+    _call("attention_forward", (qkv, y), (t, h, k, n, b))
+    return y
+
+
+def attention_backward(qkv: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of queries, keys and values."""
+    found = torch.empty_like(qkv)
+    t, _, h, k, n, b = qkv.shape
+    _call("attention_backward", (qkv, grad, found), (t, h, k, n, b))
+    return found
+
+
+def adamw(
+    weights: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    trained: Tensor,
+    rates: tuple[Tensor, Tensor],
+    clip: Tensor,
+    scalars: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One step of `BatchedAdamW` in place; the arguments are those of `kernels.triton.adamw`."""
+    tensors = (weights, gradient, *moments, trained.to(weights.dtype), *rates, clip, scalars)
+    _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
+
+
+def _block_sizes(x: Tensor, weight: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
+    """T, c, m, H, W, B, k."""
+    networks, m, c = weights[2].shape
+    return networks, c, m, *x.shape[1:], weight.shape[-1]
 
 
 def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Compile `kernels.c` for this machine on first use, and cache the library.
+"""Compile the kernels in C for this machine on first use, and cache the library.
 
 The compiler is $CC, or else cc, gcc or clang. The name of a cached file contains a hash of everything that its code
 depends on (compiler, compiler version, flags, processor features, source) and a hash of its content, so that a damaged
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from weightscope.errors import UsageError
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
 _MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts
 _TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
@@ -45,18 +45,19 @@ def build_id() -> str:
 
 @lru_cache(maxsize=2)
 def _built(real: str) -> tuple[ctypes.CDLL, str]:
-    compiler, errors = _compiler(), ""
-    version = _run([*compiler, "--version"]).stdout
+    command, errors = compiler(), ""
+    version = _run([*command, "--version"]).stdout
+    texts = [(file.name, file.read_text(encoding="utf-8")) for file in sorted(_FOLDER.glob("*.[ch]"))]
     for machine in _MACHINE:
-        command = [*compiler, *_FLAGS, *machine, *_TYPES[real]]
-        identity = hashlib.sha256(repr([command, version, _processor(), _SOURCE.read_text()]).encode()).hexdigest()[:24]
+        full = [*command, *_FLAGS, *machine, *_TYPES[real]]
+        identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (_folder, _temporary_folder):
-            found, errors = _load_or_compile(folder(), identity, command)
+            found, errors = _load_or_compile(folder(), identity, full)
             if found is not None:
                 return found, identity
             if errors:
                 break
-    raise UsageError(f"kernels = 'compiled': `{shlex.join(compiler)}` failed: {errors[-500:]}; {_OTHERWISE}")
+    raise UsageError(f"kernels = 'compiled': `{shlex.join(command)}` failed: {errors[-500:]}; {_OTHERWISE}")
 
 
 def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
@@ -67,7 +68,7 @@ def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[c
         file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as there:
         made = Path(there, "kernels.so")
-        done = _run([*command, str(_SOURCE), "-o", str(made), "-lm"])
+        done = _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"])
         if done.returncode:
             return None, done.stderr.strip() or f"exit status {done.returncode}"
         file = folder / f"kernels-{identity}-{_content(made)}.so"
@@ -86,7 +87,12 @@ def _content(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
+    """The command of the C compiler.
+
+    Raises:
+        UsageError: if there is none.
+    """
     try:
         given = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:

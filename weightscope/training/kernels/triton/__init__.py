@@ -7,6 +7,8 @@ partial sums in a fixed order, so a step is deterministic.
 """
 
 import torch
+import triton
+from torch import Tensor
 
 from weightscope.errors import UsageError
 from weightscope.training.kernels.triton.adamw import adamw
@@ -15,8 +17,13 @@ from weightscope.training.kernels.triton.convolution import blocks, convolve, co
 from weightscope.training.kernels.triton.images import load_images
 from weightscope.training.kernels.triton.mlp import fits, mlp, mlp_backward, norm, norm_backward
 
+VERSION = triton.__version__
+
 __all__ = [
+    "VERSION",
     "adamw",
+    "block",
+    "block_backward",
     "blocks",
     "convolve",
     "convolve_backward",
@@ -30,6 +37,23 @@ __all__ = [
     "norm_backward",
     "probe",
 ]
+
+
+def block(x: Tensor, filters: list[Tensor], weights: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """`conv(x)` and `x + mlp(conv(x))` of x (T c, H, W, B); `filters` are weight and bias."""
+    networks = len(weights[0])
+    inner = convolve(x, *filters, 1)
+    rows = inner.view(networks, len(x) // networks, -1)
+    return inner, mlp(rows, weights, eps, x.view_as(rows)).view_as(x)
+
+
+def block_backward(
+    x: Tensor, weight: Tensor, inner: Tensor, weights: list[Tensor], grad: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    """Gradients of the input, of filters and their biases, and of the six weights."""
+    rows = inner.view(len(weights[0]), len(x) // len(weights[0]), -1)
+    middle, *of_mlp = mlp_backward(rows, weights, grad.view_as(rows), eps)
+    return *convolve_backward(x, weight, middle.view_as(x), 1, grad), *of_mlp
 
 
 def probe(device: torch.device) -> None:

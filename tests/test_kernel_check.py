@@ -1,0 +1,213 @@
+"""The choice of kernels: a compiled kernel that is wrong on this machine is found and not used."""
+
+import json
+import logging
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from weightscope._util.environment import environment
+from weightscope.errors import UsageError
+from weightscope.population import manifest as manifests
+from weightscope.population.manifest import Manifest
+from weightscope.recipe import Recipe
+from weightscope.training import devices, kernel_check, spec_of, train_tile
+from weightscope.training.collection import collect
+from weightscope.training.devices import choose_kernels
+from weightscope.training.kernels.c import build
+
+CPU = torch.device("cpu")
+NETWORKS = {
+    "convnext": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
+    "convmixer": {"type": "convmixer", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
+    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4},
+}
+BASE = {
+    "network": NETWORKS["convnext"],
+    "data": {"name": "digits", "train": 64, "test": 20},
+    "training": {"epochs": 1, "batch_size": 16},
+    "population": {"networks": 2, "tile": 2},
+}
+USED = {
+    "convnext": "adamw, convnext_block, layer_norm",
+    "convmixer": "adamw, depthwise_conv2d, gelu_batch_norm",
+    "vit": "adamw, attention, layer_norm, norm_mlp",
+}
+MISTAKES = {  # network, text of a C source, what it becomes, message
+    "does not build": ("convnext", "int adamw_step(", "int adamw_step(oops", "failed:.*oops"),
+    "is not there": ("convnext", "int adamw_step(", "int adamw_stop(", "adamw fails: AttributeError"),
+    "fails at launch": ("convnext", "int failed = !middle;", "int failed = 1;", "convnext_block fails: MemoryError"),
+    "wrong value": ("convnext", "return x * below;", "return 1.001f * x * below;", "convnext_block, forward differs"),
+    "wrong gradient": ("convnext", "below + x * density", "below + 0.99f * x * density", "convnext_block, gradient"),
+    "wrong gradient of filters": (
+        "convnext",
+        "out[j] = total(",
+        "out[j] = 0.999f * total(",
+        "convnext_block, gradient",
+    ),
+    "wrong norm": ("convnext", "gain[i] * u + shift[i]", "gain[i] * u", "layer_norm, forward differs"),
+    "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "depthwise_conv2d, forward differs"),
+    "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
+    "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "attention, forward differs"),
+    "wrong gradient of attention": ("vit", "get(sr + j) - along", "get(sr + j)", "attention, gradient"),
+    "wrong decay": ("vit", "step * shrink * weights[d]", "shrink * weights[d]", "adamw, weights differs"),
+}
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+
+
+def recipe(network: str = "convnext", **training: object) -> Recipe:
+    changes = {f"training.{name}": value for name, value in training.items()}
+    return Recipe.parse(BASE).replace({"network": NETWORKS[network], **changes})
+
+
+def forget() -> None:
+    build._built.cache_clear()
+    devices._choices.clear()
+    devices._warned.clear()
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """Replaces the compiler by one that makes a mistake, or by none."""
+    monkeypatch.delenv("CC", raising=False)
+    forget()
+
+    def make(old: str | None, new: str = "") -> None:
+        if old is None:
+            monkeypatch.setenv("PATH", str(tmp_path))
+        else:
+            script = Path(__file__).with_name("broken_compiler.py")
+            monkeypatch.setenv("CC", shlex.join([sys.executable, str(script), old, new]))
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        forget()
+
+    yield make
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_right_kernels_are_used_without_a_word(compiler, caplog, network):
+    found = choose_kernels(recipe(network), CPU)
+    assert (found.kernels, found.build) == ("c", build.build_id())
+    assert found.checked == f"{USED[network]}: equal to torch's within 1e-04"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_kernel_is_named_and_not_used(compiler, caplog, mistake):
+    network, old, new, message = MISTAKES[mistake]
+    sources = [file.read_text() for file in build._FOLDER.glob("*.c")] + [(build._FOLDER / "common.h").read_text()]
+    assert any(old in text for text in sources)
+    compiler(old, new)
+    with caplog.at_level(logging.WARNING):
+        found = [choose_kernels(recipe(network), CPU) for _ in range(2)]
+    assert [choice.kernels for choice in found] == ["torch", "torch"]
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("compiled kernels are not used, torch's are: ")
+    assert "\n" not in text
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        choose_kernels(recipe(network, kernels="compiled"), CPU)
+
+
+def test_without_a_wrong_kernel_the_broken_compiler_is_no_obstacle(compiler):
+    compiler("this text is in no source")
+    assert choose_kernels(recipe(), CPU).kernels == "c"
+
+
+def header(path, name):
+    with h5py.File(path / "shards" / "00000.h5") as h5:
+        return h5.attrs[name].decode() if name in h5.attrs else None
+
+
+def test_a_population_with_a_wrong_kernel_has_the_bits_of_torchs(compiler, tmp_path, caplog):
+    compiler("return x * below;", "return 1.01f * x * below;")
+    population = collect(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
+    assert population.recipe.training.kernels == "torch"
+    assert "convnext_block, forward differs" in header(tmp_path / "a.pop", "kernels")
+    assert header(tmp_path / "a.pop", "device") == "cpu"
+    expected = train_tile(recipe(kernels="torch"), 0, device="cpu").weights
+    np.testing.assert_array_equal(population.weights(), expected)
+    assert len(caplog.records) == 1
+
+
+def test_a_population_keeps_its_compiled_kernels_and_says_what_was_checked(compiler, tmp_path, caplog):
+    path = tmp_path / "a.pop"
+    collect(recipe(), path, workers=1, device="cpu")
+    assert collect(recipe(), path, networks=4, workers=1, device="cpu").recipe.training.kernels == "compiled"
+    assert header(path, "kernels") == f"{USED['convnext']}: equal to torch's within 1e-04"
+    assert header(path, "device") == f"cpu, kernels {build.build_id()}"
+    assert not caplog.records
+
+
+def test_on_a_machine_without_a_compiler_a_compiled_population_goes_on_with_a_warning(compiler, tmp_path, caplog):
+    path = tmp_path / "a.pop"
+    made = collect(recipe(), path, workers=1, device="cpu").provenance()
+    compiler(None)
+    population = collect(recipe(), path, networks=4, workers=1, device="cpu")
+    assert population.recipe.training.kernels == "compiled"
+    assert set(population.provenance()) == {*made, f"torch {torch.__version__} on cpu"}
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "what is trained here uses torch's, which round differently: kernels = 'compiled': found no C" in first
+    assert f"tile 0 was trained on cpu, kernels {next(iter(made))[-8:]}, new ones are on cpu" in second
+    with pytest.raises(UsageError, match="found no C compiler"):
+        collect(recipe(kernels="compiled"), path, networks=6, workers=1, device="cpu")
+
+
+def test_a_population_that_began_without_a_compiler_keeps_torchs_kernels(compiler, tmp_path, monkeypatch, caplog):
+    path = tmp_path / "a.pop"
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        forget()
+        collect(recipe(), path, workers=1, device="cpu")
+    forget()
+    population = collect(recipe(), path, networks=4, workers=1, device="cpu")
+    assert population.recipe.training.kernels == "torch"
+    assert population.provenance() == {f"torch {torch.__version__} on cpu": 2}
+    assert not caplog.records
+
+
+def test_populations_from_before_there_was_a_choice_keep_torchs_kernels(compiler, tmp_path):
+    written = recipe(kernels="torch").to_dict()
+    del written["training"]["kernels"]
+    old = Manifest(recipe(kernels="torch"), spec_of(recipe()), environment("cpu"), (2,), written=written)
+    path = tmp_path / "a.pop"
+    (path / manifests.SHARDS).mkdir(parents=True)
+    inputs = collect(recipe(), tmp_path / "b.pop", workers=1, device="cpu")
+    found = json.loads((tmp_path / "b.pop" / manifests.NAME).read_text())["inputs"]
+    del inputs
+    (path / manifests.NAME).write_bytes(Manifest(**{**vars_of(old), "inputs": found}).to_bytes())
+    population = collect(recipe(), path, workers=1, device="cpu")
+    assert population.provenance() == {f"torch {torch.__version__} on cpu": 1}
+    assert population.recipe.training.kernels == "torch"
+
+
+def vars_of(manifest: Manifest) -> dict[str, object]:
+    return {name: getattr(manifest, name) for name in ("recipe", "spec", "environment", "sizes", "written")}
+
+
+def test_a_kernel_that_kills_its_process_is_survived(compiler):
+    """The check for a GPU runs in a process of its own."""
+    plan = kernel_check.plan(recipe("vit"), "c")
+    kernel_check._check_in_child(plan, "c", CPU, torch.float32)
+    compiler("return (REAL)(1 / sqrt((double)d));", "__builtin_trap();")
+    with pytest.raises(kernel_check.WrongKernel, match="killed by signal"):
+        kernel_check._check_in_child(plan, "c", CPU, torch.float32)
+    compiler("1 / sqrt((double)d)", "1 / (double)d")
+    with pytest.raises(kernel_check.WrongKernel, match="attention, forward differs"):
+        kernel_check._check_in_child(plan, "c", CPU, torch.float32)
+
+
+def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog):
+    assert choose_kernels(recipe(precision="bfloat16"), CPU).kernels == "torch"
+    assert choose_kernels(recipe(engine="loop"), CPU).kernels == "torch"
+    assert choose_kernels(recipe(), torch.device("meta")).kernels == "torch"
+    assert not caplog.records
