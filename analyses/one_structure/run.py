@@ -130,7 +130,7 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
         rows.append({"scheme": scheme, "what": "correlation", "a": a, "b": b, "groups": list(pair.groups)} | size)
     if architecture == "convnext":
         for block in filter_mlp_correlation(population).blocks:
-            scheme = "fourth order: central pixel and diag(W2 W1)"
+            scheme = "beyond covariances: central pixel and diag(W2 W1)"
             size = {"value": block.correlation, "ci95": list(block.ci95), "p": block.p}
             rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
     for tensor in population.spec.tensors:

@@ -13,6 +13,7 @@ from weightscope._util.checks import count
 from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
+from weightscope.benchmarking.inits import Init
 from weightscope.data import fashion_mnist
 from weightscope.demo.report import Results, write_report
 from weightscope.fitting.population import fit
@@ -87,11 +88,11 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     """The comparisons by folder: `benchmark`, `benchmark-width` and, where its files are, `benchmark-fashion`."""
     recipe = recipe.replace({"training.epochs": EPOCHS})
     artifact = str(out / "fitted.safetensors")
-    arms = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
+    arms: list[Init] = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
     hand_made = [InitConfig.model_validate(table) for table in HAND_MADE]
     fewer = max(2, seeds // 2)
     found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}
-    wide = recipe.replace({"network.width": 2 * recipe.network.width})
+    wide = recipe.replace({"network.width": 2 * recipe.to_dict()["network"]["width"]})
     found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
     fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
     if fashion_mnist.at_hand(options.get("data")):
