@@ -159,9 +159,9 @@ class BatchedNetworks(nn.Module):
             batched.mlp, batched.norm2 = mlp, identity
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
-                gelu = isinstance(before, Elementwise) and type(before.layer) is nn.GELU
                 if (
-                    gelu
+                    isinstance(before, Elementwise)
+                    and isinstance(before.layer, nn.GELU)
                     and before.layer.approximate == "none"
                     and isinstance(layer, Normalisation)
                     and isinstance(layer.layer, nn.BatchNorm2d)
