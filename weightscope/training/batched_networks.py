@@ -161,7 +161,7 @@ class BatchedNetworks(nn.Module):
             for k, (before, layer) in enumerate(pairwise(batched)):
                 if (
                     isinstance(before, Elementwise)
-                    and isinstance(before.layer, nn.GELU)
+                    and type(before.layer) is nn.GELU
                     and before.layer.approximate == "none"
                     and isinstance(layer, Normalisation)
                     and isinstance(layer.layer, nn.BatchNorm2d)
