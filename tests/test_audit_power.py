@@ -49,7 +49,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def test_the_power_that_an_audit_states(name):
     """At three widths: no right network fails, no untouched one passes, and wrong ones fail as often as is stated.
 
-    The stated power is a lower bound; the number of wrong networks caught is below it with p < 1e-4 only if it lies.
+    The counts contradict a stated power if so few or fewer networks would be caught with p < 1e-4.
     """
     case = study().CASES[name]
     for width in case.widths:
@@ -60,9 +60,10 @@ def test_the_power_that_an_audit_states(name):
         stated = found["powers"][case.error]
         caught = found["wrong"].get("failed", 0)
         assert stats.binom.cdf(caught, NETWORKS, stated) > 1e-4, (width, found)
-        untouched = found["powers"].get(UNTOUCHED, 1.0)
-        assert stats.binom.cdf(found["untouched"].get("failed", 0), NETWORKS, untouched) > 1e-4 or untouched == 1.0
-        assert (found["right"] == {"undecidable": NETWORKS}) == (untouched < DECIDED - 0.005) or untouched > 0.98
+        if UNTOUCHED in found["powers"]:
+            untouched = found["powers"][UNTOUCHED]
+            assert stats.binom.cdf(found["untouched"].get("failed", 0), NETWORKS, untouched) > 1e-4, (width, found)
+            assert untouched >= DECIDED or found["right"].get("passed", 0) == 0, (width, found)
 
 
 def test_every_audit_states_its_power():

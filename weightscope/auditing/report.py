@@ -103,9 +103,10 @@ class AuditReport(Result):
 
     @property
     def powers(self) -> dict[str, dict[str, float]]:
-        """Initialiser -> error -> probability that the audit fails if all parts have the error, at least.
+        """Initialiser -> error -> probability that the audit fails if all parts have the error, approximately.
 
-        A check's power counts once for each part (the best of its statistics); parts are independent.
+        Of the statistics of a part only the most powerful one counts, which is too low; parts, and the statistic that
+        pools all layers, are taken for independent, which is too high where they are not.
         """
         out: dict[str, dict[str, float]] = {}
         for (name, _), errors in self._parts().items():
