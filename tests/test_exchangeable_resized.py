@@ -43,7 +43,8 @@ def planted(n: int = 150) -> tuple[np.ndarray, WeightSpec]:
         mixed(drawn[one].swapaxes(1, 2), np.sqrt(0.6) * shared[b], scale[one], 0.6)
         drawn[bias][:] = scale[bias] * (np.sqrt(0.4) * rng.standard_normal((n, 16)) - np.sqrt(0.6) * shared[b])
         mixed(drawn[two], sign * np.sqrt(0.5) * shared[2], scale[two], 0.5)
-        drawn[f"{BLOCKS}.{b}.norm.weight"] += 1.0
+    for name in ("stem.1", f"{BLOCKS}.0.norm", f"{BLOCKS}.1.norm", "head.norm"):
+        drawn[f"{name}.weight"] += 1.0
     return np.concatenate([drawn[t.name].reshape(n, -1) for t in spec.tensors], axis=1), spec
 
 
@@ -115,7 +116,7 @@ def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(la
         assert r(deep, channels, *within[0]) == pytest.approx(r(law, channels, *within[1]))
         stem = r(law, channels, "stem.0.bias", f"{BLOCKS}.{old}.norm.bias") / np.sqrt(2)
         assert r(deep, channels, "stem.0.bias", f"{BLOCKS}.{b}.norm.bias") == pytest.approx(stem)
-    assert r(deep, channels, fc2[0], fc2[1]) == r(deep, channels, fc2[2], fc2[3]) == 0
+    assert r(deep, channels, fc2[0], fc2[1]) == pytest.approx(0, abs=1e-12)
     assert r(deep, channels, fc2[0], fc2[2]) == pytest.approx(across / 2)
     # So the normalised sums of the blocks that took one block's law are as strongly correlated as these were.
     sums = sum(r(deep, channels, fc2[i], fc2[j]) for i in (0, 1) for j in (2, 3)) / 2
@@ -167,18 +168,19 @@ def logits(module: nn.Module, images: torch.Tensor) -> float:
 
 def test_outputs_have_the_size_that_they_had(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn networks against default ones, at the fitted width and at four times that."""
-    images, ratios = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)), {}
+    images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
     def ratio(width: int) -> float:
         init, generator = load_init(artifact), torch.Generator().manual_seed(1)
         torch.manual_seed(0)
-        default = np.mean([logits(convnext(width), images) for _ in range(12)])
-        return float(np.mean([logits(init(convnext(width), generator=generator), images) for _ in range(12)]) / default)
+        default = np.mean([logits(convnext(width), images) for _ in range(60)])
+        return float(np.mean([logits(init(convnext(width), generator=generator), images) for _ in range(60)]) / default)
 
-    ratios = {width: ratio(width) for width in (16, 64)}
-    assert ratios[64] / ratios[16] == pytest.approx(1, abs=0.25)
+    # Networks differ by 40 % in the size of their logits, so the ratio of two means of 60 by 8 % (one standard error).
+    fitted = ratio(16)
+    assert ratio(64) / fitted == pytest.approx(1, abs=0.4)
     monkeypatch.setattr(resizing, "default_deviations", lambda network: dict.fromkeys(network.names, 0.0))
-    assert ratio(64) / ratios[16] > 1.6  # the same deviations at every width would show
+    assert ratio(64) / fitted > 1.8  # the same deviations at every width would show
 
 
 def test_the_initialiser_says_what_it_rescaled(artifact: Path) -> None:
