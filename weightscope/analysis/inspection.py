@@ -18,6 +18,7 @@ from weightscope.population import Population
 if TYPE_CHECKING:
     from weightscope.checkpoint import Checkpoint
 
+_MOST_METRICS = 14  # of a summary
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
@@ -117,6 +118,11 @@ class PopulationContents(Result):
         """Everything as text for a terminal, sections separated by blank lines."""
         return "\n\n".join((self._counts(), self._spec(), self._metrics(), self._origin(), self._recipe()))
 
+    def brief(self) -> str:
+        """Counts and metrics on less than a screen, and where the rest is."""
+        rest = f"`weightscope inspect {self.path}` also lists tensors, origin and recipe"
+        return "\n\n".join((self._counts(), self._metrics(most=_MOST_METRICS), rest))
+
     def _counts(self) -> str:
         missing = len(self.missing_tiles)
         lines = [
@@ -131,11 +137,11 @@ class PopulationContents(Result):
         rows = [(t.name, _sizes(t.shape), t.role, f"{t.start}:{t.stop}") for t in self.tensors]
         return text_table(("tensor", "shape", "role", "columns"), rows)
 
-    def _metrics(self) -> str:
+    def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
             return "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
-        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()]
+        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()][:most]
         return text_table(head, rows)
 
     def _origin(self) -> str:

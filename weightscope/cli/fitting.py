@@ -5,15 +5,16 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import OutputFile, json_option, out_option, write_json
+from weightscope.cli.shared import Named, OutputFile, json_option, out_option, write_json
 from weightscope.errors import UsageError
 
 
 @click.command("fit-init")
-@click.argument("source")
+@click.argument("source", type=Named())
 @out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
 @click.option(
     "--structure",
+    type=Named("structures", files=False),
     default="auto",
     show_default=True,
     help="Of a population: auto, NAME or MODULE:CLASS. Of one network: filters, conv_schedule, identity_product.",
