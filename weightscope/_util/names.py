@@ -50,8 +50,7 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
     names, patterns = list(names), split_patterns(pattern, argument)
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            bare = re.sub(r"\[[^]]*\]|[*?]", "", p)
-            found = listing(nearest_first(bare, names), room=_ROOM)
+            found = listing(_nearest_to_pattern(p, names), room=_ROOM)
             raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
@@ -60,6 +59,14 @@ def nearest_first(name: str, names: Iterable[str]) -> list[str]:
     """The names, those most similar to `name` first, the others in their order."""
     names = list(names)
     return list(dict.fromkeys([*difflib.get_close_matches(name, names, cutoff=0.3), *names]))
+
+
+def _nearest_to_pattern(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names, those first whose beginning or end is most similar to a pattern, whichever the pattern fixes."""
+    bare = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
+    ends = [name[-len(bare) :] if pattern.startswith("*") else name for name in names]
+    ranks = {end: i for i, end in enumerate(nearest_first(bare, ends))}
+    return [name for _, name in sorted(zip(ends, names, strict=True), key=lambda pair: ranks[pair[0]])]
 
 
 def listing(names: Iterable[str], most: int = 8, room: int | None = None) -> str:
