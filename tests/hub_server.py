@@ -139,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub, span = self.hub, self.headers.get("Range")
         hub.requests.append((self.command, unquote(self.path), span, status, self.authorised))
         if hub.trickle == "headers":
-            return self._drip(b"HTTP/1.1 200 OK\r\nX-Padding: " + b"x" * 100_000)
+            self._drip(b"HTTP/1.1 200 OK\r\nX-Padding: " + b"x" * 100_000)
+            return
         self.send_response(status)
         for key, value in head.items():
             self.send_header(key, value)
@@ -151,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
             hub.drop -= 1
             body, self.close_connection = body[: len(body) // 2], True
         if hub.trickle == "body" and status in (200, 206):
-            return self._drip(body)
+            self._drip(body)
+            return
         try:
             self.wfile.write(body)
         except OSError:

@@ -251,7 +251,7 @@ def test_covariance_takes_a_part_that_the_model_has(
 
     monkeypatch.chdir(tmp_path)
     torch.save(ViT(16, 4, 16, 1, 2, 10).state_dict(), "vit.pt")
-    code, out, _ = run("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
+    code, _, _ = run("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
     assert code == 0
     assert json.loads(Path("found.json").read_text())["part"] == "mlp-rows"
 

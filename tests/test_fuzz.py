@@ -4,7 +4,6 @@ A bounded version of `tests/torture/mutate.py`, whose failures hypothesis makes 
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings

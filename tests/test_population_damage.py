@@ -71,7 +71,7 @@ def test_a_manifest_that_plans_millions_of_networks_is_read_at_once(folder: Path
     population = Population(folder, partial=True)
     assert len(population) == 24
     assert len(population.missing) == 1_250_000 - 3
-    with pytest.raises(DataError, match="expected 10000000 networks, found .* and 12499.. more tiles"):
+    with pytest.raises(DataError, match=r"expected 10000000 networks, found .* and 12499.. more tiles"):
         Population(folder)
     assert time.process_time() - began < 2
 

@@ -1,7 +1,7 @@
 """Mutated files of every kind that weightscope reads: each is read, or refused with one line.
 
-Checkpoints, shards (with their hash, and with a hash that fits), manifests, artifacts, exports, recipes and answers of a
-hub. No crash, no hang, no code run, bounded memory, and no change of a hashed file that is not noticed.
+Checkpoints, shards (with their hash, and with a hash that fits), manifests, artifacts, exports, recipes and answers of
+a hub. No crash, no hang, no code run, bounded memory, and no change of a hashed file that is not noticed.
 
     python tests/torture/mutate.py --count 100000 [--seed 0] [--workers 2] [--kinds shard,recipe]
 """
@@ -37,7 +37,7 @@ from safetensors.torch import save
 from weightscope._util import toml
 from weightscope.artifacts.loading import load_artifact
 from weightscope.checkpoint import Checkpoint
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population, export
 from weightscope.population.exporting import read_export
@@ -47,7 +47,25 @@ from weightscope.statistics.samples import WeightArray
 
 SECONDS = 20  # for one file
 MEMORY = 300 << 20  # bytes that the process may grow by
-ODD = (None, True, -1, 0, 1, 10**30, -(10**400), 1e308, 0.5, "", "x" * 10_000, "\0\n", "../../x", [], {}, [[[]]], {"": 1})
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**30,
+    -(10**400),
+    1e308,
+    0.5,
+    "",
+    "x" * 10_000,
+    "\0\n",
+    "../../x",
+    [],
+    {},
+    [[[]]],
+    {"": 1},
+)
 
 
 class Undetected(AssertionError):
@@ -238,12 +256,13 @@ def attempt(kind: Kind, raw: bytes) -> bool:
         AssertionError: if an error has several lines, or a change is not detected.
         Exception: any other error than weightscope's own is a bug.
     """
+    refused = None
     try:
         kind.read(raw)
-    except WeightscopeError as error:
-        text = str(error)
-        assert isinstance(error, DataError | UsageError), repr(error)
-        assert "\n" not in text, repr(text)
+    except (DataError, UsageError) as error:
+        refused = str(error)
+    if refused is not None:
+        assert refused.isprintable(), repr(refused)
         return False
     if kind.hashed and raw not in kind.originals:
         raise Undetected(f"{len(raw)} bytes were accepted although they were changed")
@@ -259,7 +278,7 @@ def torture(count: int, seed: int, wanted: tuple[str, ...] = ()) -> dict[str, li
     generator, tried, accepted = random.Random(seed), Counter[str](), Counter[str]()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, which C code cannot ignore
     with tempfile.TemporaryDirectory() as folder, kinds(Path(folder), wanted) as found:
-        for name, kind in found.items():
+        for kind in found.values():
             for raw in kind.originals:
                 with contextlib.suppress(DataError):  # the checkpoint that would run code
                     kind.read(raw)

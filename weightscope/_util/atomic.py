@@ -1,7 +1,8 @@
 """Atomic writes: temporary file in the same folder, fsync, rename, fsync of the folder.
 
 A temporary file is locked with `flock` while it is written. The lock is released when the process ends, so a temporary
-file that can be locked is abandoned, and `sweep` removes it. Every folder is swept before this process first writes to it.
+file that can be locked is abandoned, and `sweep` removes it. Every folder is swept before this process first writes to
+it.
 """
 
 import contextlib

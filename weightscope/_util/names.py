@@ -86,7 +86,8 @@ def listing(names: Iterable[str], most: int = 8, room: int | None = None) -> str
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """The text, with dots in place of its middle if it is long."""
+    """The text on one line, with dots in place of its middle if it is long, and `?` for what cannot be printed."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= most else f"{text[: most - 23]}...{text[-20:]}"
 
 
@@ -123,7 +124,9 @@ def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") 
     near = nearest(name, known)
     if near is not None:
         return f"no {kind} {shown}; did you mean {near!r}?" + (f" Otherwise give {otherwise}" if otherwise else "")
-    return f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}" + (f"; or give {otherwise}" if otherwise else "")
+    return f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}" + (
+        f"; or give {otherwise}" if otherwise else ""
+    )
 
 
 def fitted(names: Sequence[str], room: int = _ROOM) -> str:

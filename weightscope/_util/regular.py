@@ -6,13 +6,13 @@ Opening a pipe without a writer waits forever, and a device such as /dev/zero ha
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """A regular file, open for reading in binary.
 
     Raises:

@@ -48,9 +48,9 @@ def inspect(
         >>> print(inspect("digits.pop").text())
     """
     if isinstance(source, Population):
-        return _population(source.path)
+        return population_contents(source.path)
     if is_population(source):
-        return _population(Path(str(source)))
+        return population_contents(Path(str(source)))
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
     from weightscope.checkpoint import Checkpoint  # torch, which a population does not need
@@ -149,7 +149,9 @@ class PopulationContents(Result):
         if not self.quantiles:
             return "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
-        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()][:most]
+        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()][
+            :most
+        ]
         return text_table(head, rows)
 
     def _origin(self) -> str:
@@ -164,7 +166,8 @@ class PopulationContents(Result):
         return toml.dumps(self.recipe).rstrip()
 
 
-def _population(path: Path) -> PopulationContents:
+def population_contents(path: Path) -> PopulationContents:
+    """The contents of a population, complete or not."""
     population = Population(path, partial=True)
     spec = population.spec
     return PopulationContents(

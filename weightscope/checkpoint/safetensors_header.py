@@ -119,7 +119,8 @@ def json_object(raw: bytes, where: str) -> dict[str, Any]:
     """The object in a JSON text, whose keys must be unique at every depth.
 
     Raises:
-        DataError: if the text is not JSON, is nested too deeply, has millions of values, duplicates a key, or is not an object.
+        DataError: if the text is not JSON, is nested too deeply, has millions of values, duplicates a key, or is not an
+            object.
     """
     # Each value takes up to 200 bytes of memory once it is parsed.
     values_there = raw.count(b",") + raw.count(b":")

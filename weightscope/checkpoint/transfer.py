@@ -164,7 +164,9 @@ def retried(what: str, call: Callable[[], T]) -> T:
             with _one_line(what):
                 return next(within(time.monotonic() + _PATIENCE, lambda: (call(),)))
         except TooSlow:
-            raise Unreachable(f"{what}: no complete answer from the hub in {_PATIENCE:.0f} s; try again later") from None
+            raise Unreachable(
+                f"{what}: no complete answer from the hub in {_PATIENCE:.0f} s; try again later"
+            ) from None
         except (ConnectionError, Refused) as error:
             failures += 1
             _pause(error, failures, what)

@@ -106,7 +106,11 @@ def products(
 
 @click.command()
 @click.argument("source", type=Named())
-@click.option("--init", type=Named("initialisers"), help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.")
+@click.option(
+    "--init",
+    type=Named("initialisers"),
+    help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.",
+)
 @json_option
 def audit(source: str, init: str | None, json_file: Path | None) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.

@@ -13,8 +13,7 @@ from click.shell_completion import CompletionItem
 
 from weightscope.errors import UsageError
 
-_STDOUT = "weightscope.stdout"
-
+_STDOUT = "stdout of --json -"
 
 
 class Named(click.ParamType):
@@ -43,8 +42,12 @@ class Named(click.ParamType):
 
 
 _TRAINING = (
-    click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."),
-    click.option("--device", type=Named("devices", files=False), default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option(
+        "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
+    ),
+    click.option(
+        "--device", type=Named("devices", files=False), default="auto", show_default=True, help="auto, cpu or cuda."
+    ),
     click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU."),
 )
 

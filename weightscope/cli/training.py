@@ -48,12 +48,12 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     Example:
       weightscope collect digits-convnext -o digits.pop -n 512
     """
-    from weightscope.analysis.inspection import inspect
+    from weightscope.analysis.inspection import population_contents
     from weightscope.benchmarking.arms import recipe_of
     from weightscope.training.collection import collect as train
 
     train(recipe_of(recipe), out, **options)
-    click.echo(inspect(out).brief())
+    click.echo(population_contents(out).brief())
 
 
 @click.command()

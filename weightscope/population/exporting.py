@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import h5py
 import numpy as np
@@ -114,10 +114,11 @@ def read_export(path: str | Path) -> Exported:
         with open_regular(path) as file:
             stated = _DIGEST.fullmatch(file.read(_USER_BLOCK))
             if stated is None:
-                raise DataError(f"{path}: expected a file of `weightscope export`, found another one, or one without digest")
+                raise DataError(f"{path}: expected a file of `weightscope export` with its digest, found another one")
             if (found := _content(file)) != stated[1].decode():
                 raise DataError(
-                    f"{path}: checksum mismatch, expected sha256 {stated[1][:16].decode()}, found {found[:16]}; export again"
+                    f"{path}: checksum mismatch, expected sha256 {stated[1][:16].decode()}, found {found[:16]}; "
+                    "export it again"
                 )
             file.seek(0)
             with h5py.File(file, "r") as h5:
@@ -143,7 +144,7 @@ def _described(h5: h5py.File) -> Exported:
     return Exported(networks, spec, metrics, text("recipe"), json.loads(text("environment")))
 
 
-def _content(file: BinaryIO) -> str:
+def _content(file: Any) -> str:
     """SHA-256 of everything after the user block."""
     file.flush()
     file.seek(_USER_BLOCK)

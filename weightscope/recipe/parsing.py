@@ -60,7 +60,9 @@ def check_bounds(values: Any, where: str, path: str = "", depth: int = 0) -> Non
             check_bounds(value, where, f"{path}.{i}", depth + 1)
     elif isinstance(values, int) and abs(values) > _LARGEST_INTEGER:
         digits = round(values.bit_length() * math.log10(2))
-        raise RecipeError(f"{where}: {shortened(path)}: expected an integer below 2^63, found one of about {digits} digits")
+        raise RecipeError(
+            f"{where}: {shortened(path)}: expected an integer below 2^63, found one of about {digits} digits"
+        )
 
 
 def _too_deep(text: str) -> str:
@@ -119,7 +121,9 @@ def _keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:
         if fields:
             models = [inner for field in fields for inner in _models(field.annotation)]
         elif part in _TAGS:
-            models = [m for m in models if "type" in m.model_fields and part in get_args(m.model_fields["type"].annotation)] or models
+            models = [
+                m for m in models if "type" in m.model_fields and part in get_args(m.model_fields["type"].annotation)
+            ] or models
     return list(dict.fromkeys(key for m in models for key in m.model_fields))
 
 

@@ -79,7 +79,8 @@ def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     if parameters and not parameters.keys() - set(names):
         given = f" by {shortened(', '.join(map(repr, patterns)))}" if patterns else ""
         raise RecipeError(
-            f"training.frozen: expected at least one parameter that is trained, found all {len(parameters)} frozen{given}"
+            f"training.frozen: expected at least one parameter that is trained, found all {len(parameters)} "
+            f"frozen{given}"
         )
     return tuple(names)
 
