@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/.installed
 
-.PHONY: demo test test-oldest lint docs install bench bench-gpu clean
+.PHONY: demo test test-oldest lint docs install bench bench-gpu torture clean
 
 demo: $(INSTALLED)
 	$(BIN)/weightscope demo
@@ -45,6 +45,10 @@ bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/population_gpu.py --json benchmarks/results/population_gpu.json
 	-$(BIN)/python benchmarks/convmixer_gpu.py --json benchmarks/results/convmixer_gpu.json # needs CIFAR-10
 	$(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
+
+# Mutated files of every kind: each is read, or refused with one line.
+torture: $(INSTALLED) .venv/.peers
+	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2
 
 install: $(INSTALLED)
 

@@ -35,6 +35,8 @@ class Hub:
         corrupt: change a byte of every range, and keep the stated hash.
         storage: redirect files to this other host, which wants no token.
         silent: seconds to wait before every answer.
+        trickle: what is sent byte by byte, every `pause` seconds: "headers" or "body".
+        pause: see `trickle`.
         code: X-Error-Code of failures.
         moved: the commit that answers claim.
         answer: body of the API's answers; None for a correct one.
@@ -52,6 +54,8 @@ class Hub:
     corrupt: bool = False
     storage: str | None = None
     silent: float = 0.0
+    trickle: str = ""
+    pause: float = 0.02
     code: str = ""
     moved: str = COMMIT
     siblings: bool = True
@@ -121,9 +125,22 @@ class _Handler(BaseHTTPRequestHandler):
             part[-1] ^= 1
         return self._answer(206, bytes(part), head | {"Content-Range": f"bytes {start}-{stop}/{len(body)}"})
 
+    def _drip(self, data: bytes) -> None:
+        self.close_connection = True
+        try:
+            for byte in data:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(self.hub.pause)
+        except OSError:  # the client has gone
+            return
+
     def _answer(self, status: int, body: bytes, head: dict[str, str]) -> None:
         hub, span = self.hub, self.headers.get("Range")
         hub.requests.append((self.command, unquote(self.path), span, status, self.authorised))
+        if hub.trickle == "headers":
+            self._drip(b"HTTP/1.1 200 OK\r\nX-Padding: " + b"x" * 100_000)
+            return
         self.send_response(status)
         for key, value in head.items():
             self.send_header(key, value)
@@ -134,6 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
         if status == 206 and hub.drop and len(body) > 64:
             hub.drop -= 1
             body, self.close_connection = body[: len(body) // 2], True
+        if hub.trickle == "body" and status in (200, 206):
+            self._drip(body)
+            return
         try:
             self.wfile.write(body)
         except OSError:

@@ -1,12 +1,16 @@
 """Files that exist only when complete, and recipes as TOML text."""
 
+import os
+import signal
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_training as fake
 import pytest
 
 from weightscope._util import atomic, toml
+from weightscope._util.regular import read_regular
 from weightscope.errors import WeightscopeError
 
 
@@ -27,13 +31,59 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_sweeping_spares_what_is_being_written(tmp_path: Path) -> None:
     stale = tmp_path / ".00000.h5.0123456789abcdef.tmp"
-    stale.write_bytes(b"half")
     (tmp_path / "notes.tmp").write_bytes(b"mine")
     with atomic.replacing(tmp_path / "f") as stream:
         stream.write(b"whole")
+        stale.write_bytes(b"half")
         assert atomic.sweep(tmp_path) == [stale]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f", "notes.tmp"]
     assert (tmp_path / "f").read_bytes() == b"whole"
+
+
+def test_every_writer_sweeps_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Of any file in the folder, and nothing but weightscope's own temporary files."""
+    stale = tmp_path / ".figure.png.0123456789abcdef.tmp"
+    spared = {tmp_path / name for name in (".notes.tmp", ".cache.db.tmp", "figure.tmp", ".x.0123456789abcdeg.tmp")}
+    for file in (stale, *spared):
+        file.write_bytes(b"half")
+    atomic.write(tmp_path / "other.json", b"{}")
+    assert set(tmp_path.iterdir()) == {*spared, tmp_path / "other.json"}
+
+
+def test_a_pipe_or_a_link_as_temporary_file_is_left_alone(tmp_path: Path) -> None:
+    pipe, link = tmp_path / ".a.0123456789abcdef.tmp", tmp_path / ".b.0123456789abcdef.tmp"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/zero")
+    signal.alarm(20)  # opening a pipe would wait forever
+    atomic.write(tmp_path / "f", b"x")
+    assert atomic.sweep(tmp_path) == []
+    signal.alarm(0)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_whether_one_may_write_is_known_beforehand(tmp_path: Path) -> None:
+    atomic.check_writable(tmp_path / "f")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightscopeError, match=r"cannot write /proc/f: .*name another place"):
+        atomic.check_writable("/proc/f")
+
+
+@pytest.mark.parametrize(("make", "found"), [(os.mkfifo, "a pipe"), (None, "a device")])
+def test_only_regular_files_are_read(make: Callable[[Path], None] | None, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "f" if make else Path("/dev/zero")
+    if make:
+        make(path)
+    signal.alarm(20)
+    with pytest.raises(OSError, match=f"expected a regular file, found {found}"):
+        read_regular(path, 10)
+    signal.alarm(0)
+
+
+def test_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"0123456789")
+    assert read_regular(tmp_path / "f", 10) == b"0123456789"
+    with pytest.raises(OSError, match="expected at most 9 bytes, found 10"):
+        read_regular(tmp_path / "f", 9)
 
 
 def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:

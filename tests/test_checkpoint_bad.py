@@ -4,7 +4,10 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
+import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
@@ -17,6 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from weightscope import Checkpoint
+from weightscope.checkpoint.safetensors_header import parse_header
 from weightscope.errors import DataError
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -316,3 +320,38 @@ def test_torch_safe_globals_are_ignored(tmp_path):
     torch.save({"a": OrderedDict(b=Evil())}, tmp_path / "m.pt")
     with torch.serialization.safe_globals([os.system]), pytest.raises(DataError, match="needs posix"):
         Checkpoint(tmp_path / "m.pt")
+
+
+def test_a_million_tensors_in_a_header_are_refused_in_bounded_time_and_memory(tmp_path):
+    path = tmp_path / "many.safetensors"
+    line = '"layer.{}":{{"dtype":"F32","shape":[1],"data_offsets":[{},{}]}}'
+    entries = ",".join(line.format(i, 4 * i, 4 * i + 4) for i in range(10**6))
+    raw = b"{" + entries.encode() + b"}"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + 4 * 10**6)
+    code = f"""
+import resource, time
+from weightscope.checkpoint import Checkpoint
+from weightscope.errors import DataError
+before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+try:
+    Checkpoint({str(path)!r})
+except DataError as error:
+    print(error)
+print(time.process_time() - began, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    message, numbers = found.stdout.splitlines()
+    assert re.search(r"its header has [78],999,999 values, more than 3,000,000", message)
+    seconds, megabytes = map(float, numbers.split())
+    assert seconds < 5
+    assert megabytes < 300
+
+
+def test_a_hundred_thousand_tensors_are_read(tmp_path):
+    """More than any model has in one file."""
+    count = 100_000
+    table = {f"layer.{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)}
+    raw = json.dumps(table).encode()
+    found = parse_header(raw, 8 + len(raw) + count, "many.safetensors")
+    assert len(found.tensors) == count

@@ -87,6 +87,28 @@ def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):
     assert checkpoint.bytes_read == hub.sent
 
 
+@pytest.mark.parametrize("what", ["headers", "body"])
+def test_a_server_that_trickles_meets_a_total_deadline(hub, monkeypatch, what):
+    """Bytes arrive all the time, so that no timeout of a single read ever passes."""
+    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
+    hub.trickle = what
+    began = time.monotonic()
+    with pytest.raises(DataError, match="no complete answer from the hub in 1 s; try again later"):
+        Checkpoint(SOURCE)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("what", ["headers", "body"])
+def test_ranges_that_trickle_meet_the_deadline_too(hub, monkeypatch, what):
+    checkpoint = Checkpoint(SOURCE)
+    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
+    hub.trickle = what
+    began = time.monotonic()
+    with pytest.raises(DataError, match="slower than 20 kB/s; try again later"):
+        checkpoint[checkpoint.names[3]]
+    assert time.monotonic() - began < 10
+
+
 def test_nothing_is_fetched_twice(hub):
     for _ in range(2):
         checkpoint = Checkpoint(SOURCE)

@@ -1,6 +1,7 @@
 """The command line: every command documents itself, and every error is one line with the right exit code."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from weightscope.cli import cli, main
+from weightscope.errors import UsageError
 
 TINY = """
 [network]
@@ -129,9 +131,153 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
     assert (folder / "bench" / "convergence.png").exists()
     assert len(json.loads((folder / "bench" / "results.json").read_text())["summary"]) == 2
 
-    code, out, _ = run("export", folder / "tiny.pop", "-o", folder / "one.h5", capsys=capsys)
+    code, out, _ = run("export", folder / "tiny.pop", "-o", folder / "one.h5", "--select", "stem*", capsys=capsys)
     assert code == 0
-    assert (folder / "one.h5").stat().st_size > 0
+    code, out, _ = run("inspect", folder / "one.h5", "--json", folder / "one.json", capsys=capsys)
+    assert code == 0
+    assert "12 networks of" in out
+    assert "stem.0.weight" in out
+    assert "stages" not in out.partition("[network]")[0]
+    assert json.loads((folder / "one.json").read_text())["recipe"]["population"]["networks"] == 12
+
+
+def test_an_exported_file_is_verified(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "one.h5"
+    assert run("export", folder / "tiny.pop", "-o", file, capsys=capsys)[0] == 0
+    data = bytearray(file.read_bytes())
+    for at in (600, len(data) // 2, -1):
+        data[at] ^= 1
+        file.write_bytes(data)
+        code, _, err = run("inspect", file, capsys=capsys)
+        assert (code, err.count("\n")) == (3, 1)
+        assert "checksum mismatch" in err
+        data[at] ^= 1
+    code, _, err = run("export", folder / "tiny.pop", "-o", tmp_path / "a.npy", capsys=capsys)
+    assert code == 2
+    assert "expected a file name ending in .h5" in err
+    from weightscope.population import Population, export
+
+    with pytest.raises(UsageError, match=r"numpy.save"):
+        export(Population(folder / "tiny.pop"), tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("command", ["inspect", "covariance", "list"])
+def test_json_on_standard_output(
+    folder: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone; what is printed otherwise goes to standard error."""
+    monkeypatch.chdir(folder)
+    arguments = ("list", "recipes") if command == "list" else (command, "tiny.pop")
+    code, out, err = run(*arguments, "--json", "-", capsys=capsys)
+    assert code == 0
+    assert json.loads(out)
+    assert err
+    assert not (folder / "-").exists()
+
+
+def test_every_json_option_takes_standard_output() -> None:
+    with_json = [c for c in cli.commands.values() for p in c.params if "--json" in p.opts]
+    assert len(with_json) >= 7
+    for command in with_json:
+        (option,) = (p for p in command.params if "--json" in p.opts)
+        assert option.type.convert("-", option, None) == Path("-")
+
+
+def test_collect_ends_with_a_screen_not_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("collect", folder / "tiny.toml", "-o", folder / "tiny.pop", "--workers", 1, capsys=capsys)
+    assert code == 0
+    assert out.count("\n") <= 24
+    assert "12 of 12 networks" in out
+    assert "test_accuracy" in out
+    assert "weightscope inspect" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (("bench", "TINY", "--init", "mimetic_atention"), "did you mean 'mimetic_attention'"),
+        (("bench", "TINY", "--init", "zzz"), "there are "),
+        (("collect", "digits-convnet", "-o", "x.pop"), "did you mean 'digits-convnext'"),
+        (("collect", "TOML", "-o", "x.pop", "--device", "gpu"), "did you mean 'cuda'"),
+        (("collect", "TOML", "-o", "x.pop", "--device", "cudaa"), "did you mean 'cuda'"),
+        (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), "`stages.0.blocks.0.mlp.fc1.weight`"),
+        (("covariance", "TINY", "--selct", "x"), "'--select'"),
+        (("covariance", "TINY", "--kind", "corelation"), "'correlation'"),
+        (("fit-init", "TINY", "-o", "x.safetensors", "--structure", "diagnal"), "did you mean 'diagonal'"),
+        (("audit", "vit.pt", "--init", "mimetic_mpl"), "did you mean 'mimetic_mlp'"),
+    ],
+)
+def test_a_typing_error_gets_its_nearest_match_in_a_short_line(
+    folder: Path,
+    arguments: tuple[str, ...],
+    near: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    if arguments[0] == "audit":
+        from weightscope.networks import ViT
+
+        torch.save(ViT(16, 4, 96, 2, 3, 10).state_dict(), "vit.pt")
+    filled = [{"TINY": "tiny.pop", "TOML": "tiny.toml"}.get(a, a) for a in arguments]
+    code, _, err = run(*filled, capsys=capsys)
+    assert code == 2
+    assert near in err
+    assert err.count("\n") == 1
+    assert len(err) < 200
+    assert "?;" not in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "audit", "fit-init"])
+def test_output_that_cannot_be_written_is_known_before_work_begins(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("-o", "/proc/x.safetensors") if command == "fit-init" else ("--json", "/proc/x.json")
+    code, _, err = run(command, "none.pop", *more, capsys=capsys)
+    assert code == 1
+    assert "cannot write /proc/x" in err
+
+
+def test_summaries_in_help_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run("--help", capsys=capsys)
+    assert "..." not in out.partition("Commands:")[2]
+    assert "Compare initialisers on paired seeds, with confidence intervals and p-values." in " ".join(out.split())
+
+
+def test_covariance_takes_a_part_that_the_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightscope.networks import ViT
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(ViT(16, 4, 16, 1, 2, 10).state_dict(), "vit.pt")
+    code, _, _ = run("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
+    assert code == 0
+    assert json.loads(Path("found.json").read_text())["part"] == "mlp-rows"
+
+
+def complete(*words: str) -> list[str]:
+    environment = {**os.environ, "_WEIGHTSCOPE_COMPLETE": "bash_complete", "COMP_CWORD": str(len(words))}
+    environment["COMP_WORDS"] = " ".join(["weightscope", *words])
+    command = [sys.executable, "-X", "importtime", "-m", "weightscope"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert "| torch\n" not in found.stderr, "seconds for each key press"
+    return found.stdout.split()
+
+
+def test_the_shell_completes_names_and_paths() -> None:
+    from weightscope.cli.completion import names
+    from weightscope.fitting.network import NETWORK_FITS
+    from weightscope.init import INITIALISERS
+    from weightscope.structures import STRUCTURES
+
+    assert complete("bench", "x.toml", "--init", "mimetic_at") == ["plain,mimetic_attention"]
+    assert complete("bench", "x.toml", "--init", "default+box") == ["plain,default+box_filters"]
+    assert complete("fit-init", "x.pop", "--structure", "diag") == ["plain,diagonal"]
+    assert complete("inspect", "dig") == ["file,dig"]
+    assert complete("collect", "digits-convn") == ["plain,digits-convnext"]
+    assert names("initialisers") == sorted(INITIALISERS)
+    assert set(names("structures")) == {"auto", *STRUCTURES, *NETWORK_FITS}
 
 
 def test_audit_without_a_name_describes_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`collect` trains what is missing, and nothing else, whatever happened before."""
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -8,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 from weightscope import training
+from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -420,6 +423,51 @@ def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show: boo
         bar.move_to(30.5)
         assert bar.n == 30.5
     assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("kernel", [object(), None])
+def test_progress_is_shown_in_a_notebook(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose stderr is no terminal; IPython in a terminal is no notebook."""
+    shell = SimpleNamespace(kernel=kernel)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    screen = io.StringIO()
+    with _Bar(100, 20, show=True, file=screen) as bar:
+        bar.move_to(30)
+    assert ("20 of 100 networks" in screen.getvalue()) == (kernel is not None)
+    with _Bar(100, 20, show=False, file=io.StringIO()) as bar:
+        assert bar.disable
+
+
+def test_permission_to_write_is_checked_before_anything_is_trained(
+    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.pop"
+    collect(fake.recipe(), path, shard=0)
+    trained.clear()
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(atomic, "_open_temporary", refuse)
+    with pytest.raises(WeightscopeError, match=r"cannot write .*Read-only file system"):
+        collect(fake.recipe(), path, workers=1)
+    assert trained == []
+
+
+def test_a_huge_population_answers_at_once(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million networks are planned, a billion refused; neither takes memory or time for tiles that do not exist."""
+    path = tmp_path / "a.pop"
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fake, "vector", stop)  # in the first tile
+    began = time.process_time()
+    with pytest.raises(Resumable, match="0 of 10000000 networks are kept"):
+        collect(fake.recipe(), path, networks=10_000_000, workers=1)
+    with pytest.raises(RecipeError, match=r"population\.networks: input should be less than or equal to 10000000"):
+        collect(fake.recipe(), path, networks=1_000_000_000)
+    assert time.process_time() - began < 4, "two scans of 1.25 million tiles"
 
 
 def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 import hashlib
 import json
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fake_training as fake
@@ -45,6 +48,32 @@ def one_line(error: "pytest.ExceptionInfo[WeightscopeError]", *parts: str) -> No
     for part in parts:
         assert part in text
     assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize("name", ["population.json", "shards/00001.h5", "shards/00001.h5.sha256"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(folder: Path, name: str, device: bool) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero") if device else os.mkfifo(folder / name)
+    signal.alarm(20)  # reading either would not end
+    with pytest.raises(DataError) as error:
+        Population(folder).verify()
+    signal.alarm(0)
+    one_line(error, name.removesuffix(".sha256"), "expected a regular file, found a")
+
+
+def test_a_manifest_that_plans_millions_of_networks_is_read_at_once(folder: Path) -> None:
+    fake.write_population(folder, fake.recipe(networks=24))
+    manifest = manifests.read(folder)
+    huge = replace(manifest, recipe=manifest.recipe.replace({"population.networks": 10_000_000}), sizes=(10_000_000,))
+    (folder / "population.json").write_bytes(huge.to_bytes())
+    began = time.process_time()
+    population = Population(folder, partial=True)
+    assert len(population) == 24
+    assert len(population.missing) == 1_250_000 - 3
+    with pytest.raises(DataError, match=r"expected 10000000 networks, found .* and 12499.. more tiles"):
+        Population(folder)
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("where", [0, 100, 2000, -1])

@@ -104,7 +104,9 @@ def test_a_recipe_is_loaded_by_its_name(name: str, tmp_path: Path, monkeypatch: 
 
 def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
     assert set(recipes()) == set(RECIPES)
-    with pytest.raises(RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\?; or give the"):
+    with pytest.raises(
+        RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"
+    ):
         Recipe.load("digits-convnet")
     with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are cifar10-convmixer, .*digits-convnext"):
         Recipe.load("mine")

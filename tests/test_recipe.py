@@ -1,12 +1,15 @@
 """Recipes: strict, with the field's path in every error; they survive the round trip through plain data."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from weightscope._util import toml
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe import Range, Recipe
+from weightscope.recipe import InitConfig, Range, Recipe
 
 GOOD = """
 [network]
@@ -68,7 +71,7 @@ def test_errors_name_the_path_and_what_is_allowed(line: str, message: str) -> No
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        ("type = 'resnet'", "network: no network type 'resnet'; there are 'convmixer', .*package.module:factory"),
+        ("type = 'resnet'", "network: no network type 'resnet'; there are convmixer, .*package.module:factory"),
         ("width = 3", "network: type is missing; expected one of 'convmixer'"),
         ("type = 'my_nets:Net'\nwidth = inf", "network: width must be finite"),
         ("type = 'my_nets:Net'\nwidths = [1, nan]", r"network: widths\[1\] must be finite"),
@@ -83,6 +86,80 @@ def test_errors_name_the_path_and_what_is_allowed(line: str, message: str) -> No
 def test_networks_that_make_no_sense(network: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Recipe.parse(f"[network]\n{network}\n[data]\nname = 'digits'\n[training]\nepochs = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"[init]\nname = 'default'\nb = {'9' * 5000}", "init.b: expected an integer below 2.63, found one of 5000"),
+        (f"[training]\nepochs = {'9' * 4000}", "training.epochs: .*found one of about 4000 digits"),
+        ("[training]\nepochs = 2147483648", "training.epochs: input should be less than 2147483648"),
+        (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "training.x: nested too deeply"),
+        (f"[training]\nepochs = 1\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
+        (f"[init]\nname = 'default'\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
+        (f"[training]\nepochs = 1\n{'.'.join('a' * 30)} = 1", "training.a.a.*a: nested too deeply"),
+        (f"[{'.'.join('a' * 10_000)}]", r"a.a.*a.: nested too deeply"),
+        ("[population]\nnetworks = 1000000000", "population.networks: .*less than or equal to 10000000"),
+        ("[population]\ntile = 1000000000", "population.tile: .*less than or equal to 65536"),
+    ],
+)
+def test_absurd_values_are_refused_at_once_with_their_path(line: str, message: str) -> None:
+    head = "[network]\ntype = 'convnext'\nwidth = 16\ndepth = 4\n[data]\nname = 'digits'\n"
+    head += "" if "[training]" in line else "[training]\nepochs = 1\n"
+    began = time.process_time()
+    with pytest.raises(RecipeError, match=message) as caught:
+        Recipe.parse(head + line)
+    assert time.process_time() - began < 2
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = 0", "network.heads: input should be greater than or equal to 1"),
+        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = -4", "network.heads: .*found -4"),
+        ("type = 'convnext'\nwidth = 100000000\ndepth = 1", "network.width: .* 65536, found 100000000"),
+        ("type = 'convnext'\nwidth = 4\ndepth = 1000000", "network.depth: .* 4096, found 1000000"),
+    ],
+)
+def test_sizes_of_networks_are_bounded(line: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        Recipe.parse(f"[network]\n{line}\n[data]\nname = 'digits'\n[training]\nepochs = 1\n")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "near"),
+    [
+        ("epochs", "epoch", "training.epoch: unknown key, did you mean 'epochs'"),
+        ("width", "widht", "network.widht: unknown key, did you mean 'width'"),
+        ("[population]", "[populations]", "populations: unknown key, did you mean 'population'"),
+        ("low =", "lo =", "training.learning_rate.lo: unknown key, did you mean 'low'"),
+        ("networks", "lr", "population.lr: unknown key, there are networks, seed, tile"),
+    ],
+)
+def test_misspelt_keys_get_their_nearest(old: str, new: str, near: str) -> None:
+    with pytest.raises(RecipeError, match=near) as caught:
+        Recipe.parse(GOOD.replace(old, new))
+    assert len(str(caught.value)) < 200
+    assert "?;" not in str(caught.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert Recipe.load(tmp_path / "bom.toml") == Recipe.parse(GOOD)
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_a_pipe_or_a_device_is_no_recipe(device: bool, tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.symlink_to("/dev/zero") if device else os.mkfifo(path)
+    signal.alarm(20)  # reading either would not end
+    with pytest.raises(RecipeError, match="expected a regular file, found a"):
+        Recipe.load(path)
+    with pytest.raises(RecipeError, match="expected a regular file, found a"):
+        InitConfig.load(path)
+    signal.alarm(0)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import load
-from weightscope.errors import UsageError
+from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import spec_of, train_tile
+from weightscope.training import own_networks, spec_of, train_tile
 from weightscope.training.engine import TileRun, smooth, swept
 from weightscope.training.optimiser import BatchedAdamW, schedule_factor
 
@@ -48,6 +48,27 @@ def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> N
                 queries_and_values = np.r_[0:8, 16:24]
                 values, expected = values[queries_and_values], expected[queries_and_values]
             np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-5)
+
+
+def test_every_step_counts_as_progress() -> None:
+    seen: list[float] = []
+    train_tile(recipe(), 0, device="cpu", progress=seen.append)
+    assert seen == [step / 12 for step in range(1, 13)], "2 epochs of 6 steps"
+
+
+@pytest.mark.parametrize(("patterns", "message"), [
+    (["*"], r"training.frozen: expected at least one parameter that is trained, found all \d+ frozen by '\*'"),
+    (["*.weight", "*.bias"], "training.frozen: expected at least one"),
+    (["*.wieght"], r"training.frozen: no tensor matches '\*.wieght'; the \d+ names are `.*weight`"),
+])  # fmt: skip
+def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message: str) -> None:
+    for network in NETWORKS.values():
+        plan = recipe(network=network, training__frozen=patterns)
+        if patterns != ["*"] and network["type"] == "vit":
+            plan = plan.replace({"training.frozen": [*patterns, "pos_embed", "cls_token"]})
+        with pytest.raises(RecipeError, match=message) as caught:
+            own_networks.check(plan, "torch")
+        assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("name", NETWORKS)

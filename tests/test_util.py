@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightscope._util import checks, plugins
-from weightscope._util.names import listing, matching, nearest_first, split_patterns, unknown, unwrapped
+from weightscope._util.names import listing, matching, nearest_first, shortened, split_patterns, unknown, unwrapped
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
 from weightscope._util.tables import html_table, text_table
@@ -53,6 +53,20 @@ def test_messages_name_the_nearest() -> None:
     assert unknown("animal", "hores", ["cow", "horse"]) == "no animal 'hores'; did you mean 'horse'?"
     assert unknown("animal", "x", ["cow", "horse"]) == "no animal 'x'; there are cow, horse"
     assert unknown("animal", 3, ["cow"]) == "no animal 3; there are cow"
+    message = unknown("animal", "hores", ["cow", "horse"], "a drawing")
+    assert message == "no animal 'hores'; did you mean 'horse'? Otherwise give a drawing"
+    assert unknown("animal", "x", ["cow"], "a drawing") == "no animal 'x'; there are cow; or give a drawing"
+
+
+def test_messages_about_names_are_short() -> None:
+    assert shortened("a\n\x1b[2Jb") == "a??[2Jb"
+    names = [f"stages.{i}.blocks.{j}.mlp.fc{k}.weight" for i in range(4) for j in range(9) for k in (1, 2)]
+    for wrong in ("x", "x" * 1000, "*.mlp.fc3.weight", "stages.0.blocks.0.mlp.fc?.wieght"):
+        assert len(unknown("initialiser", wrong, names, "'package.module:name' for one of your own")) < 200
+        with pytest.raises(UsageError) as caught:
+            matching(wrong, names)
+        assert len(str(caught.value)) < 200
+    assert "`stages.0.blocks.0.mlp.fc" in str(caught.value), "the nearest first, wildcards left out"
 
 
 # -- tables and results -----------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Atomic writes: temporary file in the same folder, fsync, rename, fsync of the folder.
 
 A temporary file is locked with `flock` while it is written. The lock is released when the process ends, so a temporary
-file that can be locked is abandoned, and `sweep` removes it.
+file that can be locked is abandoned, and `sweep` removes it. Every folder is swept before this process first writes to
+it.
 """
 
 import contextlib
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +18,12 @@ from typing import BinaryIO
 from weightscope.errors import WeightscopeError
 
 _SUFFIX = ".tmp"
+_DIGITS = 16
+_OURS = ".?*." + "[0-9a-f]" * _DIGITS + _SUFFIX
 # On file systems without locks, temporary files older than this are considered abandoned.
 _STALE_SECONDS = 24 * 3600.0
+
+_swept: set[Path] = set()  # folders that this process has swept
 
 
 @contextlib.contextmanager
@@ -36,6 +42,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     temporary, file = None, None
+    _sweep_once(path.parent)
     try:
         temporary, file = _open_temporary(path)
         yield file
@@ -66,6 +73,24 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
             file.write(piece)
 
 
+def check_writable(path: str | Path) -> None:
+    """Check that a file can be written at `path`, by creating a temporary one beside it and removing it.
+
+    Raises:
+        WeightscopeError: if it cannot.
+    """
+    path = Path(path)
+    _sweep_once(path.parent)
+    try:
+        temporary, file = _open_temporary(path)
+        file.close()
+        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise WeightscopeError(
+            f"cannot write {path}: {error.strerror or error}; change permissions, or name another place"
+        ) from error
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably.
 
@@ -81,11 +106,17 @@ def make_folder(path: Path) -> None:
         raise WeightscopeError(f"cannot make the folder {path}: {error.strerror or error}") from error
 
 
-def sweep(folder: Path) -> list[Path]:
-    """Remove abandoned temporary files in `folder`; returns their paths."""
+def sweep(folder: Path, pattern: str = f".*{_SUFFIX}") -> list[Path]:
+    """Remove abandoned temporary files in `folder`; returns their paths.
+
+    Args:
+        folder: which one.
+        pattern: of the names; the default suits folders that only weightscope writes to.
+    """
     swept = []
-    for path in sorted(folder.glob(f".*{_SUFFIX}")):
-        with contextlib.suppress(FileNotFoundError):
+    for path in sorted(folder.glob(pattern)):
+        # Removed meanwhile, or the file of another user in a folder such as /tmp.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if _abandoned(path):
                 path.unlink()
                 swept.append(path)
@@ -101,21 +132,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _sweep_once(folder: Path) -> None:
+    folder = folder.absolute()
+    if folder not in _swept:
+        _swept.add(folder)
+        sweep(folder, _OURS)
+
+
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(_DIGITS // 2)}{_SUFFIX}")
         file = open(temporary, "x+b")  # noqa: SIM115
-        _lock(file.fileno())
+        _lock(file.fileno(), wait=True)  # a process that sweeps holds it for a moment
         # Another process may have swept the file between creation and lock.
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
         file.close()
 
 
-def _lock(descriptor: int) -> bool | None:
+def _lock(descriptor: int, wait: bool = False) -> bool | None:
     """True: locked. False: another process holds the lock. None: the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:
@@ -124,7 +162,9 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _abandoned(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
+    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe, a link, a folder: not ours
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         locked = _lock(descriptor)
         if locked is None:

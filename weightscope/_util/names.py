@@ -1,6 +1,8 @@
 """Names of tensors: stripped of wrappers, matched by patterns, listed in messages."""
 
 import difflib
+import itertools
+import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -9,6 +11,9 @@ from weightscope.errors import UsageError
 # Added by torch.compile, FSDP and activation checkpointing. DataParallel and DDP add `module`, at the start only;
 # elsewhere it can be a submodule of that name.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+# Characters of names in a message, which has less than 200 together with the text around them.
+_ROOM = 100
 
 
 def unwrapped(name: str) -> str:
@@ -45,8 +50,8 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
     names, patterns = list(names), split_patterns(pattern, argument)
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            found = listing(nearest_first(p, names))
-            raise UsageError(f"{argument}: no tensor matches {p!r}; the {len(names)} names are {found}")
+            found = listing(_nearest_to_pattern(p, names), room=_ROOM)
+            raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
 
@@ -56,15 +61,34 @@ def nearest_first(name: str, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*difflib.get_close_matches(name, names, cutoff=0.3), *names]))
 
 
-def listing(names: Iterable[str], most: int = 8) -> str:
+def _nearest_to_pattern(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names, those first whose beginning or end is most similar to a pattern, whichever the pattern fixes."""
+    bare = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
+    ends = [name[-len(bare) :] if pattern.startswith("*") else name for name in names]
+    ranks = {end: i for i, end in enumerate(nearest_first(bare, ends))}
+    return [name for _, name in sorted(zip(ends, names, strict=True), key=lambda pair: ranks[pair[0]])]
+
+
+def listing(names: Iterable[str], most: int = 8, room: int | None = None) -> str:
     """The first few names and the number of the others, for a message.
+
+    Args:
+        names: any number of them.
+        most: how many are shown.
+        room: characters that they may take together, instead; at least one is shown.
 
     Example:
         >>> listing(["a", "b", "c"], most=2)
         '`a`, `b` and 1 more'
     """
-    names = list(names)
-    return ", ".join(f"`{n}`" for n in names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    names = [f"`{name}`" for name in names]
+    return _joined(names, most if room is None else _fitting(names, room))
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """The text on one line, with dots in place of its middle if it is long, and `?` for what cannot be printed."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= most else f"{text[: most - 23]}...{text[-20:]}"
 
 
 def unverified(source: str, files: Iterable[str]) -> str:
@@ -84,15 +108,45 @@ def numbered(label: str, taken: Collection[str]) -> str:
     return name
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> str:
-    """The message about an unknown name, with the nearest known one or all of them.
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that `name` is probably a misspelling of."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) else []
+    return found[0] if found else None
+
+
+def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The message about an unknown name, in less than 200 characters: the nearest known one, or as many as fit.
+
+    Args:
+        kind: what it should be the name of.
+        name: as it was given.
+        known: the names that there are.
+        otherwise: what else may be given: "the path of a .toml file".
 
     Example:
         >>> unknown("initialiser", "mimetic_atention", ["mimetic_attention", "mimetic_mlp"])
         "no initialiser 'mimetic_atention'; did you mean 'mimetic_attention'?"
     """
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75) if isinstance(name, str) else []
-    if near:
-        return f"no {kind} {name!r}; did you mean {near[0]!r}?"
-    return f"no {kind} {name!r}; there are {', '.join(known)}"
+    shown = repr(shortened(name)) if isinstance(name, str) else shortened(repr(name))
+    near = nearest(name, known)
+    if near is not None:
+        return f"no {kind} {shown}; did you mean {near!r}?" + (f" Otherwise give {otherwise}" if otherwise else "")
+    return f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}" + (
+        f"; or give {otherwise}" if otherwise else ""
+    )
+
+
+def fitted(names: Sequence[str], room: int = _ROOM) -> str:
+    """As many names as fit into so many characters, at least one, and the number of the others."""
+    return _joined(names, _fitting(names, room))
+
+
+def _joined(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _fitting(names: Sequence[str], room: int) -> int:
+    """How many of the names fit into so many characters; at least one."""
+    used = itertools.accumulate(len(name) + 2 for name in names)
+    return max(1, sum(1 for length in used if length <= room))

@@ -61,7 +61,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
-            raise UsageError(f"{unknown(self.kind, name, self._entries)}; or 'package.module:name' for one of your own")
+            raise UsageError(unknown(self.kind, name, self._entries, "'package.module:name' for one of your own"))
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:

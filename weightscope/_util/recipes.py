@@ -50,5 +50,5 @@ def recipe_path(source: str | Path) -> Path:
         return path
     shipped = recipes()
     if str(source) not in shipped:
-        raise RecipeError(f"{unknown('recipe', str(source), shipped)}; or give the path of a .toml file")
+        raise RecipeError(unknown("recipe", str(source), shipped, "the path of a .toml file"))
     return shipped[str(source)].path

@@ -1,6 +1,8 @@
 """`inspect`: the contents of a population, an artifact or a checkpoint, as plain data and as text."""
 
 import math
+import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,19 +17,24 @@ from weightscope._util.tables import text_table
 from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
 from weightscope.artifacts.format import KEY
 from weightscope.population import Population
+from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
+from weightscope.population.exporting import Exported, read_export
+from weightscope.spec import WeightSpec
 
 if TYPE_CHECKING:
     from weightscope.checkpoint import Checkpoint
 
+_MOST_METRICS = 14  # of a summary
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 def inspect(
     source: "str | Path | Population | Checkpoint",
-) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
-    """The contents of a population, an initialiser's artifact or a checkpoint.
+) -> "PopulationContents | ExportContents | CheckpointContents | PopulationFit | NetworkFit":
+    """The contents of a population, an exported file, an initialiser's artifact or a checkpoint.
 
-    Every shard's hash of a population is compared; of a checkpoint only the header is read.
+    Every shard's hash of a population is compared, and that of an exported file; of a checkpoint only the header is
+    read.
 
     Args:
         source: a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`.
@@ -42,9 +49,11 @@ def inspect(
         >>> print(inspect("digits.pop").text())
     """
     if isinstance(source, Population):
-        return _population(source.path)
+        return population_contents(source.path)
     if is_population(source):
-        return _population(Path(str(source)))
+        return population_contents(Path(str(source)))
+    if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
+        return ExportContents(str(source), read_export(source))
     from weightscope.checkpoint import Checkpoint  # torch, which a population does not need
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
@@ -119,6 +128,11 @@ class PopulationContents(Result):
         """Everything as text for a terminal, sections separated by blank lines."""
         return "\n\n".join((self._counts(), self._spec(), self._metrics(), self._origin(), self._recipe()))
 
+    def brief(self) -> str:
+        """Counts and metrics on less than a screen, and where the rest is."""
+        rest = f"`weightscope inspect {self.path}` also lists tensors, origin and recipe"
+        return "\n\n".join((self._counts(), self._metrics(most=_MOST_METRICS), rest))
+
     def _counts(self) -> str:
         missing = len(self.missing_tiles)
         lines = [
@@ -133,11 +147,13 @@ class PopulationContents(Result):
         rows = [(t.name, _sizes(t.shape), t.role, f"{t.start}:{t.stop}") for t in self.tensors]
         return text_table(("tensor", "shape", "role", "columns"), rows)
 
-    def _metrics(self) -> str:
+    def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
             return "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
-        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()]
+        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()][
+            :most
+        ]
         return text_table(head, rows)
 
     def _origin(self) -> str:
@@ -152,7 +168,8 @@ class PopulationContents(Result):
         return toml.dumps(self.recipe).rstrip()
 
 
-def _population(path: Path) -> PopulationContents:
+def population_contents(path: Path) -> PopulationContents:
+    """The contents of a population, complete or not."""
     population = Population(path, partial=True)
     spec = population.spec
     return PopulationContents(
@@ -165,16 +182,51 @@ def _population(path: Path) -> PopulationContents:
         tile=population.recipe.population.tile,
         root_seed=population.recipe.population.seed,
         first_seeds=tuple(int(seed) for seed in population.seeds[:4]),
-        tensors=tuple(
-            TensorRow(t.name, t.shape, t.role, spec.slices[t.name].start, spec.slices[t.name].stop)
-            for t in spec.tensors
-        ),
-        quantiles=_quantiles(population),
+        tensors=_tensor_rows(spec),
+        quantiles=_quantiles(population.metrics),
         made_on=population.provenance(),
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
         environment=population.environment,
         recipe=population.recipe.to_dict(),
     )
+
+
+def _tensor_rows(spec: WeightSpec) -> tuple[TensorRow, ...]:
+    places = spec.slices
+    return tuple(TensorRow(t.name, t.shape, t.role, places[t.name].start, places[t.name].stop) for t in spec.tensors)
+
+
+@dataclass(frozen=True, repr=False)
+class ExportContents(Result):
+    """The contents of a file written by `export`.
+
+    Attributes:
+        path: of the file.
+        exported: what it holds.
+    """
+
+    path: str
+    exported: Exported
+
+    def summary(self) -> str:
+        """Path, number of networks and their size."""
+        return f"{self.path}: {self.exported.networks:,} networks of {self.exported.spec.size:,} weights each, exported"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each tensor: name, shape, role, and its columns of the weight matrix."""
+        return [row._asdict() | {"shape": _sizes(row.shape)} for row in _tensor_rows(self.exported.spec)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        tensors = [row._asdict() for row in _tensor_rows(self.exported.spec)]
+        values = {"path": self.path, "networks": self.exported.networks, "tensors": tensors}
+        values |= {"quantiles": _quantiles(self.exported.metrics), "environment": self.exported.environment}
+        return values | {"recipe": tomllib.loads(self.exported.recipe)}
+
+    def text(self) -> str:
+        """Counts, the table of tensors, and the recipe."""
+        table = text_table(("tensor", "shape", "role", "start", "stop"), (tuple(row.values()) for row in self.rows()))
+        return "\n\n".join((self.summary(), table, self.exported.recipe.rstrip()))
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,11 +269,11 @@ class CheckpointContents(Result):
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
 
-def _quantiles(population: Population) -> dict[str, dict[str, float]]:
+def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """Quantiles of every metric with one number per network, over the networks that did not diverge."""
-    kept = ~population.diverged
+    kept = ~metrics["diverged"]
     found = {}
-    for name, values in sorted(population.metrics.items()):
+    for name, values in sorted(metrics.items()):
         if values.ndim == 1 and name not in ("diverged", "init"):
             finite = values[kept & np.isfinite(values)]
             if len(finite):

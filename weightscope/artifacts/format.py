@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from weightscope._util import atomic
+from weightscope._util.regular import open_regular
 from weightscope._util.results import Result
 from weightscope.errors import DataError
 
@@ -98,7 +99,7 @@ def _read(path: str | Path) -> tuple[Any, dict[str, np.ndarray], str | None]:
     from weightscope.checkpoint.safetensors_header import read_header  # that package imports torch
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
         with safe_open(str(path), framework="numpy") as tensors:

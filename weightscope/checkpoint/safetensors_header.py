@@ -42,6 +42,7 @@ BITS: Mapping[str, int] = {
 """Bits of one entry of each data type of the format."""
 
 _MAX_DIMENSIONS = 64
+_MOST_VALUES = 3_000_000  # commas and colons; 200,000 tensors have 2.4 million, and the largest models fewer
 _MAX_ENTRIES = 2**62
 
 
@@ -118,8 +119,13 @@ def json_object(raw: bytes, where: str) -> dict[str, Any]:
     """The object in a JSON text, whose keys must be unique at every depth.
 
     Raises:
-        DataError: if the text is not JSON, is nested too deeply, duplicates a key, or is not an object.
+        DataError: if the text is not JSON, is nested too deeply, has millions of values, duplicates a key, or is not an
+            object.
     """
+    # Each value takes up to 200 bytes of memory once it is parsed.
+    values_there = raw.count(b",") + raw.count(b":")
+    if values_there > _MOST_VALUES:
+        raise DataError(f"{where} has {values_there:,} values, more than {_MOST_VALUES:,}")
     try:
         values = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:

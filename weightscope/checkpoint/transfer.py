@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._version import __version__
+from weightscope.checkpoint.deadline import TooSlow, within
 from weightscope.errors import DataError
 
 T = TypeVar("T")
@@ -100,11 +102,12 @@ class Transfer:
         while start < stop:
             before = start
             try:
-                for piece in self._range(url, what, start, stop, size, commit):
+                missing = partial(self._range, url, what, start, stop, size, commit)
+                for piece in within(deadline, missing):
                     start += len(piece)
                     yield piece
-                    if time.monotonic() > deadline:
-                        raise DataError(f"{what}: slower than {_SLOWEST // 1000} kB/s; try again later")
+            except TooSlow:
+                raise DataError(f"{what}: slower than {_SLOWEST // 1000} kB/s; try again later") from None
             except (ConnectionError, Refused) as error:
                 failures = 1 if start - before >= _PROGRESS else failures + 1
                 _pause(error, failures, what)
@@ -153,13 +156,17 @@ def retried(what: str, call: Callable[[], T]) -> T:
 
     Raises:
         Refused: if the hub refuses.
-        Unreachable: if there is no answer.
+        Unreachable: if there is no complete answer in time.
     """
     failures = 0
     while True:
         try:
             with _one_line(what):
-                return call()
+                return next(within(time.monotonic() + _PATIENCE, lambda: (call(),)))
+        except TooSlow:
+            raise Unreachable(
+                f"{what}: no complete answer from the hub in {_PATIENCE:.0f} s; try again later"
+            ) from None
         except (ConnectionError, Refused) as error:
             failures += 1
             _pause(error, failures, what)

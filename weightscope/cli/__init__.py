@@ -24,6 +24,11 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The first sentence of each command's help, whole."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, c.get_short_help_str(limit=200)) for name, c in self.commands.items()])
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -63,8 +68,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("weightscope: interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        command = getattr(getattr(error, "ctx", None), "info_name", None)
+        where = "" if command in (None, "weightscope") else f" {command}"
+        click.echo(f"weightscope{where}: {' '.join(error.format_message().split())}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         sys.stderr.close()

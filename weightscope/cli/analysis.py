@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import click
 
-from weightscope.cli.shared import OutputFile, figure_option, json_option, out_option, write_json
+from weightscope.cli.shared import Named, OutputFile, figure_option, json_option, out_option, write_json
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=Named())
 @json_option
 def inspect(source: str, json_file: Path | None) -> None:
-    """Describe the contents of a population, an artifact or a checkpoint.
+    """Describe the contents of a population, an artifact, a checkpoint or an exported file.
 
     \b
     Examples:
@@ -27,7 +27,7 @@ def inspect(source: str, json_file: Path | None) -> None:
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=Named())
 @click.option("--download", is_flag=True, help="Of a model at the hub: fetch what is missing of its files.")
 @json_option
 def verify(source: str, download: bool, json_file: Path | None) -> None:
@@ -51,8 +51,8 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
 
 
 @click.command()
-@click.argument("source")
-@out_option("The HDF5 file to write.", type=OutputFile())
+@click.argument("source", type=Named())
+@out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
 def export(source: str, out: Path, select: str) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
@@ -68,7 +68,7 @@ def export(source: str, out: Path, select: str) -> None:
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
 @click.option(
     "--view",
@@ -129,8 +129,12 @@ def products(
 
 
 @click.command()
-@click.argument("source")
-@click.option("--init", help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.")
+@click.argument("source", type=Named())
+@click.option(
+    "--init",
+    type=Named("initialisers"),
+    help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.",
+)
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @json_option
 def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None) -> None:
@@ -161,7 +165,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
 
 
 @click.command("list")
-@click.argument("kind", required=False)
+@click.argument("kind", required=False, type=Named("kinds", files=False))
 @json_option
 def list_(kind: str | None, json_file: Path | None) -> None:
     """List initialisers, structures, networks, data sets and recipes, with their parameters and sources.

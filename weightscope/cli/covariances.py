@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from weightscope._util.sources import is_population
-from weightscope.cli.shared import OutputFile, figure_option, json_option, write_json
+from weightscope.cli.shared import Named, OutputFile, figure_option, json_option, write_json
 from weightscope.errors import UsageError
 
 _RENAMED = {"--compute": "--computed", "--correlation": "--kind=correlation"}
@@ -30,7 +30,7 @@ class _WithOldOptions(click.Command):
 
 
 @click.command(cls=_WithOldOptions)
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @click.option("--select", help="Of a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
 @click.option("--computed", multiple=True, metavar="EXPR", help="Of a population: a coordinate, such as 'diag(A @ B)'.")
 @click.option(
@@ -49,12 +49,17 @@ class _WithOldOptions(click.Command):
     default=None,
     help="Of a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
 )
-@click.option("--part", help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.")
+@click.option(
+    "--part",
+    type=Named("parts", files=False),
+    help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
+)
 @click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
 @click.option(
     "--init",
     "inits",
     multiple=True,
+    type=Named("initialisers"),
     help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
 @click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
@@ -142,6 +147,6 @@ def _with_initialisers(
         first = population_in(first).network(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
-    bare = [skeleton(first, options.get("part", "filters")) for _ in named]
+    bare = [skeleton(first, options.get("part")) for _ in named]
     networks = [resolve(c)(b, generator=g) for (_, c), b, g in zip(named, bare, generators, strict=True)]
     return [*sources, *networks], [*(None for _ in sources), *(label for label, _ in named)]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightscope.cli.shared import OutputFile, json_option, out_option, training_options, write_json
+from weightscope.cli.shared import Named, OutputFile, json_option, out_option, training_options, write_json
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,10 +15,11 @@ _TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")
 
 
 @click.command("fit-init")
-@click.argument("source")
+@click.argument("source", type=Named())
 @out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
 @click.option(
     "--structure",
+    type=Named("structures", files=False),
     default="auto",
     show_default=True,
     help="Of a population: auto, NAME or MODULE:CLASS. Of one network: filters, conv_schedule, identity_product.",

@@ -1,18 +1,53 @@
 """Options and arguments shared by several commands."""
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from weightscope.errors import UsageError
 
+_STDOUT = "stdout of --json -"
+
+
+class Named(click.ParamType):
+    """A text that the shell completes: registered names, files, or both.
+
+    Args:
+        kind: of the names, see `weightscope.cli.completion.names`.
+        files: whether a path may be given instead.
+    """
+
+    name = "text"
+
+    def __init__(self, *kind: str, files: bool = True) -> None:
+        self.kinds = kind
+        self.files = files
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin like this, and paths."""
+        from weightscope.cli.completion import names
+
+        # After a plus sign follows another name: mimetic_attention+mimetic_mlp
+        done, plus, last = incomplete.rpartition("+")
+        found = [name for kind in self.kinds for name in names(kind) if name.startswith(last)]
+        items = [CompletionItem(done + plus + name) for name in found]
+        return items if items or not self.files else [CompletionItem(incomplete, type="file")]
+
+
 _TRAINING = (
-    click.option("--data", type=click.Path(path_type=Path), help="Folder searched first for the data set."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    click.option(
+        "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
+    ),
+    click.option(
+        "--device", type=Named("devices", files=False), default="auto", show_default=True, help="auto, cpu or cuda."
+    ),
     click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU."),
 )
 
@@ -36,11 +71,14 @@ class OutputFile(click.Path):
         self.suffixes = suffixes
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path, whose folder exists.
+        """The path, whose folder exists and can be written to.
 
         Raises:
             UsageError: if the suffix is another one, the folder does not exist, or the path is a folder.
+            WeightscopeError: if no file can be written there.
         """
+        from weightscope._util import atomic
+
         path = Path(value)
         if self.suffixes and path.suffix not in self.suffixes:
             raise UsageError(f"{path}: expected a file name ending in {', '.join(self.suffixes)}")
@@ -48,10 +86,31 @@ class OutputFile(click.Path):
             raise UsageError(f"{path}: expected a file name, found a folder")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: its folder {path.parent} does not exist; create it first")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: expected the name of a file, found a pipe or a device")
+        atomic.check_writable(path)
         return path
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Paths, completed by the shell."""
+        return [CompletionItem(incomplete, type="file")]
 
-json_option = click.option("--json", "json_file", type=OutputFile(), help="Also write the result as JSON.")
+
+class _JSONFile(OutputFile):
+    """A file, or `-` for standard output; everything else that the command prints then goes to standard error."""
+
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if os.fspath(value) != "-":
+            return super().convert(value, param, ctx)
+        if ctx is not None and not ctx.resilient_parsing:
+            ctx.meta[_STDOUT] = sys.stdout
+            ctx.with_resource(contextlib.redirect_stdout(sys.stderr))
+        return Path("-")
+
+
+json_option = click.option(
+    "--json", "json_file", type=_JSONFile(), help="Also write the result as JSON; - writes it to standard output."
+)
 
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
@@ -71,6 +130,10 @@ def write_json(path: Path | None, values: Any) -> None:
     """Write the file of `--json`, if requested."""
     if path is None:
         return
+    text = json.dumps(values, indent=1, allow_nan=False)
+    if str(path) == "-":
+        click.echo(text, file=click.get_current_context().meta[_STDOUT])
+        return
     from weightscope._util import atomic
 
-    atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+    atomic.write(path, text.encode() + b"\n")

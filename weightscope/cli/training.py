@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import json_option, out_option, training_options, write_json
+from weightscope.cli.shared import Named, json_option, out_option, training_options, write_json
 
 
 @click.command()
@@ -32,7 +32,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", type=Named("recipes"))
 @out_option("The population's folder.")
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow but not shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
@@ -49,20 +49,21 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     Example:
       weightscope collect digits-convnext -o digits.pop -n 512
     """
-    from weightscope.analysis.inspection import inspect
+    from weightscope.analysis.inspection import population_contents
     from weightscope.benchmarking.arms import recipe_of
     from weightscope.training.collection import collect as train
 
     train(recipe_of(recipe), out, **options)
-    click.echo(inspect(out).text())
+    click.echo(population_contents(out).brief())
 
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", type=Named("recipes"))
 @click.option(
     "--init",
     "inits",
     multiple=True,
+    type=Named("initialisers"),
     help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
 @click.option("--epochs", type=int, multiple=True, help="Training length, each with a full schedule; repeatable.")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util import atomic, toml
+from weightscope._util.regular import open_regular, read_regular
 from weightscope._util.sources import POPULATION_FILE
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
@@ -120,9 +121,7 @@ def read(path: Path) -> Manifest:
     """
     file = path / NAME
     try:
-        if file.stat().st_size > _LARGEST:
-            raise DataError(f"{file}: expected at most {_LARGEST} bytes, found {file.stat().st_size}")
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(file, _LARGEST).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = "no such folder" if not path.exists() else f"a folder without {NAME}"
         raise DataError(f"{path}: expected a population, found {what}; make one with `weightscope collect`") from None
@@ -152,7 +151,7 @@ def _parse(values: Any, file: Path) -> Manifest:
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error
-    except (WeightscopeError, TypeError, ValueError, AttributeError) as error:
+    except (WeightscopeError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"{file}: damaged: {error}") from error
     if manifest.fingerprint != values.get("fingerprint"):
         raise DataError(
@@ -246,7 +245,7 @@ def artifact_hashes(recipe: Recipe) -> dict[str, str]:
     hashes = {}
     for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
         try:
-            with open(name, "rb") as file:
+            with open_regular(name) as file:
                 hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         except OSError as error:
             raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error

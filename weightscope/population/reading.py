@@ -50,10 +50,10 @@ class Population(Result):
         self._verified: dict[int, tuple[int, ...]] = {}
         present = shards.tiles_on_disk(self.path, self._manifest)
         self._rows = {tile: self._rows_of(tile) for tile in present}
-        if self.missing and not partial:
+        if self._incomplete and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
-                f"{_listing(self.missing, self._manifest)}; run `weightscope collect` again to train them, "
+                f"{_listing(self._incomplete, self._manifest)}; run `weightscope collect` again to train them, "
                 "or open it with partial=True in Python to use the others"
             )
 
@@ -98,7 +98,7 @@ class Population(Result):
 
     def summary(self) -> str:
         """One line: the folder and its size."""
-        networks = f"{len(self)} of {self._manifest.networks} networks" if self.missing else f"{len(self)} networks"
+        networks = f"{len(self)} of {self._manifest.networks} networks" if self._incomplete else f"{len(self)} networks"
         recipe = self.recipe
         return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
 
@@ -129,8 +129,14 @@ class Population(Result):
     @property
     def missing(self) -> tuple[int, ...]:
         """The tiles that are absent or lack networks."""
+        return self._incomplete
+
+    @cached_property
+    def _incomplete(self) -> tuple[int, ...]:
+        # A population may be planned to have millions of tiles, of which few exist.
         expected = self._manifest
-        return tuple(t for t in range(expected.tiles) if self._rows.get(t, 0) < expected.rows(t))
+        whole = {tile for tile, rows in self._rows.items() if rows >= expected.rows(tile)}
+        return tuple(tile for tile in range(expected.tiles) if tile not in whole)
 
     @cached_property
     def indices(self) -> np.ndarray:

@@ -86,8 +86,8 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     return file.getvalue()
 
 
-def new_file(file: BinaryIO) -> h5py.File:
-    """An HDF5 file with a group `/metrics` that is written to a Python file.
+def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
+    """An HDF5 file with a group `/metrics` that is written to a Python file, after `user_block` bytes for other use.
 
     Nothing in it has a time stamp, so that the same content gives the same bytes; h5py before 3.16 has no option for
     this.
@@ -97,6 +97,7 @@ def new_file(file: BinaryIO) -> h5py.File:
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
     creation.set_obj_track_times(False)
+    creation.set_userblock(user_block)
     h5 = h5py.File(h5py.h5f.create(b"python", h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
     properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
     properties.set_obj_track_times(False)

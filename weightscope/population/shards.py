@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import h5py
 
 from weightscope._util import atomic
+from weightscope._util.regular import open_regular
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 from weightscope.population.shard_format import AGAIN, TrainedTile, check_structure, encode, foreign
@@ -137,8 +138,10 @@ def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | N
     try:
         if fresh:
             _check_hash(file)
-    except PermissionError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}; change its permissions") from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # no permission, or a pipe or a device under this name
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}; change its permissions") from error
     try:
         # No lock: the file never changes, and a read-only or network file system may not have any.
         h5 = h5py.File(file, "r", locking=False)
@@ -179,7 +182,7 @@ def _check_hash(file: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    with open(file, "rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -189,8 +192,8 @@ def _hash_file(file: Path) -> Path:
 
 def _listed(file: Path) -> list[str]:
     try:
-        with open(_hash_file(file), encoding="ascii", errors="replace") as stream:
-            lines = stream.read(1024).splitlines()
+        with open_regular(_hash_file(file)) as stream:
+            lines = stream.read(1024).decode("ascii", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = [_LINE.fullmatch(line) for line in lines]

@@ -6,10 +6,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from weightscope._util.names import shortened
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+# Far beyond what is used, so that a typing error is an error at once and not hours later, out of memory.
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Depth = Annotated[int, Field(ge=1, le=2**12)]
 
 
 class Section(BaseModel):
@@ -33,4 +38,6 @@ def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite, found {value}")
         elif not isinstance(value, int | float | str):
-            raise ValueError(f"{key}: expected a number, a text, true, false, or a list of these, found {value!r}")
+            raise ValueError(
+                f"{key}: expected a number, a text, true, false, or a list of these, found {shortened(repr(value))}"
+            )

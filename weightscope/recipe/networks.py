@@ -7,6 +7,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
+    Field,
     Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -16,17 +17,20 @@ from pydantic import (
 
 from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
-from weightscope.recipe.base import Count, Positive, Section, check_numbers
+from weightscope.recipe.base import Depth, Positive, Section, Width, check_numbers
+
+_MOST_STAGES = 16  # each halves the image
+_PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
 
 
 class ConvMixerConfig(Section):
     """ConvMixer-width/depth (thesis 2.1.1)."""
 
     type: Literal["convmixer"]
-    width: Count
-    depth: Count
-    kernel_size: Count = 7
-    patch_size: Count = 2
+    width: Width
+    depth: Depth
+    kernel_size: Width = 7
+    patch_size: Width = 2
     dilations: Literal["A", "B", "C", "D", "E", "F", "G", "H"] = "A"
 
 
@@ -34,11 +38,17 @@ class ConvNeXtConfig(Section):
     """ConvNeXt: isotropic if `width` and `depth` are numbers, hierarchical if they are lists of equal length."""
 
     type: Literal["convnext"]
-    width: Count | tuple[Count, ...]
-    depth: Count | tuple[Count, ...]
-    kernel_size: Count = 7
-    patch_size: Count = 2
-    expansion: Count = 2
+    width: Annotated[
+        Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], Field(max_length=_MOST_STAGES), Tag("list")],
+        _PER_STAGE,
+    ]
+    depth: Annotated[
+        Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], Field(max_length=_MOST_STAGES), Tag("list")],
+        _PER_STAGE,
+    ]
+    kernel_size: Width = 7
+    patch_size: Width = 2
+    expansion: Width = 2
     layer_scale: Positive | None = None
 
     @field_validator("width", "depth", mode="before")
@@ -63,11 +73,11 @@ class ViTConfig(Section):
     """Vision transformer."""
 
     type: Literal["vit"]
-    width: Count
-    depth: Count
-    heads: Count
-    patch_size: Count = 4
-    expansion: Count = 4
+    width: Width
+    depth: Depth
+    heads: Width
+    patch_size: Width = 4
+    expansion: Width = 4
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     position_scale: Positive = 1.0
     pool: Literal["average", "token"] = "average"
@@ -114,8 +124,9 @@ def _network(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, Mapping) and _network_type(value) not in (*NETWORK_TYPES, "own"):
         if "type" not in value:
             raise ValueError(f"type is missing; expected one of {', '.join(map(repr, NETWORK_TYPES))}")
-        known = unknown("network type", value["type"], map(repr, NETWORK_TYPES))
-        raise ValueError(f"{known}; or 'package.module:factory' for a network of your own")
+        raise ValueError(
+            unknown("network type", value["type"], NETWORK_TYPES, "'package.module:factory' for a network of your own")
+        )
     return handler(value)
 
 

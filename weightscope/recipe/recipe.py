@@ -13,7 +13,7 @@ from weightscope.errors import RecipeError
 from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
-from weightscope.recipe.parsing import explain, parse_toml, read_toml
+from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.sections import DataConfig, InitConfig, PopulationConfig, TrainingConfig
 
 
@@ -61,11 +61,15 @@ class Recipe(Section):
             RecipeError: naming the field's path, what is allowed and what was found.
             UsageError: for a callable without a name, such as a lambda.
         """
-        values = parse_toml(source, where) if isinstance(source, str) else source
+        if isinstance(source, str):
+            values: Any = parse_toml(source, where)
+        else:
+            values = _with_references(source)
+            check_bounds(values, where)
         try:
-            return cls.model_validate(_with_references(values))
+            return cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{where}: " + "; ".join(explain(e) for e in error.errors())) from None
+            raise RecipeError(f"{where}: {explain(error.errors(), cls)}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":

@@ -20,8 +20,10 @@ from weightscope._util.plugins import is_reference
 from weightscope.data.catalog import dataset_info
 from weightscope.data.config import AugmentConfig
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, check_numbers
+from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
 from weightscope.recipe.parsing import explain, read_toml
+
+MOST_NETWORKS = 10_000_000
 
 
 class DataConfig(Section):
@@ -172,7 +174,7 @@ class InitConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{path}: " + "; ".join(explain(e) for e in error.errors())) from None
+            raise RecipeError(f"{path}: {explain(error.errors(), cls)}") from None
 
 
 class PopulationConfig(Section):
@@ -182,6 +184,6 @@ class PopulationConfig(Section):
     memory holds.
     """
 
-    networks: Count = 256
+    networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    tile: Count | None = None
+    tile: Width | None = None

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -69,7 +70,7 @@ def collect(
         shard: train only this tile, for job arrays.
         data: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
-        progress: show a progress bar if stderr is a terminal.
+        progress: show a progress bar if stderr is a terminal, or in a notebook.
 
     Returns:
         The population, opened with `partial=True`, because other processes or job arrays may still be working on it.
@@ -262,7 +263,11 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
     todo = []
+    present = set(shards.tiles_on_disk(path, manifest))  # few of perhaps millions
     for tile in range(manifest.tiles) if shard is None else [shard]:
+        if tile not in present:
+            todo.append(tile)
+            continue
         state = shards.state(path, manifest, tile)
         if state.kind == "damaged":
             _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
@@ -270,6 +275,8 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
             shards.tidy_hash(shards.shard_file(path, tile))
         else:
             todo.append(tile)
+    if todo:
+        atomic.check_writable(shards.shard_file(path, todo[0]))
     return todo
 
 
@@ -349,8 +356,15 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
 class _Bar(tqdm):
-    """Progress in networks, with networks/hour and the time left; silent unless stderr is a terminal."""
+    """Progress in networks, with networks/hour and the time left; silent unless a terminal or a notebook shows it."""
 
     # tqdm's own lock is a semaphore shared between processes, which would leak if killed.
     _lock = threading.RLock()
@@ -359,8 +373,8 @@ class _Bar(tqdm):
         super().__init__(
             total=total,
             initial=initial,
-            # None: tqdm checks whether the file is a terminal
-            disable=None if show else True,
+            # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
+            disable=not show or (False if in_notebook() else None),
             file=file,
             desc="collect",
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left",

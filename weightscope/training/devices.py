@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from weightscope._util import plugins
+from weightscope._util.names import unknown
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training import kernel_check
@@ -21,6 +22,7 @@ from weightscope.training.memory import keep_freed_memory
 
 _log = logging.getLogger(__name__)
 _LONGEST = 240  # characters; a shard's texts have at most 256
+_MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -34,7 +36,9 @@ def resolve_device(device: str) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise UsageError(f"no device {device!r}: {error}") from error
+        if device.lower() in _MEANT:
+            raise UsageError(f"no device {device!r}; did you mean {_MEANT[device.lower()]!r}?") from error
+        raise UsageError(unknown("device", device, ("auto", "cpu", "cuda"))) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device cuda: torch finds no GPU; use --device cpu")
     return resolved

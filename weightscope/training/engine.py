@@ -69,7 +69,7 @@ def train_tile(
         tile: index of the tile, counted from 0.
         data_root: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
-        progress: called with the fraction done after each epoch.
+        progress: called with the fraction done after each step.
 
     Raises:
         DataError: if the data set is missing or damaged.
@@ -166,15 +166,13 @@ class TileRun:
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
         for epoch in range(training.epochs):
-            found = self.epoch(epoch)
+            found = self.epoch(epoch, progress)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
                 found |= self.evaluate()
             else:
                 found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
             for name, values in found.items():
                 history.setdefault(name, []).append(values)
-            if progress is not None:
-                progress((epoch + 1) / training.epochs)
         weights = self.nets.weights.cpu().numpy().copy()
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
@@ -185,7 +183,7 @@ class TileRun:
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         return TrainedTile(self.tile, weights, self.seeds, metrics)
 
-    def epoch(self, epoch: int) -> dict[str, np.ndarray]:
+    def epoch(self, epoch: int, progress: Callable[[float], None] | None = None) -> dict[str, np.ndarray]:
         """One pass over the training images; returns the running `train_loss` and `train_accuracy`, each (T,).
 
         All random numbers are uploaded before the first step, and nothing is read back before the last. While a GPU
@@ -199,8 +197,10 @@ class TileRun:
             step = (self.graph or self._capture()).replay
         self.now.zero_()
         self.sums.zero_()
-        for _ in range(self.steps_per_epoch):
+        for done in range(self.steps_per_epoch * epoch, self.steps_per_epoch * (epoch + 1)):
             step()
+            if progress is not None:
+                progress((done + 1) / (self.steps_per_epoch * training.epochs))
         self.ready = self._draw() if epoch + 1 < training.epochs else None
         loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
         return {"train_loss": loss, "train_accuracy": right}

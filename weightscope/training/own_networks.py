@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope import networks
 from weightscope._util import plugins
+from weightscope._util.names import matching, shortened
 from weightscope.data.catalog import dataset_info
-from weightscope.errors import UsageError, WeightscopeError
+from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_networks import USE_LOOP, BatchedNetworks
@@ -35,13 +36,19 @@ _checked: set[tuple[Any, str]] = set()
 def check(recipe: Recipe, kernels: Kernels) -> None:
     """Check that a recipe's own network can be trained by the recipe's engine; once per process and network.
 
+    Of any other network, only what `training.frozen` leaves to be trained is checked.
+
     Raises:
+        RecipeError: if a frozen pattern matches no tensor, or no parameter is left to be trained.
         UsageError: if the network does not return logits (B, classes) or has parameters without effect; for the batched
             engine also if a layer has no batched version, the forward code reads values on the host, or batched and
             plain networks do not agree.
     """
     config = recipe.network
     if not isinstance(config, OwnNetworkConfig):
+        if recipe.training.frozen:
+            with torch.device("meta"):
+                frozen(networks.build_for(recipe), recipe.training.frozen)
         return
     settings = [recipe.network.model_dump(), recipe.data.name, recipe.training.engine, recipe.training.frozen, kernels]
     key = (plugins.imported(config.type), json.dumps(settings))
@@ -61,10 +68,21 @@ def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors that are not trained: those that match a pattern, and parameters that need no gradient.
 
     Raises:
-        UsageError: if a pattern matches no tensor.
+        RecipeError: if a pattern matches no tensor, or no parameter is left to be trained.
     """
-    names = WeightSpec.of(network).select(patterns).names if patterns else ()
-    return (*names, *(name for name, p in network.named_parameters() if not p.requires_grad and name not in names))
+    parameters = dict(network.named_parameters())
+    try:
+        names = matching(patterns, WeightSpec.of(network).names, "training.frozen") if patterns else []
+    except UsageError as error:
+        raise RecipeError(str(error)) from None
+    names += [name for name, p in parameters.items() if not p.requires_grad and name not in names]
+    if parameters and not parameters.keys() - set(names):
+        given = f" by {shortened(', '.join(map(repr, patterns)))}" if patterns else ""
+        raise RecipeError(
+            f"training.frozen: expected at least one parameter that is trained, found all {len(parameters)} "
+            f"frozen{given}"
+        )
+    return tuple(names)
 
 
 def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:

@@ -11,7 +11,7 @@ import numpy as np
 from weightscope._util.checks import count
 from weightscope._util.names import numbered
 from weightscope.analysis.within_network.layers import KroneckerShare, Layer
-from weightscope.analysis.within_network.parts import Part, Slices, find
+from weightscope.analysis.within_network.parts import Part, Slices, find, first_part
 from weightscope.analysis.within_network.result import NetworkCovariances
 from weightscope.anatomy import opened
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -26,7 +26,7 @@ _PATCHES = 1024  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this
 
 def covariance_within(
     *sources: Any,
-    part: Part = "filters",
+    part: Part | None = None,
     labels: Sequence[str | None] | None = None,
     config: Mapping[str, Any] | None = None,
     keep: int = KEPT,
@@ -51,7 +51,7 @@ def covariance_within(
     Args:
         sources: each a path (.safetensors, .pt, .pth, a model folder), `hf://org/name[@revision]`, a `Checkpoint`,
             an `nn.Module` or a state dict.
-        part: defines the samples, see above.
+        part: defines the samples, see above; None for the first of them that the first network has.
         labels: a name for each source; None for its own name.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
@@ -81,6 +81,7 @@ def covariance_within(
     for source, label in zip(sources, names, strict=True):
         network = opened(source)
         try:
+            part = first_part(network, config) if part is None else part
             slices = find(network, part, config)
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from None
@@ -90,6 +91,7 @@ def covariance_within(
         layers += mine
         if files := getattr(network, "unverified", ()):
             unverified[label] = files
+    assert part is not None
     return NetworkCovariances(part, tuple(names), tuple(layers), unverified)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weightscope import anatomy
 from weightscope._util.checks import choice
 from weightscope.anatomy.convolution import strides
+from weightscope.errors import AnatomyError
 
 Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
 
@@ -97,6 +98,23 @@ PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[Slices]]] = {
 }
 
 
+def first_part(source: Any, config: Mapping[str, Any] | None = None) -> Part:
+    """The first of `PARTS` that a network has.
+
+    Raises:
+        AnatomyError: if it has none of them; lists what it has.
+    """
+    missing = None
+    for part in PARTS:
+        try:
+            find(source, part, config)
+        except AnatomyError as error:
+            missing = missing or error
+        else:
+            return cast(Part, part)
+    raise missing or AnatomyError("expected a network with parts, found none")
+
+
 def find(source: Any, part: str, config: Mapping[str, Any] | None = None) -> list[Slices]:
     """The slices of a part, in depth order.
 
@@ -109,7 +127,7 @@ def find(source: Any, part: str, config: Mapping[str, Any] | None = None) -> lis
 
 
 def skeleton(
-    source: Any, part: Part = "filters", *, seed: int = 0, config: Mapping[str, Any] | None = None
+    source: Any, part: Part | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
 ) -> nn.Module:
     """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
 
@@ -130,6 +148,7 @@ def skeleton(
         >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
     """
     where = anatomy.named_tensors(source, config)
+    part = first_part(where) if part is None else part
     root = nn.Module()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,0 +1,347 @@
+"""Mutated files of every kind that weightscope reads: each is read, or refused with one line.
+
+Checkpoints, shards (with their hash, and with a hash that fits), manifests, artifacts, exports, recipes and answers of
+a hub. No crash, no hang, no code run, bounded memory, and no change of a hashed file that is not noticed.
+
+    python tests/torture/mutate.py --count 100000 [--seed 0] [--workers 2] [--kinds shard,recipe]
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import fake_training as fake
+import pytest
+import test_checkpoint_fuzz as checkpoints
+import torch
+from hub_server import REPOSITORY, Hub, connect, isolate, serving
+from safetensors.torch import save
+
+from weightscope._util import toml
+from weightscope.artifacts.loading import load_artifact
+from weightscope.checkpoint import Checkpoint
+from weightscope.errors import DataError, UsageError
+from weightscope.fitting.population import fit
+from weightscope.population import Population, export
+from weightscope.population.exporting import read_export
+from weightscope.recipe import InitConfig, Recipe
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.samples import WeightArray
+
+SECONDS = 20  # for one file
+MEMORY = 300 << 20  # bytes that the process may grow by
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**30,
+    -(10**400),
+    1e308,
+    0.5,
+    "",
+    "x" * 10_000,
+    "\0\n",
+    "../../x",
+    [],
+    {},
+    [[[]]],
+    {"": 1},
+)
+
+
+class Undetected(AssertionError):
+    """A file was changed, and read without an error although its hash does not fit."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file.
+
+    Attributes:
+        originals: sound files.
+        read: reads the bytes of a file; raises WeightscopeError if it refuses them.
+        hashed: whether every change must be refused.
+        structured: whether the text is JSON whose values are exchanged, too.
+    """
+
+    originals: tuple[bytes, ...]
+    read: Callable[[bytes], Any]
+    hashed: bool = False
+    structured: bool = False
+
+
+@contextlib.contextmanager
+def kinds(folder: Path, wanted: tuple[str, ...] = ()) -> Iterator[dict[str, Kind]]:
+    """All kinds, or some, by name; they write to `folder`."""
+    makers: Mapping[str, Callable[[Path], Any]] = {
+        "checkpoint": _checkpoint,
+        "shard": lambda f: _shard(f, fitting_hash=False),
+        "shard with its hash": lambda f: _shard(f, fitting_hash=True),
+        "manifest": _manifest,
+        "artifact": _artifact,
+        "export": _export,
+        "recipe": _recipe,
+        "hub": _hub,
+    }
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for name in wanted or makers:
+            place = folder / name.replace(" ", "-")
+            place.mkdir()
+            found = makers[name](place)
+            made[name] = found if isinstance(found, Kind) else stack.enter_context(found)
+        yield made
+
+
+def _checkpoint(folder: Path) -> Kind:
+    files = checkpoints.corpus()
+    suffixes = {raw: suffix for suffix, raw in files}
+
+    def read(raw: bytes) -> None:
+        suffix = suffixes.get(raw) or (".safetensors" if raw[8:10] == b'{"' else ".pt")
+        path = folder / f"m{suffix}"
+        path.write_bytes(raw)
+        checkpoint = Checkpoint(path)
+        for name in checkpoint:
+            assert checkpoint[name].shape == checkpoint.shape(name)
+
+    return Kind(tuple(suffixes), read)
+
+
+def _shard(folder: Path, fitting_hash: bool) -> Kind:
+    fake.write_population(folder / "a.pop", fake.recipe(networks=8))
+    file = folder / "a.pop/shards/00000.h5"
+
+    def read(raw: bytes) -> None:
+        file.write_bytes(raw)
+        if fitting_hash:
+            digest = hashlib.sha256(raw).hexdigest()
+            file.with_name("00000.h5.sha256").write_text(f"{digest}  00000.h5\n")
+        population = Population(folder / "a.pop")
+        assert population.weights().shape == (8, fake.SPEC.size)
+        assert len(population.metrics["diverged"]) == 8
+
+    return Kind((file.read_bytes(),), read, hashed=not fitting_hash)
+
+
+def _manifest(folder: Path) -> Kind:
+    fake.write_population(folder / "a.pop", fake.recipe(networks=8))
+    file = folder / "a.pop/population.json"
+
+    def read(raw: bytes) -> None:
+        file.write_bytes(raw)
+        population = Population(folder / "a.pop", partial=True)
+        assert population.text()
+        assert len(population.missing) < 10**7
+
+    return Kind((file.read_bytes(),), read, structured=True)
+
+
+def _artifact(folder: Path) -> Kind:
+    spec = WeightSpec([TensorSpec("mlp.fc1.weight", (4, 2)), TensorSpec("mlp.fc2.weight", (2, 4))])
+    weights = torch.randn(40, spec.size, generator=torch.Generator().manual_seed(0)).double().numpy()
+    files = []
+    for structure in ("diagonal", "dense"):
+        fit(WeightArray(weights, spec), "*", structure=structure).save(folder / "made.safetensors")
+        files.append((folder / "made.safetensors").read_bytes())
+
+    def read(raw: bytes) -> None:
+        (folder / "a.safetensors").write_bytes(raw)
+        assert load_artifact(folder / "a.safetensors").text()
+
+    return Kind(tuple(files), read)
+
+
+def _export(folder: Path) -> Kind:
+    fake.write_population(folder / "a.pop", fake.recipe(networks=8))
+    export(Population(folder / "a.pop"), folder / "a.h5")
+
+    def read(raw: bytes) -> None:
+        (folder / "b.h5").write_bytes(raw)
+        assert read_export(folder / "b.h5").networks == 8
+
+    return Kind(((folder / "a.h5").read_bytes(),), read, hashed=True)
+
+
+def _recipe(folder: Path) -> Kind:
+    inits = [{"name": "default"}, {"name": "mimetic_mlp", "b": 0.1}]
+    rates = {"training__learning_rate": {"low": 1e-3, "high": 0.1}, "training__weight_decay": [0.0, 0.1]}
+    texts = [toml.dumps(fake.recipe(init=inits, **rates).to_dict()).encode(), b'name = "mimetic_mlp"\nb = 0.1\n']
+
+    def read(raw: bytes) -> None:
+        (folder / "r.toml").write_bytes(raw)
+        if raw.startswith(b"name"):
+            InitConfig.load(folder / "r.toml")
+        else:
+            recipe = Recipe.load(folder / "r.toml")
+            assert Recipe.parse(recipe.to_dict()) == recipe
+
+    return Kind(tuple(texts), read)
+
+
+@contextlib.contextmanager
+def _hub(folder: Path) -> Iterator[Kind]:
+    """One tensor of a model at a server whose file is mutated, read by ranges into an empty cache."""
+    state = {f"layers.{i}.weight": torch.full((8, 8), float(i)) for i in range(4)}
+    patch = pytest.MonkeyPatch()
+    with serving(Hub({"model.safetensors": b"", "config.json": b"{}"})) as hub:
+        isolate(patch, folder / "cache")
+        connect(patch, hub.url)
+
+        def read(raw: bytes) -> None:
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+            hub.files["model.safetensors"] = raw
+            checkpoint = Checkpoint(f"hf://{REPOSITORY}")
+            for name in checkpoint.names[1:2]:
+                assert checkpoint[name].shape == checkpoint.shape(name)
+            hub.requests.clear()
+
+        try:
+            yield Kind((save(state),), read)
+        finally:
+            patch.undo()
+
+
+def exchanged(raw: bytes, generator: random.Random) -> bytes:
+    """JSON text with one value replaced by an odd one, or one key left out."""
+    values = json.loads(raw)
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in list(items):
+            places.append((value, key))
+            walk(inner)
+
+    walk(values)
+    holder, key = generator.choice(places)
+    if generator.random() < 0.2 and isinstance(holder, dict):
+        del holder[key]
+    else:
+        holder[key] = generator.choice(ODD)
+    return json.dumps(values).encode()
+
+
+def mutant(kind: Kind, generator: random.Random) -> bytes:
+    """A changed copy of one of the originals."""
+    raw = generator.choice(kind.originals)
+    if kind.structured and generator.random() < 0.5:
+        return exchanged(raw, generator)
+    return checkpoints.mutated(raw, generator)
+
+
+def attempt(kind: Kind, raw: bytes) -> bool:
+    """Read the bytes; whether they were accepted.
+
+    Raises:
+        AssertionError: if an error has several lines, or a change is not detected.
+        Exception: any other error than weightscope's own is a bug.
+    """
+    refused = None
+    try:
+        kind.read(raw)
+    except (DataError, UsageError) as error:
+        refused = str(error)
+    if refused is not None:
+        assert refused.isprintable(), repr(refused)
+        return False
+    if kind.hashed and raw not in kind.originals:
+        raise Undetected(f"{len(raw)} bytes were accepted although they were changed")
+    return True
+
+
+def torture(count: int, seed: int, wanted: tuple[str, ...] = ()) -> dict[str, list[int]]:
+    """Try `count` mutants; kind -> [tried, accepted].
+
+    Raises:
+        AssertionError: see `attempt`; also if memory grew.
+    """
+    generator, tried, accepted = random.Random(seed), Counter[str](), Counter[str]()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, which C code cannot ignore
+    with tempfile.TemporaryDirectory() as folder, kinds(Path(folder), wanted) as found:
+        for kind in found.values():
+            for raw in kind.originals:
+                with contextlib.suppress(DataError):  # the checkpoint that would run code
+                    kind.read(raw)
+                assert mutant(kind, generator)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for _ in range(count):
+            name = generator.choice(list(found))
+            raw = mutant(found[name], generator)
+            signal.alarm(SECONDS)
+            try:
+                accepted[name] += attempt(found[name], raw)
+            except BaseException:
+                Path(tempfile.gettempdir(), "weightscope-mutant").write_bytes(raw)
+                print(f"{name}: a mutant failed; it is kept as weightscope-mutant in the temporary folder", flush=True)
+                raise
+            signal.alarm(0)
+            tried[name] += 1
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert grown < MEMORY, f"memory grew by {grown >> 20} MB"
+    assert not checkpoints.EXECUTED.exists(), "code of a file was run"
+    return {name: [tried[name], accepted[name]] for name in found}
+
+
+def _split(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Run parts of the work in processes of their own, and add up their counts."""
+    share, total = -(-options.count // options.workers), Counter[str]()
+    accepted: Counter[str] = Counter()
+    command = [sys.executable, __file__, "--json", "--kinds", options.kinds]
+    parts = [
+        [*command, "--count", str(min(share, options.count - i * share)), "--seed", str(options.seed + 1000 * i)]
+        for i in range(options.workers)
+    ]
+    running = [subprocess.Popen(part, stdout=subprocess.PIPE, text=True) for part in parts]
+    for process in running:
+        out, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(f"{process.args}: exit code {process.returncode}\n{out}")
+        for name, (tried, sound) in json.loads(out.splitlines()[-1]).items():
+            total[name] += tried
+            accepted[name] += sound
+    return {name: [total[name], accepted[name]] for name in total}
+
+
+def main() -> None:
+    """Parse arguments, run, print a table."""
+    parser = argparse.ArgumentParser(description=re.sub(r"\s+", " ", (__doc__ or "").split("\n\n")[0]))
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--kinds", default="", help="names separated by commas; all by default")
+    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    wanted = tuple(filter(None, options.kinds.split(",")))
+    found = _split(options) if options.workers > 1 else torture(options.count, options.seed, wanted)
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, (tried, accepted) in found.items():
+        print(f"{name}: {tried} mutants, {accepted} read, {tried - accepted} refused with one line")
+    print(f"{sum(tried for tried, _ in found.values())} mutants in {time.monotonic() - began:.0f} s, no failure")
+
+
+if __name__ == "__main__":
+    main()
