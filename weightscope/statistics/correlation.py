@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
+from threadpoolctl import threadpool_limits
+
+_THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
 
 
 def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int = 500) -> np.ndarray:
@@ -21,15 +24,16 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int =
     """
     y = np.array(matrix, dtype=np.float64)
     correction = np.zeros_like(y)
-    for _ in range(steps):
-        r = y - correction
-        values, vectors = np.linalg.eigh(r)
-        x = (vectors * np.maximum(values, floor)) @ vectors.T
-        correction = x - r
-        before, y = y, x.copy()
-        np.fill_diagonal(y, 1.0)
-        if np.linalg.norm(y - before) <= 1e-9 * max(1.0, float(np.linalg.norm(y))):
-            break
+    with threadpool_limits(1 if len(y) < _THREADED else None):
+        for _ in range(steps):
+            r = y - correction
+            values, vectors = np.linalg.eigh(r)
+            x = (vectors * np.maximum(values, floor)) @ vectors.T
+            correction = x - r
+            before, y = y, x.copy()
+            np.fill_diagonal(y, 1.0)
+            if np.linalg.norm(y - before) <= 1e-9 * max(1.0, float(np.linalg.norm(y))):
+                break
     values, vectors = np.linalg.eigh(y)  # the last projection left the unit diagonal, up to rounding
     x = (vectors * np.maximum(values, floor)) @ vectors.T
     scale = 1 / np.sqrt(x.diagonal())
