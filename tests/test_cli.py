@@ -217,7 +217,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch finds no GPU")]),
         (("fit-init", "TINY", "-o", "a.safetensors", "--structure", "dens"), 2, "dense"),
         (("bench", "TINY", "--init", "defalt"), 2, "default"),
-        (("bench", "TINY"), 2, "Missing option '--init'"),
+        (("bench", "TINY"), 2, "--init: expected at least one initialiser"),
         (("inspect", "none.pop"), 3, "none.pop"),
         (("collcet",), 2, "no command 'collcet'; did you mean 'collect'?"),
         (("list", "initialiser"), 2, "no kind of entry 'initialiser'; did you mean 'initialisers'?"),
