@@ -85,6 +85,12 @@ def test_the_interval_of_accuracies_near_one_covers_their_mean(n: int) -> None:
     assert 0.93 < ((low <= 0.96) & (high >= 0.96)).mean() < 0.97
 
 
+def test_the_interval_of_an_accuracy_stays_between_0_and_1() -> None:
+    low, high = summarise(rows({"default": [0.86, 1.0]})), summarise(rows({"default": [0.0, 0.1]}))
+    assert low[0]["ci95"] == [pytest.approx(0.93 - 12.7062 * 0.07, abs=1e-4), 1.0]
+    assert high[0]["ci95"][0] == 0
+
+
 def test_holm_adjustment_is_that_of_the_step_down_procedure() -> None:
     rng = np.random.default_rng(1)
     base = rng.normal(0.9, 0.02, 30)

@@ -375,7 +375,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch finds no GPU")]),
         (("fit-init", "TINY", "-o", "a.safetensors", "--structure", "dens"), 2, "dense"),
         (("bench", "TINY", "--init", "defalt"), 2, "default"),
-        (("bench", "TINY"), 2, "Missing option '--init'"),
+        (("bench", "TINY"), 2, "--init: expected at least one initialiser"),
         (("inspect", "none.pop"), 3, "none.pop"),
         (("collcet",), 2, "no command 'collcet'; did you mean 'collect'?"),
         (("list", "initialiser"), 2, "no kind of entry 'initialiser'; did you mean 'initialisers'?"),
@@ -452,7 +452,7 @@ def test_bench_names_its_folder_after_the_recipe(
     code, out, err = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
     assert code == 0, err
     assert (tmp_path / "tiny-bench" / "results.json").exists()
-    assert "wrote tiny-bench/results.json and tiny-bench/convergence.png" in out
+    assert "wrote tiny-bench/results.json, tiny-bench/table.md, tiny-bench/table.tex, tiny-bench/convergence.png" in out
 
 
 def test_debug_shows_the_traceback(folder: Path) -> None:

@@ -104,6 +104,8 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
     design = {**table, **{key: value for key, value in given.items() if value not in (None, (), [], {})}}
     own = design.pop("seed")
     inits = design.pop("init")
+    if not inits:
+        raise UsageError("--init: expected at least one initialiser, here or in the recipe's [bench] table, found none")
     recipe = recipe.model_copy(update={"bench": None})
 
     def arms_with(seed: int) -> list[Arm]:

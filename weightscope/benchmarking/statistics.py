@@ -15,7 +15,7 @@ _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
+    The interval of a mean accuracy is cut at 0 and 1, which keeps its coverage. A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
     initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also
     compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the
     effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of
@@ -31,6 +31,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         accuracy = {run["seed"]: run["accuracy"] for run in group}
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
         row |= {"epochs": epochs, **mean_interval(np.array(list(accuracy.values())))}
+        row["ci95"] = [max(0.0, row["ci95"][0]), min(1.0, row["ci95"][1])]  # where a mean of accuracies can be
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row["diverged"] = sum(run["diverged"] for run in group)
         row |= {"reference": None, "difference": None, "difference_ci95": None, "p": None, "p_holm": None}
