@@ -306,6 +306,14 @@ def in_group(**values):
     return change
 
 
+ROW = {"group": "all", "structure": "dense", "parameters": 1, "chosen": True, "failed": None}
+ROW |= {"log_prob": 0.0, "difference": 0.0, "difference_se": 0.0}
+
+
+def in_table(row):
+    return lambda header: header | {"table": [row]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -314,6 +322,9 @@ def in_group(**values):
         (lambda header: [], "invalid header"),
         (changed(version=2), "expected version 1 of the format, found 2"),
         (changed(format="other"), "invalid header: format"),
+        (in_table({"group": "all"}), "invalid header: table.0.structure: field required"),
+        (in_table(ROW | {"difference": "x"}), "invalid header: table.0.difference"),
+        (in_table(ROW | {"log_prob": None}), "invalid header: table.0: .*of a candidate that was fitted"),
         (changed(extra=1), "extra"),
         (changed(networks="many"), "networks"),
         (changed(groups=[]), "groups"),

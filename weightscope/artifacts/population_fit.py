@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope.artifacts.format import VERSION, Artifact, checked_header
@@ -218,6 +218,25 @@ class _GroupHeader(BaseModel):
     source_hash: str = ""  # only of structures that are not part of weightscope
 
 
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    group: str
+    structure: str
+    parameters: int = Field(ge=0)
+    log_prob: float | None
+    difference: float | None
+    difference_se: float | None
+    chosen: bool
+    failed: str | None
+
+    @model_validator(mode="after")
+    def _scores(self) -> "_Row":
+        if self.failed is None and None in (self.log_prob, self.difference, self.difference_se):
+            raise ValueError("expected log_prob, difference and difference_se of a candidate that was fitted")
+        return self
+
+
 class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -225,7 +244,7 @@ class _Header(BaseModel):
     version: Literal[1]
     spec: list[Any]
     groups: list[_GroupHeader] = Field(min_length=1)
-    table: list[dict[str, Any]]
+    table: list[_Row]
     networks: int = Field(ge=0)
     excluded: int = Field(ge=0)
     settings: dict[str, Any]
@@ -260,7 +279,7 @@ def population_fit_of(
     if stray := [name for name in arrays if not _belongs(name, len(groups))]:
         raise DataError(f"found arrays that belong to no group: {stray[:3]}")
     facts = header.networks, header.excluded, header.settings, header.provenance
-    return PopulationFit(spec, tuple(groups), tuple(header.table), *facts)
+    return PopulationFit(spec, tuple(groups), tuple(row.model_dump() for row in header.table), *facts)
 
 
 def _group(
