@@ -88,7 +88,7 @@ def train_tile_and_die(recipe: Recipe, tile: int, **options: object) -> SimpleNa
 def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = None) -> manifests.Manifest:
     """A population on disk without `collect`; only some of its tiles when they are given."""
     wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, (recipe.population.networks,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     for tile in range(manifest.tiles) if tiles is None else tiles:
         shards.save(path, manifest, train_tile(recipe, tile), "cpu")
     return manifest

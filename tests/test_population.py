@@ -217,7 +217,7 @@ def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> No
     kept = (folder / "shards/00001.h5").read_bytes()
     grown = fake.recipe(networks=40)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (40,))
-    manifest, created = manifests.create_or_match(folder, wanted, grow=True)
+    manifest, created = manifests.create_or_match(folder, wanted, resize=True)
     assert not created
     assert manifest.sizes == (20, 40)
     population = Population(folder, partial=True)
@@ -254,7 +254,7 @@ def test_a_population_of_an_earlier_version_whose_recipe_lacks_a_field(tmp_path:
     np.testing.assert_array_equal(Population(path).weights(), expected(recipe, range(20)))
     grown = fake.recipe(networks=24)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     assert manifest.fingerprint == old.fingerprint
     assert "kernels" not in json.loads((path / manifests.NAME).read_text())["recipe"]["training"]
     shards.save(path, manifest, fake.train_tile(grown, 2), "cpu")
@@ -265,7 +265,7 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
     """Stop after each rename: the population reads as before or as after, and saving again completes it."""
     grown = fake.recipe(networks=24)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
-    manifest, _ = manifests.create_or_match(folder, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(folder, wanted, resize=True)
     original = {p: p.read_bytes() for p in (folder / "shards").iterdir()}
     write, steps = atomic.write, 0
     for stop in range(4):
@@ -314,7 +314,7 @@ def real(tmp_path: Path) -> Population:
     module = build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     path = tmp_path / "real.pop"
     wanted = manifests.Manifest(recipe, WeightSpec.of(module), {"python": "3"}, (5,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     for tile in range(manifest.tiles):
         trained = fake.train_tile(recipe, tile)
         trained.weights = np.stack([fake.vector(recipe, 3 * tile + i, manifest.spec.size) for i in range(3)])

@@ -259,7 +259,7 @@ def test_another_recipe_is_refused_with_the_difference(folder: Path) -> None:
     wanted = manifests.Manifest(other, fake.SPEC, {}, (20,))
     before = files(folder)
     with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3; training.learning_rate: 0.01 -> 0.5") as error:
-        manifests.create_or_match(folder, wanted, grow=True)
+        manifests.create_or_match(folder, wanted, resize=True)
     assert error.value.exit_code == 2
     assert files(folder) == before
 
@@ -267,17 +267,17 @@ def test_another_recipe_is_refused_with_the_difference(folder: Path) -> None:
 def test_a_population_does_not_shrink(folder: Path) -> None:
     wanted = manifests.Manifest(fake.recipe(networks=10), fake.SPEC, {}, (10,))
     with pytest.raises(UsageError, match="population of 20 networks and can only grow, found 10"):
-        manifests.create_or_match(folder, wanted, grow=True)
-    assert manifests.create_or_match(folder, wanted, grow=False)[0].networks == 20
+        manifests.create_or_match(folder, wanted, resize=True)
+    assert manifests.create_or_match(folder, wanted, resize=False)[0].networks == 20
 
 
 def test_another_folder_is_left_alone(tmp_path: Path) -> None:
     wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis.tex but no population.json"):
-        manifests.create_or_match(tmp_path, wanted, grow=True)
+        manifests.create_or_match(tmp_path, wanted, resize=True)
     with pytest.raises(UsageError, match="is a file"):
-        manifests.create_or_match(tmp_path / "thesis.tex", wanted, grow=True)
+        manifests.create_or_match(tmp_path / "thesis.tex", wanted, resize=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis.tex"]
 
 
@@ -294,7 +294,7 @@ def test_a_population_that_another_process_makes_meanwhile_is_joined(
 
     monkeypatch.setattr(Path, "glob", glob)
     wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
-    manifest, created = manifests.create_or_match(path, wanted, grow=True)
+    manifest, created = manifests.create_or_match(path, wanted, resize=True)
     assert manifest.networks == 20
     assert not created
 
@@ -308,11 +308,11 @@ def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:
     def wanted() -> manifests.Manifest:
         return manifests.Manifest(recipe, fake.SPEC, {}, (20,), manifests.artifact_hashes(recipe))
 
-    manifests.create_or_match(path, wanted(), grow=True)
-    manifests.create_or_match(path, wanted(), grow=True)
+    manifests.create_or_match(path, wanted(), resize=True)
+    manifests.create_or_match(path, wanted(), resize=True)
     artifact.write_bytes(b"two")
     with pytest.raises(DataError, match=r"collected with another init .*: expected hash \w{16}, found"):
-        manifests.create_or_match(path, wanted(), grow=True)
+        manifests.create_or_match(path, wanted(), resize=True)
     artifact.unlink()
     with pytest.raises(DataError, match=r"init.artifact: cannot read"):
         wanted()

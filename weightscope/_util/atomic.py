@@ -21,7 +21,7 @@ _STALE_SECONDS = 24 * 3600.0
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
+def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """A temporary binary file that replaces `path` when the block ends without an error.
 
     `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
@@ -29,6 +29,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
     Raises:
         WeightscopeError: if the file cannot be written (disk full, file-size limit, no permission).
+        FileExistsError: if `new` and `path` exists when the block ends.
 
     Example:
         >>> with replacing("results.json") as file:
@@ -41,10 +42,13 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
+        if not new or not _linked(temporary, path):
+            os.replace(temporary, path)
+            temporary = None
         sync_folder(path.parent)
     except OSError as error:
+        if new and isinstance(error, FileExistsError):
+            raise
         raise WeightscopeError(
             f"cannot write {path}: {error.strerror or error}; no partial file is left; "
             "free space or change permissions and run the same command again"
@@ -64,6 +68,22 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
     with replacing(path) as file:
         for piece in (data,) if isinstance(data, bytes | memoryview) else data:
             file.write(piece)
+
+
+def create(path: Path, data: bytes) -> bool:
+    """Write a new file atomically; returns whether it is new. An existing file is left as it is.
+
+    Of several processes that create one path at the same time, one succeeds.
+
+    Raises:
+        WeightscopeError: if it cannot be written.
+    """
+    try:
+        with replacing(path, new=True) as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
 
 
 def make_folder(path: Path) -> None:
@@ -99,6 +119,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Give the file its name unless that exists; False if the file system has no hard links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        if path.exists():
+            raise FileExistsError(path) from None
+        return False
+    return True
 
 
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:

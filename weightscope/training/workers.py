@@ -1,233 +1,237 @@
 """Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
 
-Every backend yields tiles as they finish, raises the errors of tasks, and raises `WorkerDied` if a worker dies. (The
-dask backend of joblib hangs in that case, and its ray backend returns results only when all are done, so clusters are
-used directly.)
+A task is a function of its tile and its result is a file, so that a tile can be given to another worker at any time. What
+ends a worker (a kill, a machine that goes down, a process that is stopped or hangs) is noticed by the pools of workers;
+here is decided what follows: the tile is given to another worker, up to a limit, and the other tiles go on.
 """
 
-import concurrent.futures
 import contextlib
-import importlib
+import logging
 import os
-import signal
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import cloudpickle
-import joblib
-from joblib.externals.loky.process_executor import BrokenProcessPool
-
-from weightscope._util import plugins
 from weightscope.errors import UsageError, WeightscopeError
 
+_log = logging.getLogger(__name__)
+
 BACKENDS = ("loky", "dask", "ray")
+ATTEMPTS = 3  # workers that a tile may lose before it is given up
+_FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no tile has succeeded
 
-# Long enough for a batch system to restart workers.
-PATIENCE_SECONDS = 300.0
-_POLL_SECONDS = 0.2
-_DIED = "a worker process died, perhaps because memory ran out"
+# A worker that sends no heartbeat for so long is stopped: its machine or process does not run.
+SILENT_SECONDS = 60.0
+# A task that uses no processor time for so long hangs.
+HANGS_SECONDS = 300.0
+# A cluster whose scheduler or workers cannot be reached for so long is lost.
+LOST_SECONDS = 50.0
+HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
-Task = Callable[[int], Any]
+Task = Callable[..., Any]
+Progress = Callable[[int, float], None]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
-_THIS_PROCESS = uuid.uuid4().hex
-
-# Module -> hash of its source when this worker imported it for a task.
-_versions: dict[str, str] = {}
 
 
 class WorkerDied(Exception):
-    """A worker process ended without returning a result."""
+    """A worker ended or stopped without returning a result; the message says how."""
+
+
+class ClusterLost(Exception):
+    """The scheduler, or all workers of a cluster, cannot be reached."""
+
+
+class TilesFailed(Exception):
+    """Some tiles failed; all others are finished, unless none succeeded.
+
+    Attributes:
+        errors: tile -> the error that its task raised, or `WorkerDied`.
+    """
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        super().__init__(f"{len(errors)} tiles failed")
+        self.errors = errors
+
+
+class Ended(NamedTuple):
+    """A tile that a worker no longer works on: its result, or the error."""
+
+    tile: int
+    value: Any = None
+    error: Exception | None = None
+
+
+class Pool(Protocol):
+    """Workers, each of which runs one tile at a time."""
+
+    def free(self) -> int:
+        """The number of tiles that can be started now."""
+
+    def start(self, tile: int) -> None:
+        """Give a tile to a worker."""
+
+    def poll(self) -> list[Ended]:
+        """Wait a moment, and return the tiles that have ended.
+
+        Raises:
+            ClusterLost: if no worker can be reached any more.
+        """
 
 
 @dataclass(frozen=True)
-class OwnCode:
-    """A user's own functions, made known to a worker process.
+class Workers:
+    """Which workers to use.
 
     Attributes:
-        references: the functions of a recipe.
-        path: of the launching process, on which their modules are: its working directory and `sys.path`.
-        passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
-        process: of the launching process, where there is nothing to do.
-        hashes: of the sources of the others, which a worker must have, too.
+        backend: one of `BACKENDS`.
+        count: number of processes of this machine; 1 runs the tasks in this process. A cluster has its own number.
+        scheduler: the cluster's address; required for dask, optional for ray, which otherwise finds or starts one.
+        gpu: whether every task needs a GPU.
     """
 
-    references: tuple[str, ...]
-    path: tuple[str, ...]
-    passed: bytes
-    process: str
-    hashes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, references: Iterable[str]) -> "OwnCode":
-        """What another process needs to use these references."""
-        references = tuple(references)
-        passed = {name: item for name, item in plugins.passed().items() if name in references}
-        hashes = tuple(
-            "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
-        )
-        path = (os.getcwd(), *filter(None, sys.path))
-        return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
-
-    def load(self) -> None:
-        """Import the references, unless this is the launching process.
-
-        Raises:
-            UsageError: if one cannot be imported, or has another source than in the launching process.
-        """
-        if not self.references or self.process == _THIS_PROCESS:
-            return
-        plugins.restore(cloudpickle.loads(self.passed))
-        before = list(sys.path)
-        sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
-        try:
-            for reference, expected in zip(self.references, self.hashes, strict=True):
-                module = sys.modules.get(reference.partition(":")[0])
-                if expected and module is not None and _versions.get(module.__name__, expected) != expected:
-                    importlib.reload(module)  # a worker outlives the call of `collect` for which it was started
-                item = plugins.imported(reference)
-                if not expected:
-                    continue
-                if (found := plugins.source_hash(item, reference)) != expected:
-                    raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
-                _versions[reference.partition(":")[0]] = expected
-        finally:
-            sys.path[:] = before
+    backend: str = "loky"
+    count: int | None = None
+    scheduler: str | None = None
+    gpu: bool = False
 
 
 def spread(
-    task: Task, tiles: Sequence[int], *, backend: str, workers: int | None, scheduler: str | None, gpu: bool
-) -> Generator[int, None, None]:
-    """Run `task(tile)` for every tile on workers; yields each tile when it is finished, in any order.
+    task: Task, tiles: Sequence[int], workers: Workers, progress: Progress | None = None
+) -> Generator[tuple[int, Any], None, None]:
+    """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
+
+    A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does not
+    stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does.
 
     Args:
-        task: pickled by reference or by cloudpickle.
+        task: pickled by reference or by cloudpickle; takes the tile and `progress`, a function of the fraction done.
         tiles: its arguments.
-        backend: one of `BACKENDS`.
-        workers: number of processes for loky; a cluster has its own.
-        scheduler: the cluster's address; required for dask, optional for ray, which otherwise finds or starts one.
-        gpu: whether every task needs a GPU.
+        workers: where to run them.
+        progress: called with a tile and the fraction of it that is done.
 
     Raises:
-        WorkerDied: if a worker died.
+        TilesFailed: at the end, if tiles have failed; at once, if the first ones have all failed.
+        ClusterLost: if the cluster's scheduler or all its workers are gone for `LOST_SECONDS`.
         UsageError: if the backend is not installed or needs an address.
-        WeightscopeError: if the cluster does not respond.
+        WeightscopeError: if a task raises an error that concerns every tile, or the cluster does not respond.
     """
-    if backend == "loky":
-        yield from _loky(task, tiles, workers or 1)
-    elif backend == "dask":
-        yield from _dask(task, tiles, scheduler)
+    with _pool(task, workers, progress or (lambda _tile, _done: None)) as pool:
+        yield from _distribute(pool, tiles, progress)
+
+
+@contextlib.contextmanager
+def _pool(task: Task, workers: Workers, progress: Progress) -> Iterator[Pool]:
+    # Imported here because the pools import from this module.
+    if workers.backend == "dask":
+        from weightscope.training.dask_workers import dask_pool
+
+        with dask_pool(task, workers.scheduler, progress) as pool:
+            yield pool
+    elif workers.backend == "ray":
+        from weightscope.training.ray_workers import ray_pool
+
+        with ray_pool(task, workers.scheduler, workers.gpu, progress) as pool:
+            yield pool
+    elif (workers.count or 1) > 1:
+        from weightscope.training.local_workers import local_pool
+
+        with local_pool(task, workers.count or 1, progress) as pool:
+            yield pool
     else:
-        yield from _ray(task, tiles, scheduler, gpu)
+        yield _ThisProcess(task, progress)
 
 
-def _run(task: Task, tile: int) -> int:
-    with _one_at_a_time:
-        task(tile)
-    return tile
+def _distribute(pool: Pool, tiles: Sequence[int], progress: Progress | None) -> Generator[tuple[int, Any], None, None]:
+    waiting, running, succeeded = deque(tiles), 0, False
+    lost: Counter[int] = Counter()
+    failed: dict[int, Exception] = {}
+    while waiting or running:
+        for _ in range(min(pool.free(), len(waiting))):
+            pool.start(waiting.popleft())
+            running += 1
+        for tile, value, error in pool.poll():
+            running -= 1
+            if error is None:
+                succeeded = True
+                yield tile, value
+                continue
+            if progress is not None:
+                progress(tile, 0.0)
+            if isinstance(error, WorkerDied):
+                lost[tile] += 1
+                if lost[tile] < ATTEMPTS:
+                    _log.warning(
+                        "tile %d: %s (attempt %d of %d); it is trained again", tile, error, lost[tile], ATTEMPTS
+                    )
+                    waiting.append(tile)
+                    continue
+            elif isinstance(error, UsageError) or type(error) is WeightscopeError:
+                raise error
+            failed[tile] = error
+            _log.warning("tile %d failed: %s: %s", tile, type(error).__name__, error)
+            if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
+                raise TilesFailed(failed)
+    if failed:
+        raise TilesFailed(failed)
 
 
-def _run_quietly(task: Task, tile: int) -> int:
-    # Ctrl-C reaches every process of a terminal; only the parent reports it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _run(task, tile)
+class _ThisProcess:
+    """A pool of one worker: this process."""
 
+    def __init__(self, task: Task, progress: Progress) -> None:
+        self._task, self._progress = task, progress
+        self._tile: int | None = None
 
-def _loky(task: Task, tiles: Sequence[int], workers: int) -> Iterator[int]:
-    with joblib.parallel_config("loky", n_jobs=workers, inner_max_num_threads=1):
-        # One tile at a time: joblib would otherwise bundle short tasks, and an interrupted bundle is lost as a whole.
-        parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
+    def free(self) -> int:
+        return int(self._tile is None)
+
+    def start(self, tile: int) -> None:
+        self._tile = tile
+
+    def poll(self) -> list[Ended]:
+        tile, self._tile = self._tile, None
+        assert tile is not None
         try:
-            yield from parallel(joblib.delayed(_run_quietly)(task, tile) for tile in tiles)
-        except BrokenProcessPool as error:
-            raise WorkerDied(_DIED) from error
+            return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            return [Ended(tile, error=error)]
 
 
-def _dask(task: Task, tiles: Sequence[int], scheduler: str | None) -> Iterator[int]:
-    distributed = _module("distributed", "dask", "dask[distributed]")
-    if scheduler is None:
-        raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
+def run(task: Task, tile: int, progress: Callable[[float], None], hangs: float) -> Any:
+    """Run a task in a worker; ends the process if the task uses no processor time for `hangs` seconds."""
+    with _one_at_a_time, _watched(hangs):
+        return task(tile, progress=progress)
+
+
+@contextlib.contextmanager
+def _watched(limit: float) -> Iterator[None]:
+    """End this process if the block, in this thread, uses less than 1 % of the processor for `limit` seconds.
+
+    Only time in which this process runs counts, so that a stopped process that continues is not ended.
+    """
+    clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
+    pause, over = limit / 20, threading.Event()
+
+    def used() -> float:
+        return time.process_time() if clock is None else time.clock_gettime(clock)
+
+    def watch() -> None:
+        idle, before = 0, used()
+        while not over.wait(pause):
+            now = used()
+            idle, before = (idle + 1 if now - before < 0.01 * pause else 0), now
+            if idle >= 20:
+                os._exit(HUNG)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        client = distributed.Client(scheduler, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise WeightscopeError(
-            f"backend dask: cannot connect to the scheduler at {scheduler}: {_line(error)}"
-        ) from error
-    with client:
-        futures = client.map(_run, [task] * len(tiles), tiles, pure=False)
-        pending = dict(zip(futures, tiles, strict=True))
-        done = distributed.as_completed(futures, loop=client.loop)
-        del futures
-        try:
-            # Results are on disk. Futures are never fetched and released at once: while one is held, dask repeats its
-            # task if the worker that keeps it dies.
-            for future in _ready(client, done, len(tiles)):
-                if future.status != "finished":
-                    raise future.exception() or WorkerDied(_DIED)
-                yield pending.pop(future)
-        except (distributed.KilledWorker, concurrent.futures.CancelledError) as error:
-            raise WorkerDied(_DIED) from error
-        finally:
-            client.cancel(list(pending))
-
-
-def _ready(client: Any, done: Any, count: int) -> Iterator[Any]:
-    """Yield `count` futures as they finish; raises WorkerDied if the cluster has had no worker for too long."""
-    last_seen = time.monotonic()
-    while count:
-        if done.has_ready():
-            count -= 1
-            last_seen = time.monotonic()
-            yield next(done)
-            continue
-        time.sleep(_POLL_SECONDS)
-        if client.nthreads():
-            last_seen = time.monotonic()
-        elif time.monotonic() - last_seen > PATIENCE_SECONDS:
-            raise WorkerDied(f"the dask cluster has had no worker for {PATIENCE_SECONDS:.0f} seconds")
-
-
-def _ray(task: Task, tiles: Sequence[int], scheduler: str | None, gpu: bool) -> Iterator[int]:
-    ray = _module("ray", "ray", "ray")
-    ours = not ray.is_initialized()
-    if ours:
-        try:
-            ray.init(address=scheduler, log_to_driver=False)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise WeightscopeError(
-                f"backend ray: cannot connect to the cluster at {scheduler}: {_line(error)}"
-            ) from error
-    remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
-    shared = ray.put(task)
-    pending = [remote.remote(shared, tile) for tile in tiles]
-    try:
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            yield ray.get(done[0])
-    except ray.exceptions.WorkerCrashedError as error:
-        raise WorkerDied(_DIED) from error
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+        yield
     finally:
-        for reference in pending:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.cancel(reference, force=True)
-        if ours:
-            ray.shutdown()
-
-
-def _module(name: str, backend: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f'backend {backend} is not installed: `pip install "{package}"`') from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        over.set()
+        watcher.join()  # the clock is that of this thread
