@@ -147,5 +147,22 @@ def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> Simple
     return train_tile(recipe, tile)
 
 
-def touch(folder: Path, tile: int) -> None:
+def touch(folder: Path, tile: int, **options: object) -> None:
     (folder / str(tile)).touch()
+
+
+def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], None]) -> int:
+    """A task that is in trouble at its first attempt at tile 1, or at every one if the trouble is "poison"."""
+    progress(0.5)
+    with open(folder / str(tile), "a") as attempts:
+        attempts.write(f"{os.getpid()}\n")
+    if tile == 1 and (trouble == "poison" or len((folder / "1").read_text().splitlines()) == 1):
+        if trouble == "raises":
+            raise RuntimeError("no such luck")
+        if trouble == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif trouble == "hangs":
+            time.sleep(1000)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * tile

@@ -1,95 +1,96 @@
-"""Every backend gives all tiles, raises what a task raises, and does not wait for a dead worker."""
+"""Every backend gives all tiles, and outlives workers that die, stop, hang or are lost altogether."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import clusters
 import fake_training as fake
 import pytest
 
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.training import workers
-from weightscope.training.workers import WorkerDied, spread
+from weightscope.training.workers import (
+    ATTEMPTS,
+    ClusterLost,
+    Ended,
+    TilesFailed,
+    WorkerDied,
+    Workers,
+    spread,
+)
+
+pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
 
-@pytest.fixture(params=["loky", "dask", "ray"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
-    """Options of a backend with two workers; clusters are skipped where their packages are missing."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    if request.param == "dask":
-        distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-        with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
-            yield {"backend": "dask", "scheduler": cluster.scheduler_address, "workers": None, "gpu": False}
-        return
-    if request.param == "ray":
-        pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    workers = 2 if request.param == "loky" else None
-    yield {"backend": request.param, "scheduler": None, "workers": workers, "gpu": False}
+@pytest.fixture(params=["loky", "dask", "ray"], scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Two worker processes; clusters are skipped where their packages are missing."""
+    with clusters.two_workers(request.param) as found:
+        yield found
+
+
+def attempts(folder: Path, tile: int) -> int:
+    return len((folder / str(tile)).read_text().splitlines())
+
+
+# -- every backend ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
-def test_a_backend(backend: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sorted(spread(partial(fake.touch, tmp_path), range(5), **backend)) == [0, 1, 2, 3, 4]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3", "4"]
-    with pytest.raises(DataError, match=r"^tile 1 is broken$"):
-        list(spread(partial(fake.train_tile_or_refuse, fake.recipe()), range(3), **backend))
-    # On a busy machine dask may give its workers up altogether; that is said, too.
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 30.0)
-    with pytest.raises(WorkerDied, match="worker"):
-        list(spread(partial(fake.train_tile_and_die, fake.recipe()), range(3), **backend))
+def test_all_tiles_with_their_results_and_progress(backend: Workers, tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+    task = partial(fake.work, tmp_path, "none")
+    found = dict(spread(task, [0, 2, 3, 4], backend, lambda *event: seen.append(event)))
+    assert found == {0: 0, 2: 20, 3: 30, 4: 40}
+    assert {tile for tile, _ in seen} <= {0, 2, 3, 4}
+    assert {done for _, done in seen} <= {0.5}
 
 
-def test_a_process_runs_one_task_at_a_time() -> None:
-    """Threads of one worker would share torch's global generator."""
-    running, most = [], []
-
-    def task(_tile: int) -> None:
-        running.append(1)
-        most.append(len(running))
-        time.sleep(0.01)
-        running.pop()
-
-    threads = [threading.Thread(target=workers._run, args=(task, i)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1, 1, 1, 1]
+@pytest.mark.slow
+def test_a_tile_that_raises_does_not_stop_the_others(backend: Workers, tmp_path: Path) -> None:
+    with pytest.raises(TilesFailed) as error:
+        list(spread(partial(fake.work, tmp_path, "raises"), range(4), backend))
+    assert {tile: (type(e), str(e)) for tile, e in error.value.errors.items()} == {1: (RuntimeError, "no such luck")}
+    assert [attempts(tmp_path, tile) for tile in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(TilesFailed) as error:
+        list(spread(partial(fake.train_tile_or_refuse, fake.recipe()), range(3), backend))
+    assert isinstance(error.value.errors[1], DataError)
+    assert str(error.value.errors[1]) == "tile 1 is broken"
 
 
-class _Cluster:
-    """As much of dask as the loop that waits for it uses."""
-
-    def __init__(self, ready: list[bool], workers: bool) -> None:
-        self.ready, self.workers = ready, workers
-
-    def has_ready(self) -> bool:
-        return self.ready.pop(0) if self.ready else False
-
-    def __next__(self) -> str:
-        return "future"
-
-    def nthreads(self) -> dict[str, int]:
-        return {"worker": 1} if self.workers else {}
-
-
-def test_a_cluster_without_workers_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
-    busy = _Cluster([True] + [False] * 20 + [True], workers=True)
-    assert list(workers._ready(busy, busy, 2)) == ["future", "future"]
-    lost = _Cluster([True], workers=False)
-    with pytest.raises(WorkerDied, match="no worker for 0 seconds"):
-        list(workers._ready(lost, lost, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["dies", "stops", "hangs"])
+def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
+    backend: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr(workers, "HANGS_SECONDS", 4.0)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", 15.0 if trouble == "stops" else 60.0)
+    begun = time.monotonic()
+    try:
+        found = dict(spread(partial(fake.work, tmp_path, trouble), range(4), backend))
+    finally:
+        clusters.kill_stopped(tmp_path / "1")
+    assert found == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert attempts(tmp_path, 1) >= 2
+    assert time.monotonic() - begun < 60
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    options = {"backend": "dask", "workers": None, "gpu": False}
-    with pytest.raises(UsageError, match="expected the address of a scheduler"):
-        list(spread(print, [0], scheduler=None, **options))
-    with pytest.raises(WeightscopeError, match="cannot connect to the scheduler at nonsense://x"):
-        list(spread(print, [0], scheduler="nonsense://x", **options))
+@pytest.mark.slow
+def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_path: Path) -> None:
+    found = []
+    with pytest.raises(TilesFailed) as error:
+        found += [0 for _ in ()]
+        for tile, _ in spread(partial(fake.work, tmp_path, "poison"), range(5), backend):
+            found.append(tile)
+    assert sorted(found) == [0, 2, 3, 4]
+    assert list(error.value.errors) == [1]
+    assert isinstance(error.value.errors[1], WorkerDied)
+    assert [attempts(tmp_path, tile) for tile in range(5)] == [1, ATTEMPTS, 1, 1, 1]

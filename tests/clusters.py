@@ -1,0 +1,84 @@
+"""Clusters on this machine for tests: two workers of each backend, and what kills them."""
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weightscope.training.workers import Workers
+
+HERE = Path(__file__).parent
+
+
+@contextlib.contextmanager
+def two_workers(backend: str) -> Iterator[Workers]:
+    """Two processes of a backend, which can import the modules of the tests; skips where its package is missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        if backend == "loky":
+            yield Workers("loky", 2)
+        elif backend == "dask":
+            distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+            with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
+                yield Workers("dask", scheduler=cluster.scheduler_address)
+        else:
+            ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+            try:
+                yield Workers("ray")
+            finally:
+                ray.shutdown()
+                with warnings.catch_warnings(action="ignore"):
+                    gc.collect()  # ray does not wait for the processes that it started
+
+
+def worker_processes(backend: str) -> list[psutil.Process]:
+    """The processes that run tiles, of this process or of its cluster."""
+    marks = {"loky": "loky", "dask": "spawn_main", "ray": "ray::"}
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if marks[backend] in command and "resource_tracker" not in command and "IDLE" not in command:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def killing(backend: str, kills: int, pause: tuple[float, float], seed: int) -> Iterator[list[int]]:
+    """Kill random workers while the block runs, at most `kills` of them; yields the killed processes' ids."""
+    moments, over, killed = random.Random(seed), threading.Event(), []
+
+    def kill() -> None:
+        while len(killed) < kills and not over.wait(moments.uniform(*pause)):
+            there = worker_processes(backend)
+            if there:
+                victim = moments.choice(there)
+                with contextlib.suppress(psutil.Error):
+                    victim.kill()
+                    killed.append(victim.pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
+def kill_stopped(attempts: Path) -> None:
+    """End the processes that a task has stopped, whose ids are in a file."""
+    for line in attempts.read_text().split() if attempts.exists() else []:
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if psutil.Process(int(line)).status() == psutil.STATUS_STOPPED:
+                os.kill(int(line), signal.SIGKILL)
