@@ -2,12 +2,16 @@
 
 import contextlib
 import gc
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -82,3 +86,44 @@ def kill_stopped(attempts: Path) -> None:
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             if psutil.Process(int(line)).status() == psutil.STATUS_STOPPED:
                 os.kill(int(line), signal.SIGKILL)
+
+
+def runs(process: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait for something to happen, or fail."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def dask_processes(folder: Path, workers: int) -> Iterator[tuple[str, subprocess.Popen, list[subprocess.Popen]]]:
+    """A scheduler and workers without nannies as processes of their own, which tests may kill or stop."""
+    file, quiet = folder / f"scheduler-{time.monotonic_ns()}.json", subprocess.DEVNULL
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "distributed.cli." + arguments[0], *arguments[1:]], stderr=quiet
+        )
+        started.append(process)
+        return process
+
+    try:
+        scheduler = start("dask_scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
+        wait_until(lambda: file.exists() and file.read_text().strip().endswith("}"))
+        options = ("--no-nanny", "--nthreads", "1", "--no-dashboard", "--scheduler-file", str(file))
+        there = [start("dask_worker", *options, "--local-directory", str(folder)) for _ in range(workers)]
+        yield json.loads(file.read_text())["address"], scheduler, there
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -166,3 +166,13 @@ def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], N
         else:
             os.kill(os.getpid(), signal.SIGKILL)
     return 10 * tile
+
+
+def work_in_much_memory(folder: Path, tile: int, **options: object) -> None:
+    """A task after which its process keeps 200 MB more than before, and takes longer than a second."""
+    _kept.append(np.ones(25_000_000))
+    time.sleep(1.2)
+    (folder / str(tile)).touch()
+
+
+_kept: list[np.ndarray] = []

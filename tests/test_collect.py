@@ -330,7 +330,8 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(
     use(monkeypatch, fake.train_tile_and_die)
     path = tmp_path / "a.pop"
     with pytest.raises(
-        Resumable, match=r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run"
+        Resumable,
+        match=r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run",
     ) as error:
         collect(fake.recipe(), path, workers=2)
     assert error.value.exit_code == 4

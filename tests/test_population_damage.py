@@ -256,7 +256,10 @@ def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
     [
         (lambda v: "{", "damaged, expected JSON"),
         (lambda v: [], "found another file"),
-        (lambda v: v | {"schema": 2}, "expected schema version 1, found 2; a newer version of weightscope wrote it: upgrade"),
+        (
+            lambda v: v | {"schema": 2},
+            "expected schema version 1, found 2; a newer version of weightscope wrote it: upgrade",
+        ),
         (lambda v: {k: x for k, x in v.items() if k != "spec"}, "'spec' is missing"),
         (lambda v: v | {"spec": [["a", [-1], "parameter"]]}, "damaged"),
         (lambda v: v | {"recipe": v["recipe"] | {"more": 1}}, "more: unknown key"),

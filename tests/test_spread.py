@@ -6,26 +6,20 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import clusters
 import fake_training as fake
 import pytest
 
 from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.training import clusters as lookouts
 from weightscope.training import workers
-from weightscope.training.workers import (
-    ATTEMPTS,
-    ClusterLost,
-    Ended,
-    TilesFailed,
-    WorkerDied,
-    Workers,
-    spread,
-)
+from weightscope.training.spreading import ATTEMPTS, on_each, spread
+from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
@@ -73,24 +67,213 @@ def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
 ) -> None:
     monkeypatch.setattr(workers, "HANGS_SECONDS", 4.0)
     monkeypatch.setattr(workers, "SILENT_SECONDS", 15.0 if trouble == "stops" else 60.0)
-    begun = time.monotonic()
     try:
         found = dict(spread(partial(fake.work, tmp_path, trouble), range(4), backend))
     finally:
         clusters.kill_stopped(tmp_path / "1")
     assert found == {0: 0, 1: 10, 2: 20, 3: 30}
     assert attempts(tmp_path, 1) >= 2
-    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.slow
 def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_path: Path) -> None:
-    found = []
+    found: list[int] = []
     with pytest.raises(TilesFailed) as error:
-        found += [0 for _ in ()]
-        for tile, _ in spread(partial(fake.work, tmp_path, "poison"), range(5), backend):
-            found.append(tile)
-    assert sorted(found) == [0, 2, 3, 4]
+        found.extend(tile for tile, _ in spread(partial(fake.work, tmp_path, "poison"), range(5), backend))
     assert list(error.value.errors) == [1]
     assert isinstance(error.value.errors[1], WorkerDied)
     assert [attempts(tmp_path, tile) for tile in range(5)] == [1, ATTEMPTS, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_all_workers_can_be_asked_at_once(backend: Workers, tmp_path: Path) -> None:
+    assert sorted(on_each(partial(fake.work, tmp_path, "raises"), backend, most=1)) == [0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# -- this machine -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_used_again_has_the_new_task(tmp_path: Path) -> None:
+    two = Workers("loky", 2)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert len(list(spread(partial(fake.work, tmp_path / name, "raises"), [0, 2, 3], two))) == 3
+    ids = {name: {(tmp_path / name / str(tile)).read_text() for tile in (0, 2, 3)} for name in ("a", "b")}
+    assert ids["a"] & ids["b"]
+
+
+def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path: Path) -> None:
+    """joblib's executor ends workers whose memory grows, warns in a thread, and hangs if warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = partial(fake.work_in_much_memory, tmp_path)
+        found = dict(spread(task, range(6), Workers("loky", 2)))
+    assert sorted(found) == list(range(6))
+
+
+def test_a_worker_whose_parent_is_killed_ends(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from functools import partial; from pathlib import Path; import fake_training as fake\n"
+        "from weightscope.training.spreading import spread; from weightscope.training.workers import Workers\n"
+        "list(spread(partial(fake.work, Path(sys.argv[2]), 'hangs'), [1, 2], Workers('loky', 2)))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])
+    clusters.wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
+    worker = int((tmp_path / "1").read_text())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    clusters.wait_until(lambda: not clusters.runs(worker))
+
+
+def test_the_first_tiles_fail_and_nothing_else_is_tried(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def task(tile: int, **options: object) -> None:
+        tried.append(tile)
+        raise RuntimeError("all of them")
+
+    with pytest.raises(TilesFailed) as error:
+        list(spread(task, range(100), Workers("loky", 1)))
+    assert tried == list(error.value.errors) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [UsageError("no such layer"), WeightscopeError("cannot write: disk full")])
+def test_an_error_that_concerns_every_tile_stops_at_once(error: WeightscopeError) -> None:
+    tried: list[int] = []
+
+    def task(tile: int, **options: object) -> None:
+        tried.append(tile)
+        if tile == 1:
+            raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        list(spread(task, range(100), Workers("loky", 1)))
+    assert tried == [0, 1]
+
+
+def test_a_process_runs_one_task_at_a_time() -> None:
+    """Threads of one worker would share torch's global generator."""
+    running, most = [], []
+
+    def task(_tile: int, **options: object) -> None:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+
+    threads = [threading.Thread(target=workers.run, args=(task, i, print, 60.0)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+def test_a_task_that_works_is_not_taken_for_one_that_hangs() -> None:
+    """The process would end, and the tests with it."""
+
+    def task(_tile: int, **options: object) -> int:
+        until = time.thread_time() + 0.5
+        while time.thread_time() < until:
+            pass
+        return 5
+
+    assert workers.run(task, 0, print, 0.3) == 5
+
+
+# -- clusters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_dead_dask_scheduler_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, or stopped, in which case connections stay open."""
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    assert workers.LOST_SECONDS < 60
+    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with clusters.dask_processes(tmp_path, workers=1) as (address, scheduler, _):
+            folder = tmp_path / number.name
+            folder.mkdir()
+            tiles = spread(partial(fake.work, folder, "hangs"), [0, 1], Workers("dask", scheduler=address))
+            assert next(tiles)[0] == 0
+            scheduler.send_signal(number)
+            begun = time.monotonic()
+            with pytest.raises(ClusterLost, match=r"dask scheduler at tcp://.* has not answered for 6 seconds"):
+                next(tiles)
+            assert time.monotonic() - begun < 50
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_that_loses_all_workers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
+    with clusters.dask_processes(tmp_path, workers=2) as (address, _, there):
+        tiles = spread(partial(fake.work, tmp_path, "hangs"), [0, 1, 2], Workers("dask", scheduler=address))
+        next(tiles)
+        for worker in there:
+            worker.kill()
+        with pytest.raises(ClusterLost, match="no worker of the dask cluster has responded for 6 seconds"):
+            list(tiles)
+
+
+class _Ray:
+    """As much of ray as its pool uses; a cluster whose machines are gone."""
+
+    def __init__(self, cpus: float) -> None:
+        self.cpus = cpus
+        self.exceptions = type("exceptions", (), {"RayError": RuntimeError, "RayTaskError": KeyError})
+        self.actor = type("actor", (), {"remote": lambda *_, **__: self.actor, "read": None})
+        self.actor.read = self.actor.beat = self.actor
+
+    def put(self, value: object) -> object:
+        return value
+
+    def remote(self, **options: object) -> object:
+        return lambda _function: self.actor
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus}
+
+    def get(self, _future: object) -> dict[int, tuple[float, None]]:
+        return {}
+
+    def wait(self, futures: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        time.sleep(0.02)
+        return [], futures
+
+    def cancel(self, *_: object, **__: object) -> None: ...
+
+    def kill(self, _actor: object) -> None: ...
+
+
+def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightscope.training import ray_workers
+
+    monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(lookouts, "_LOOK_SECONDS", 0.02)
+    pool = ray_workers._Ray(_Ray(0.0), print, False, print)
+    pool.start(0)
+    with pytest.raises(ClusterLost, match="has had no CPU for"):  # noqa: PT012
+        while True:
+            assert pool.poll() == []
+    pool.close()
+    with_workers = ray_workers._Ray(_Ray(2.0), print, False, print)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert with_workers.poll() == []
+    monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(1000))
+    with pytest.raises(ClusterLost, match="the ray cluster has not answered"):  # noqa: PT012
+        while True:
+            with_workers.poll()
+
+
+def test_addresses() -> None:
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    with pytest.raises(UsageError, match="expected the address of a scheduler"):
+        list(spread(print, [0], Workers("dask")))
+    with pytest.raises(WeightscopeError, match="cannot connect to the scheduler at nonsense://x"):
+        list(spread(print, [0], Workers("dask", scheduler="nonsense://x")))

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import OutputFile, json_option, out_option, write_json
+from weightscope.cli.shared import OutputFile, json_option, maybe_partial, out_option, partial_option, write_json
 from weightscope.errors import UsageError
 
 
@@ -30,6 +30,7 @@ from weightscope.errors import UsageError
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed that selects the held-out networks.")
 @click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
+@partial_option
 @json_option
 @click.pass_context
 def fit_init(
@@ -39,6 +40,7 @@ def fit_init(
     structure: str,
     texts: tuple[str, ...],
     standalone: Path | None,
+    partial: bool,
     json_file: Path | None,
     **settings: Any,
 ) -> None:
@@ -61,7 +63,7 @@ def fit_init(
     from weightscope.fitting.source import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
-    result = run(source, structure, options=parsed_options(texts) or None, **given)
+    result = run(maybe_partial(source, partial), structure, options=parsed_options(texts) or None, **given)
     if standalone is not None and not isinstance(result, PopulationFit):
         raise UsageError(
             "--standalone: expected a population, found one network; use load_init to apply its initialiser"

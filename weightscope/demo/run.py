@@ -15,6 +15,7 @@ from weightscope.analysis.across_networks import PopulationCovariance, covarianc
 from weightscope.analysis.inspection import inspect
 from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import BenchResult, bench, summarise
+from weightscope.errors import UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -51,11 +52,13 @@ def run_demo(
         Path of `report.html`.
 
     Raises:
-        UsageError: if there are too few networks or seeds.
+        UsageError: if there are too few networks or seeds, or the folder is a population.
         Resumable: if interrupted.
     """
     count("networks", networks, least=SMALLEST_POPULATION)
     out = Path(out)
+    if out.suffix == ".pop" or (out / "shards").is_dir():
+        raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
@@ -77,7 +80,7 @@ def run_demo(
     inits = ["default", str(out / "fitted.safetensors"), str(out / "diagonal.safetensors")]
     other_seeds = recipe.replace({"population.seed": BENCH_SEED})
     measured = bench(other_seeds, inits, out / "benchmark", epochs=BENCH_EPOCHS, seeds=seeds, **options)
-    _write_json(out / "population.json", inspect(out / "digits.pop").to_dict())
+    _write_json(out / "inspection.json", inspect(out / "digits.pop").to_dict())
     _write_json(out / "fitted-against-diagonal.json", _against(measured, "fitted", "diagonal"))
     say(f"5/5  the report -> {out / 'report.html'}")
     return _report(out, population, whole, block, fitted, measured)
@@ -126,7 +129,7 @@ def _judgement(row: dict[str, Any]) -> Sourced:
 
 
 def _population_part(report: Report, population: Population) -> None:
-    facts = "population.json"
+    facts = "inspection.json"
     report.heading("The population").text(
         "Networks of one recipe, trained from different seeds on scikit-learn's handwritten digits, 8 x 8 pixels. "
         "Each is a sample from the distribution of trained weights."

@@ -136,8 +136,8 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") != _SCHEMA:
         raise DataError(
-            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; a newer version of weightscope "
-            "wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
+            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; a newer version of "
+            "weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
         manifest = Manifest(

@@ -6,11 +6,9 @@ needs to be locked or repaired: after any interruption the same call resumes.
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,8 +17,6 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from weightscope._util import atomic
-from weightscope._util.checks import choice, count
-from weightscope._util.environment import usable_cores
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
@@ -28,8 +24,9 @@ from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
-from weightscope.training.request import references, requested
-from weightscope.training.workers import BACKENDS, ClusterLost, TilesFailed, WorkerDied, Workers, spread
+from weightscope.training.request import portable, references, requested
+from weightscope.training.spreading import spread
+from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ def collect(
         with _terminate_as_interrupt():
             todo = _scan(path, manifest, shard)
             job = _job(path, manifest, data, device)
-            _train(job, todo, manifest, on_device(chosen, device, len(todo)), progress, shard)
+            _train(job, todo, manifest, chosen.on_device(device, len(todo)), progress, shard)
         if shard is None or (manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)):
             manifests.record_size(path, manifest)
     except KeyboardInterrupt:
@@ -116,31 +113,7 @@ def collect(
     return Population(path, partial=True)
 
 
-def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
-    """The workers that arguments of `collect` name.
-
-    Raises:
-        UsageError: if an argument is invalid.
-    """
-    choice("backend", backend, BACKENDS)
-    if workers is not None and backend != "loky":
-        raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
-    if workers is not None:
-        count("workers", workers)
-    return Workers(backend, workers, scheduler)
-
-
-def on_device(workers: Workers, device: str, tiles: int) -> Workers:
-    """The workers for some tiles on a device: by default one process per core, or one on a GPU."""
-    number = workers.count
-    if workers.backend == "loky":
-        number = min(number or (usable_cores() if device == "cpu" else 1), max(tiles, 1))
-    return replace(workers, count=number, gpu=device != "cpu")
-
-
-def _train(
-    job: Job, todo: list[int], manifest: Manifest, workers: Workers, progress: bool, shard: int | None
-) -> None:
+def _train(job: Job, todo: list[int], manifest: Manifest, workers: Workers, progress: bool, shard: int | None) -> None:
     total = manifest.networks if shard is None else manifest.rows(shard)
     finished = total - sum(map(manifest.rows, todo))
     running: dict[int, float] = {}
@@ -219,14 +192,10 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str) -
     """The task, a function of the tile. Its paths are absolute, since a worker may run in another folder."""
     from weightscope import training
 
-    recipe = manifest.recipe.to_dict()
-    for init in recipe["init"]:
-        if "artifact" in init:
-            init["artifact"] = os.path.abspath(init["artifact"])
     return partial(
         train_shard,
         training.train_tile,
-        Recipe.parse(recipe),
+        portable(manifest.recipe),
         path=path.absolute(),
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),
@@ -247,7 +216,8 @@ def _failure(errors: Mapping[int, Exception], path: Path, manifest: Manifest) ->
     kind = DataError if isinstance(error, DataError) else Resumable
     why = str(error) if died or isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
     advice = "with fewer workers if memory is short" if died else "when the cause is gone"
-    return kind(f"{why}, in {_named(list(errors), manifest)}: {_kept(path, manifest)}; run the same command again, {advice}")
+    where, kept = _named(list(errors), manifest), _kept(path, manifest)
+    return kind(f"{why}, in {where}: {kept}; run the same command again, {advice}")
 
 
 def _named(tiles: Sequence[int], manifest: Manifest, most: int = 4) -> str:

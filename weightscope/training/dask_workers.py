@@ -54,6 +54,9 @@ class _Dask:
         self._lost = workers.LOST_SECONDS
         client.subscribe_topic(_PROGRESS, lambda event: progress(*event[1]))
 
+    def size(self) -> int:
+        return len(self._client.scheduler_info(n_workers=-1)["workers"])
+
     def free(self) -> int:
         return len(self._idle())
 

@@ -1,8 +1,8 @@
 """Worker processes of this machine.
 
-Processes are started as joblib does (loky: no fork, and scripts need no `if __name__ == "__main__"`). Each has a pipe of
-its own, so that the death of one is known to be the end of its tile and of no other; executors, which share a queue, end
-all their workers when one dies.
+Processes are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in scripts. Each has a
+pipe of its own, so that the death of one is known to be the end of its tile and of no other; an executor, whose workers
+share a queue, ends all of them when one dies.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _ONE_THREAD = dict.fromkeys(
     "1",
 )
 
-# Processes that have nothing to do. Starting one and importing torch takes seconds, and a benchmark calls `collect` often.
+# Processes that have nothing to do: starting one takes seconds, and a benchmark calls `collect` often.
 _spare: list["_Worker"] = []
 os.register_at_fork(after_in_child=_spare.clear)
 
@@ -50,6 +50,9 @@ class _Local:
     def __init__(self, task: Task, count: int, progress: Progress) -> None:
         self._task, self._count, self._progress = cloudpickle.dumps(task), count, progress
         self._busy: list[_Worker] = []
+
+    def size(self) -> int:
+        return self._count
 
     def free(self) -> int:
         return self._count - len(self._busy)

@@ -1,7 +1,7 @@
 """Workers of a ray cluster.
 
-Ray queues the tiles and notices workers that die. It does not notice processes that are stopped, so tasks send heartbeats
-to an actor, which keeps the time of the last one of each tile.
+Ray queues the tiles and notices workers that die. It does not notice processes that are stopped, so tasks send
+heartbeats to an actor, which keeps the time of the last one of each tile.
 """
 
 import contextlib
@@ -50,12 +50,16 @@ def ray_pool(task: Task, scheduler: str | None, gpu: bool, progress: Progress) -
 class _Ray:
     def __init__(self, ray: Any, task: Task, gpu: bool, progress: Progress) -> None:
         self._ray, self._progress, self._task = ray, progress, ray.put(task)
-        self._board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Board).remote()
+        self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
         self._remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
         self._pending: dict[Any, tuple[int, int]] = {}  # future -> tile, number of the attempt
         self._attempts = itertools.count()
         self._kind, self._seen = "GPU" if gpu else "CPU", time.monotonic()
-        self._lookout = Lookout(lambda: (ray.cluster_resources(), ray.get(self._board.read.remote())))
+        self._lookout = Lookout(ray.cluster_resources)
+        self._heard = Lookout(lambda: ray.get(self._board.read.remote()))
+
+    def size(self) -> int:
+        return int(self._ray.cluster_resources().get(self._kind, 0))
 
     def free(self) -> int:
         return _PENDING - len(self._pending)
@@ -68,7 +72,7 @@ class _Ray:
     def poll(self) -> list[Ended]:
         ready, _ = self._ray.wait(list(self._pending), timeout=_POLL_SECONDS)
         ended = [self._result(self._pending.pop(future)[0], future) for future in ready]
-        resources, beats = self._lookout.latest or ({self._kind: 1.0}, {})
+        resources, beats = self._lookout.latest or {}, self._heard.latest or {}
         now = time.monotonic()
         if self._lookout.age() > workers.LOST_SECONDS:
             raise ClusterLost(f"the ray cluster has not answered for {workers.LOST_SECONDS:.0f} seconds")
@@ -88,6 +92,7 @@ class _Ray:
 
     def close(self) -> None:
         self._lookout.stop()
+        self._heard.stop()
         for future in self._pending:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.cancel(future, force=True)

@@ -1,5 +1,6 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,3 +71,12 @@ def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[st
                 f"{path}: the source of {name} has changed since the population was created: expected hash "
                 f"{there[name]}, found {digest}; restore it, or collect into another folder"
             )
+
+
+def portable(recipe: Recipe) -> Recipe:
+    """The recipe with absolute paths, for a worker that runs in another folder."""
+    values = recipe.to_dict()
+    for init in values["init"]:
+        if "artifact" in init:
+            init["artifact"] = os.path.abspath(init["artifact"])
+    return Recipe.parse(values)
