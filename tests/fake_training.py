@@ -176,3 +176,9 @@ def work_in_much_memory(folder: Path, tile: int, **options: object) -> None:
 
 
 _kept: list[np.ndarray] = []
+
+
+def train_tile_or_raise(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    if tile % 2:
+        raise RuntimeError("odd")
+    return train_tile(recipe, tile)
