@@ -348,7 +348,7 @@ def test_a_population_that_is_not_complete_is_used_if_asked(
         ("covariance", path, "-o", tmp_path / "c.png"),
         ("covariance", path, "--exchangeable", "-o", tmp_path / "e.png"),
         ("covariance", path, "--part", "filters", "--init", "default", "-o", tmp_path / "f.png"),
-        ("fit-init", path, "-o", tmp_path / "i.safetensors", "--structure", "diagonal"),
+        ("fit-init", path, "-o", tmp_path / "i.safetensors", "--structure", "diagonal", "--holdout", "0.4"),
         ("export", path, "-o", tmp_path / "e.h5"),
     ):
         code, _, err = run(*command, capsys=capsys)

@@ -166,6 +166,19 @@ def test_a_large_shard_is_chunked_by_about_250_rows_and_1000_columns(monkeypatch
         assert h5["weights"].chunks == (250, 834)
 
 
+@pytest.mark.parametrize(("networks", "tile", "size"), [(20, 8, 60), (100, 64, 2500), (300, 300, 1001)])
+def test_the_expected_size_is_near_the_true_one(
+    networks: int, tile: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last recipe has tiles of more than a chunk's rows, of which HDF5 stores whole ones."""
+    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (size,))]))
+    recipe = fake.recipe(networks, tile)
+    manifest = manifests.Manifest(recipe, fake.SPEC, {}, (networks,))
+    shards = ((fake.train_tile(recipe, t), manifest.rows(t)) for t in range(manifest.tiles))
+    found = sum(len(shard_format.encode(manifest, trained, rows, "cpu")) for trained, rows in shards)
+    assert shard_format.expected_bytes(manifest) == pytest.approx(found, rel=0.25)  # a real trainer has more metrics
+
+
 def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
     recipe = fake.recipe()
     manifest = fake.write_population(tmp_path / "a.pop", recipe, tiles=[])

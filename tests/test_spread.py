@@ -13,11 +13,14 @@ from pathlib import Path
 
 import clusters
 import fake_training as fake
+import kill_workers
 import pytest
 
 from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.population import Population
 from weightscope.training import clusters as lookouts
 from weightscope.training import workers
+from weightscope.training.collection import collect
 from weightscope.training.spreading import ATTEMPTS, on_each, spread
 from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers
 
@@ -91,6 +94,17 @@ def test_all_workers_can_be_asked_at_once(backend: Workers, tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
+def test_workers_that_are_killed_at_random_change_no_byte(backend: Workers, tmp_path: Path) -> None:
+    """A short version of tests/torture/kill_workers.py: 64 real networks in 16 tiles, four workers killed."""
+    wanted = kill_workers.recipe(networks=64, epochs=4)
+    collect(wanted, tmp_path / "whole.pop", workers=1, progress=False)
+    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=4, seed=1)
+    assert found["kills"] >= 1
+    assert kill_workers.shards_of(tmp_path / "a.pop") == kill_workers.shards_of(tmp_path / "whole.pop")
+    assert len(Population(tmp_path / "a.pop")) == 64
+
+
 # -- this machine -------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +130,8 @@ def test_a_worker_whose_parent_is_killed_ends(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from functools import partial; from pathlib import Path; import fake_training as fake\n"
-        "from weightscope.training.spreading import spread; from weightscope.training.workers import Workers\n"
+        "from weightscope.training.collection import collect
+from weightscope.training.spreading import spread; from weightscope.training.workers import Workers\n"
         "list(spread(partial(fake.work, Path(sys.argv[2]), 'hangs'), [1, 2], Workers('loky', 2)))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])

@@ -25,6 +25,7 @@ _FORMAT = "weightscope-shard"
 _SCHEMA = 1
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _LONGEST_TEXT = 256
+_NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str) -> 
             fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
             group.create_dataset(name, data=values, fillvalue=fill, track_times=False)
     return file.getvalue()
+
+
+def expected_bytes(manifest: Manifest) -> int:
+    """About how many bytes the shards of a whole population take; HDF5 pads its chunks."""
+    columns, epochs = manifest.spec.size, manifest.recipe.training.epochs
+    blocks = max(1, -(-columns // _CHUNK[1]))
+    padded = blocks * -(-columns // blocks)
+
+    def shard(rows: int) -> int:
+        stored = -(-rows // _CHUNK[0]) * _CHUNK[0] if rows > _CHUNK[0] else rows
+        return 4 * stored * padded + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES) + _FILE_BYTES
+
+    return (manifest.tiles - 1) * shard(manifest.tile) + shard(manifest.rows(manifest.tiles - 1))
 
 
 def new_file(file: BinaryIO) -> h5py.File:

@@ -12,7 +12,7 @@ from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
-from weightscope.population.manifest import Manifest
+from weightscope.population.shard_format import expected_bytes
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
 from weightscope.training.request import portable, references, requested
@@ -21,8 +21,6 @@ from weightscope.training.workers import chosen_workers
 
 _TIMED_SECONDS = 2.0  # of steps, on each worker
 _MOST_STEPS = 64
-# Bytes of a shard besides the weights, measured: HDF5's structures, and each network's seed and metrics.
-_SHARD_BYTES, _NETWORK_BYTES, _EPOCH_BYTES = 13_000, 64, 32
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,7 +141,7 @@ def plan(
         tile=manifest.tile,
         tiles=manifest.tiles,
         done=done,
-        bytes_on_disk=_bytes(manifest),
+        bytes_on_disk=expected_bytes(manifest),
         workers=len(seconds),
         tile_seconds=tuple(seconds),
         hours=_seconds(manifest.tiles - done, tuple(seconds)) / 3600,
@@ -159,11 +157,6 @@ def _seconds(tiles: int, each: tuple[float, ...]) -> float:
         enough = sum(math.floor(middle / e) for e in each) >= tiles
         low, high = (low, middle) if enough else (middle, high)
     return high
-
-
-def _bytes(manifest: Manifest) -> int:
-    each = 4 * manifest.spec.size + _NETWORK_BYTES + _EPOCH_BYTES * manifest.recipe.training.epochs
-    return manifest.networks * each + manifest.tiles * _SHARD_BYTES
 
 
 def _time_tile(
