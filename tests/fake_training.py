@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,3 +183,11 @@ def train_tile_or_raise(recipe: Recipe, tile: int, **options: object) -> SimpleN
     if tile % 2:
         raise RuntimeError("odd")
     return train_tile(recipe, tile)
+
+
+def hang(folder: str) -> None:
+    """Give two workers something to do without end."""
+    from weightscope.training.spreading import spread
+    from weightscope.training.workers import Workers
+
+    list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))

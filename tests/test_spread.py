@@ -127,13 +127,7 @@ def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path: Path) ->
 
 
 def test_a_worker_whose_parent_is_killed_ends(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from functools import partial; from pathlib import Path; import fake_training as fake\n"
-        "from weightscope.training.collection import collect
-from weightscope.training.spreading import spread; from weightscope.training.workers import Workers\n"
-        "list(spread(partial(fake.work, Path(sys.argv[2]), 'hangs'), [1, 2], Workers('loky', 2)))\n"
-    )
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import fake_training; fake_training.hang(sys.argv[2])"
     parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])
     clusters.wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
     worker = int((tmp_path / "1").read_text())
@@ -280,10 +274,13 @@ def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.Mo
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         assert with_workers.poll() == []
-    monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(1000))
+    with_workers.close()
+    monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(3))
+    gone = ray_workers._Ray(_Ray(2.0), print, False, print)
     with pytest.raises(ClusterLost, match="the ray cluster has not answered"):  # noqa: PT012
         while True:
-            with_workers.poll()
+            gone.poll()
+    gone.close()
 
 
 def test_addresses() -> None:
