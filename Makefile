@@ -20,7 +20,7 @@ lint: $(INSTALLED)
 # The oldest versions that pyproject.toml allows; torch is in constraints.txt, since older wheels are hard to get.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis pandas cloudpickle
+	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis psutil pandas cloudpickle
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -q
 
 docs: $(INSTALLED)
@@ -46,9 +46,13 @@ bench-gpu: $(INSTALLED)
 	-$(BIN)/python benchmarks/convmixer_gpu.py --json benchmarks/results/convmixer_gpu.json # needs CIFAR-10
 	$(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
 
-# Mutated files of every kind: each is read, or refused with one line.
+# Mutated files of every kind, each read or refused with one line; then kills at random. Needs the packages of `make test`.
+TORTURE = --json tests/torture/results.json
 torture: $(INSTALLED) .venv/.peers
 	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2
+	$(BIN)/python tests/torture/kill_collect.py --kills 200 $(TORTURE)
+	$(BIN)/python tests/torture/kill_workers.py --backend dask --kills 12 $(TORTURE)
+	$(BIN)/python tests/torture/kill_workers.py --backend ray --kills 12 $(TORTURE)
 
 install: $(INSTALLED)
 
@@ -64,7 +68,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv/.peers: $(INSTALLED)
 	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 triton==3.7.1 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
-	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,docs,onnx]" onnxscript
+	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,ray,docs,onnx]" onnxscript
 	touch $@
 
 clean:

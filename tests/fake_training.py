@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +89,7 @@ def train_tile_and_die(recipe: Recipe, tile: int, **options: object) -> SimpleNa
 def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = None) -> manifests.Manifest:
     """A population on disk without `collect`; only some of its tiles when they are given."""
     wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, (recipe.population.networks,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     for tile in range(manifest.tiles) if tiles is None else tiles:
         shards.save(path, manifest, train_tile(recipe, tile), "cpu")
     return manifest
@@ -147,5 +148,46 @@ def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> Simple
     return train_tile(recipe, tile)
 
 
-def touch(folder: Path, tile: int) -> None:
+def touch(folder: Path, tile: int, **options: object) -> None:
     (folder / str(tile)).touch()
+
+
+def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], None]) -> int:
+    """A task that is in trouble at its first attempt at tile 1, or at every one if the trouble is "poison"."""
+    progress(0.5)
+    with open(folder / str(tile), "a") as attempts:
+        attempts.write(f"{os.getpid()}\n")
+    if tile == 1 and (trouble == "poison" or len((folder / "1").read_text().splitlines()) == 1):
+        if trouble == "raises":
+            raise RuntimeError("no such luck")
+        if trouble == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif trouble == "hangs":
+            time.sleep(1000)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * tile
+
+
+def work_in_much_memory(folder: Path, tile: int, **options: object) -> None:
+    """A task after which its process keeps 200 MB more than before, and takes longer than a second."""
+    _kept.append(np.ones(25_000_000))
+    time.sleep(1.2)
+    (folder / str(tile)).touch()
+
+
+_kept: list[np.ndarray] = []
+
+
+def train_tile_or_raise(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+    if tile % 2:
+        raise RuntimeError("odd")
+    return train_tile(recipe, tile)
+
+
+def hang(folder: str) -> None:
+    """Give two workers something to do without end."""
+    from weightscope.training.spreading import spread
+    from weightscope.training.workers import Workers
+
+    list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -493,3 +494,50 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(
     status, _, error = run(*arguments, capsys=capsys)
     assert (status, error.count("\n")) == (2, 1)
     assert text in error
+
+
+def test_a_population_that_is_not_complete_is_used_if_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "half.pop"
+    shutil.copytree(folder / "tiny.pop", path)
+    (path / "shards/00001.h5").unlink()
+    for command in (
+        ("covariance", path, "-o", tmp_path / "c.png"),
+        ("covariance", path, "--exchangeable", "-o", tmp_path / "e.png"),
+        ("covariance", path, "--part", "filters", "--init", "default", "-o", tmp_path / "f.png"),
+        ("fit-init", path, "-o", tmp_path / "i.safetensors", "--structure", "diagonal", "--holdout", "0.4"),
+        ("export", path, "-o", tmp_path / "e.h5"),
+    ):
+        code, _, err = run(*command, capsys=capsys)
+        assert code == 3, command
+        assert "expected 12 networks, found 6" in err
+        assert "--partial" in err
+        code, out, err = run(*command, "--partial", capsys=capsys)
+        assert (code, err) == (0, ""), command
+        assert "wrote" in out
+    code, _, err = run("fit-init", tmp_path / "no.pth", "-o", tmp_path / "i.safetensors", "--partial", capsys=capsys)
+    assert code == 2
+    assert "expected a population's folder" in err
+
+
+def test_collect_plan_shows_and_writes_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("collect", folder / "tiny.toml", "-o", tmp_path / "a.pop", "-n", 600, "--workers", 1, "--plan")
+    code, out, err = run(*arguments, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert re.search(r"tiles +100 of 6, 0 done\n", out)
+    assert re.search(r"hours left +[0-9.e-]+\n", out)
+    assert not (tmp_path / "a.pop").exists()
+    code, _, err = run(*arguments, "--shard", 3, capsys=capsys)
+    assert code == 2
+    assert "--shard: not available with --plan" in err
+
+
+def test_demo_does_not_write_into_a_population(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (folder / "tiny.pop/population.json").read_bytes()
+    code, _, err = run("demo", "-o", folder / "tiny.pop", capsys=capsys)
+    assert code == 2
+    assert "tiny.pop is a population" in err
+    assert (folder / "tiny.pop/population.json").read_bytes() == before

@@ -23,8 +23,11 @@ from weightscope import training
 from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
+from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
-from weightscope.training.collection import _Bar, collect
+from weightscope.training.collection import _Bar, collect, train_shard
+from weightscope.training.own_code import OwnCode
+from weightscope.training.planning import _seconds, plan
 
 
 @pytest.fixture
@@ -129,10 +132,66 @@ def test_a_grown_population_resumes_at_its_size(
     path = tmp_path / "reference.pop"
     collect(fake.recipe(), path, networks=40, shard=3)
     trained.clear()
-    assert len(collect(fake.recipe(), path, workers=1)) == 40
+    assert len(collect(fake.recipe(), path, networks=40, workers=1)) == 40
     assert trained == [2, 4]
-    with pytest.raises(UsageError, match="population of 40 networks and can only grow, found 20"):
-        collect(fake.recipe(), path, networks=20)
+
+
+def test_a_typo_in_the_size_locks_nothing(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+    """6000 for 60, of a population that exists and of a new one: stopped, it can be read, finished and taken back."""
+    path = tmp_path / "reference.pop"
+    with interrupted_after(trained, 5), pytest.raises(Resumable, match=r"56 of 6000 networks are kept"):
+        collect(fake.recipe(), path, networks=6000, workers=1)
+    assert len(Population(path)) == 20
+    assert len(collect(fake.recipe(), path, workers=1)) == 20  # without a number it is as large as before
+    assert len(collect(fake.recipe(), path, networks=60, workers=1)) == len(Population(path)) == 60
+    assert trained == [2, 3, 4, 5, 6, 7]  # nothing was trained twice
+    collect(fake.recipe(networks=60), tmp_path / "fresh.pop", workers=1)
+    assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
+
+    path = tmp_path / "new.pop"
+    trained.clear()
+    with interrupted_after(trained, 9), pytest.raises(Resumable, match=r"72 of 6000 networks are kept"):
+        collect(fake.recipe(), path, networks=6000, workers=1)
+    with pytest.raises(DataError, match=r"expected 6000 networks, found 72; .* or use the others with --partial"):
+        Population(path)
+    assert len(collect(fake.recipe(), path, networks=60, workers=1)) == len(Population(path)) == 60
+    assert len(trained) == 9
+
+
+@contextlib.contextmanager
+def interrupted_after(trained: list[int], tiles: int) -> Iterator[None]:
+    """Ctrl-C when some tiles have been trained."""
+    with pytest.MonkeyPatch.context() as patch:
+        train = training.train_tile
+
+        def train_tile(*arguments: Any, **options: Any) -> SimpleNamespace:
+            if len(trained) == tiles:
+                raise KeyboardInterrupt
+            return train(*arguments, **options)
+
+        patch.setattr(training, "train_tile", train_tile)
+        yield
+
+
+def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
+) -> None:
+    path = tmp_path / "reference.pop"
+    for tile in (4, 3, 2):
+        assert len(Population(path)) == 20
+        collect(fake.recipe(), path, networks=40, shard=tile)
+    assert len(Population(path)) == 40
+
+
+def test_a_population_shrinks_and_keeps_its_shards(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
+) -> None:
+    path = tmp_path / "reference.pop"
+    whole = Population(path).weights()
+    np.testing.assert_array_equal(collect(fake.recipe(), path, networks=10, workers=1).weights(), whole[:10])
+    assert shard_files(path) == reference
+    np.testing.assert_array_equal(collect(fake.recipe(), path, networks=20, workers=1).weights(), whole)
+    assert trained == []
 
 
 def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +299,44 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(
     assert [p.name for p in tmp_path.rglob("*")] == (["a.pop"] if existed else [])
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_tiles_that_raise_are_named_when_the_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    use(monkeypatch, fake.train_tile_or_raise)
+    with pytest.raises(
+        Resumable, match=r"^RuntimeError: odd, in tile 1 \(networks 8 to 15\), tile 3 .*: 24 of 40 networks are kept"
+    ) as error:
+        collect(fake.recipe(networks=40), tmp_path / "a.pop", workers=workers)
+    assert error.value.exit_code == 4
+    assert isinstance(error.value.__cause__, RuntimeError)  # --debug shows it
+    assert Population(tmp_path / "a.pop", partial=True).missing == (1, 3)
+
+
+def test_another_process_that_made_the_tile_meanwhile_saves_the_work(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
+) -> None:
+    """As when a worker that was believed dead wakes up."""
+    path = tmp_path / "reference.pop"
+    manifest = manifests.read(path)
+    options = {"path": path, "manifest": manifest, "data": None, "device": "cpu", "own_code": OwnCode.of(())}
+    assert train_shard(training.train_tile, fake.recipe(), 1, **options)[0] == 1
+    assert trained == []
+
+
+def test_a_worker_of_another_population_writes_nothing_into_this_one(
+    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
+) -> None:
+    path = tmp_path / "reference.pop"
+    other = fake.write_population(tmp_path / "other.pop", fake.recipe(population__seed=8))
+    (path / "shards/00001.h5").unlink()
+    before = shard_files(path)
+    options = {"path": path, "manifest": other, "data": None, "device": "cpu", "own_code": OwnCode.of(())}
+    with pytest.raises(RecipeError, match=r"population.seed: 7 -> 8"):
+        train_shard(training.train_tile, other.recipe, 1, **options)
+    assert shard_files(path) == before
+
+
 def test_an_error_in_a_worker_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, fake.train_tile_or_refuse)
     with pytest.raises(DataError, match="tile 1 is broken"):
@@ -271,7 +368,7 @@ def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], 
     for end in ("", ".sha256"):
         (tmp_path / f"other.pop/shards/00001.h5{end}").replace(path / f"shards/00001.h5{end}")
     before = shard_files(path)
-    with pytest.raises(DataError, match=r"00001.h5: a foreign shard, expected .* found .*; delete it"):
+    with pytest.raises(DataError, match=r"00001.h5: a foreign shard, expected .* found .*; move it"):
         collect(fake.recipe(), path, workers=1)
     assert shard_files(path) == before
 
@@ -334,10 +431,15 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(
 ) -> None:
     use(monkeypatch, fake.train_tile_and_die)
     path = tmp_path / "a.pop"
-    with pytest.raises(WeightscopeError, match=r"worker process died.* of 20 networks are kept.*run the same") as error:
+    with pytest.raises(
+        Resumable,
+        match=r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run",
+    ) as error:
         collect(fake.recipe(), path, workers=2)
-    assert error.value.exit_code == 1
-    Population(path, partial=True).verify()
+    assert error.value.exit_code == 4
+    population = Population(path, partial=True)
+    population.verify()
+    assert population.missing == (1,)  # the others were trained all the same
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), path, workers=2)
     assert shard_files(path) == reference
@@ -501,3 +603,38 @@ def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: 
         whole.spec.pack({name: state[name].numpy() for name in whole.spec.names}), whole.weights()[5]
     )
     assert not network.training
+
+
+# -- what it would take ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
+    import time
+
+    recipe = fake.recipe(networks=12, tile=4, training__epochs=40)
+    path = tmp_path / "a.pop"
+    expected = plan(recipe, path, workers=1)
+    assert not path.exists()
+    assert (expected.networks, expected.tiles, expected.done, expected.workers) == (12, 3, 0, 1)
+    assert expected.hours == pytest.approx(3 * expected.tile_seconds[0] / 3600)
+    begun = time.monotonic()
+    collect(recipe, path, shard=0)
+    taken = time.monotonic() - begun
+    assert taken / 10 < expected.tile_seconds[0] < 10 * taken  # on a busy machine
+    file = (path / "shards/00000.h5").stat().st_size
+    assert 0.95 < expected.bytes_on_disk / (3 * file) < 1.05
+    before = {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    again = plan(recipe, path, workers=1)
+    assert (again.done, again.hours) == (1, pytest.approx(2 * again.tile_seconds[0] / 3600))
+    assert before == {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    for part in ("tiles", "3 of 4, 1 done", "bytes on disk", "hours left", "measured"):
+        assert part in again.text()
+    with pytest.raises(RecipeError, match=r"training.epochs: 40 -> 3"):
+        plan(recipe.replace({"training.epochs": 3}), path)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "each", "seconds"), [(3, (10.0,), 30), (4, (10.0, 10.0), 20), (5, (10.0, 10.0), 30), (4, (10.0, 5.0), 15)]
+)
+def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...], seconds: float) -> None:
+    assert _seconds(tiles, each) == pytest.approx(seconds)

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import fake_training as fake
 import pytest
 
 from weightscope.demo.run import run_demo
@@ -18,6 +19,7 @@ def test_the_demo_writes_a_report_and_resumes(tmp_path: Path) -> None:
     options = {"networks": 16, "epochs": 1, "seeds": 3, "workers": 1, "device": "cpu", "progress": False}
     report = run_demo(tmp_path, say=lines.append, **options)
     assert len(lines) == 5
+    assert not (tmp_path / "population.json").exists()  # that is the name of a population's manifest
     text = report.read_text()
     assert text.count("<img") + text.count("<svg") >= 5
     assert not re.search(r'(src|href)="https?:', text)
@@ -39,3 +41,14 @@ def test_too_few_networks_are_refused(tmp_path: Path) -> None:
 def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
     demo = Recipe.load(ROOT / "weightscope/demo/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
+
+
+def test_a_population_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "a-folder"
+    fake.write_population(path, fake.recipe())
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    for folder in (path, tmp_path / "new.pop"):
+        with pytest.raises(UsageError, match="is a population; give another folder"):
+            run_demo(folder, networks=16, epochs=1, seeds=3)
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+    assert not (tmp_path / "new.pop").exists()

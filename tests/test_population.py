@@ -166,6 +166,19 @@ def test_a_large_shard_is_chunked_by_about_250_rows_and_1000_columns(monkeypatch
         assert h5["weights"].chunks == (250, 834)
 
 
+@pytest.mark.parametrize(("networks", "tile", "size"), [(20, 8, 60), (100, 64, 2500), (300, 300, 1001)])
+def test_the_expected_size_is_near_the_true_one(
+    networks: int, tile: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last recipe has tiles of more than a chunk's rows, of which HDF5 stores whole ones."""
+    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (size,))]))
+    recipe = fake.recipe(networks, tile)
+    manifest = manifests.Manifest(recipe, fake.SPEC, {}, (networks,))
+    shards = ((fake.train_tile(recipe, t), manifest.rows(t)) for t in range(manifest.tiles))
+    found = sum(len(shard_format.encode(manifest, trained, rows, "cpu")) for trained, rows in shards)
+    assert shard_format.expected_bytes(manifest) == pytest.approx(found, rel=0.25)  # a real trainer has more metrics
+
+
 def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
     recipe = fake.recipe()
     manifest = fake.write_population(tmp_path / "a.pop", recipe, tiles=[])
@@ -217,15 +230,18 @@ def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> No
     kept = (folder / "shards/00001.h5").read_bytes()
     grown = fake.recipe(networks=40)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (40,))
-    manifest, created = manifests.create_or_match(folder, wanted, grow=True)
+    manifest, created = manifests.create_or_match(folder, wanted, resize=True)
     assert not created
     assert manifest.sizes == (20, 40)
-    population = Population(folder, partial=True)
-    assert len(population) == 20
-    assert population.missing == (2, 3, 4)
+    population = Population(folder)  # complete, until all of the new ones are there
     np.testing.assert_array_equal(population.weights(), before)
-    for tile in population.missing:
+    for tile in (2, 3, 4):
+        assert not shards.complete(folder, manifest)
         shards.save(folder, manifest, fake.train_tile(grown, tile), "cpu")
+        np.testing.assert_array_equal(Population(folder).weights(), before)
+    assert shards.complete(folder, manifest)
+    manifests.record_size(folder, manifest)
+    assert manifests.read(folder).sizes == (20, 40)
     np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(40)))
     np.testing.assert_array_equal(Population(folder).weights()[:20], before)
     # A reader that was opened before goes on reading what it saw.
@@ -254,10 +270,11 @@ def test_a_population_of_an_earlier_version_whose_recipe_lacks_a_field(tmp_path:
     np.testing.assert_array_equal(Population(path).weights(), expected(recipe, range(20)))
     grown = fake.recipe(networks=24)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     assert manifest.fingerprint == old.fingerprint
-    assert "kernels" not in json.loads((path / manifests.NAME).read_text())["recipe"]["training"]
     shards.save(path, manifest, fake.train_tile(grown, 2), "cpu")
+    manifests.record_size(path, manifest)
+    assert "kernels" not in json.loads((path / manifests.NAME).read_text())["recipe"]["training"]
     np.testing.assert_array_equal(Population(path).weights(), expected(grown, range(24)))
 
 
@@ -265,7 +282,7 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
     """Stop after each rename: the population reads as before or as after, and saving again completes it."""
     grown = fake.recipe(networks=24)
     wanted = manifests.Manifest(grown, fake.SPEC, {}, (24,))
-    manifest, _ = manifests.create_or_match(folder, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(folder, wanted, resize=True)
     original = {p: p.read_bytes() for p in (folder / "shards").iterdir()}
     write, steps = atomic.write, 0
     for stop in range(4):
@@ -289,10 +306,46 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
                 shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")
         population = Population(folder, partial=True)
         population.verify()
-        assert len(population) == (20 if stop < 2 else 24)
+        assert len(population) == 20
+        assert shards.networks_on_disk(folder, manifest) == (20 if stop < 2 else 24)
         shards.save(folder, manifest, fake.train_tile(grown, 2), "cpu")
         assert len((folder / "shards/00002.h5.sha256").read_text().splitlines()) == 1
-        np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(24)))
+        np.testing.assert_array_equal(Population(folder).weights(), expected(fake.recipe(), range(20)))
+    manifests.record_size(folder, manifest)
+    np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(24)))
+
+
+def test_a_growth_that_an_earlier_version_did_not_finish(folder: Path) -> None:
+    """It recorded the size before it was reached; the last tile is then short."""
+    manifest = manifests.read(folder).resized(40)
+    (folder / manifests.NAME).write_bytes(manifest.to_bytes())
+    population = Population(folder, partial=True)
+    assert population.missing == (2, 3, 4)
+    np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), range(20)))
+    assert shards.networks_on_disk(folder, manifest) == 20
+
+
+def test_a_growth_that_stopped_within_a_tile_can_become_another_one(folder: Path) -> None:
+    """From 20 to 30 networks, whose last tile has 6 of 8, and then to 40, or back to 10."""
+    to_30 = manifests.read(folder).resized(30)
+    shards.save(folder, to_30, fake.train_tile(fake.recipe(), 3), "cpu")
+    np.testing.assert_array_equal(Population(folder).weights(), expected(fake.recipe(), range(20)))
+    to_40 = manifests.read(folder).resized(40)
+    assert shards.state(folder, to_40, 3).kind == "short"
+    for tile in (2, 3, 4):
+        shards.save(folder, to_40, fake.train_tile(fake.recipe(), tile), "cpu")
+    manifests.record_size(folder, to_40)
+    np.testing.assert_array_equal(Population(folder).weights(), expected(fake.recipe(), range(40)))
+
+
+def test_a_shard_that_is_shorter_than_the_population_needs_is_an_error_and_trained_again(folder: Path) -> None:
+    short = fake.recipe(networks=12)
+    fake.write_population(folder.with_name("short.pop"), short)
+    for end in ("", ".sha256"):
+        (folder.with_name("short.pop") / f"shards/00001.h5{end}").replace(folder / f"shards/00001.h5{end}")
+    with pytest.raises(DataError, match=r"00001.h5: .* expected weights \(8, \d+\), found \(4, \d+\)"):
+        Population(folder).weights()
+    assert shards.state(folder, manifests.read(folder), 1).kind == "short"
 
 
 def test_a_hash_without_its_shard_is_a_missing_tile(folder: Path) -> None:
@@ -314,7 +367,7 @@ def real(tmp_path: Path) -> Population:
     module = build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     path = tmp_path / "real.pop"
     wanted = manifests.Manifest(recipe, WeightSpec.of(module), {"python": "3"}, (5,))
-    manifest, _ = manifests.create_or_match(path, wanted, grow=True)
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     for tile in range(manifest.tiles):
         trained = fake.train_tile(recipe, tile)
         trained.weights = np.stack([fake.vector(recipe, 3 * tile + i, manifest.spec.size) for i in range(3)])

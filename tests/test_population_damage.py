@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
@@ -162,11 +163,29 @@ def test_a_shard_under_another_tiles_name_is_foreign(folder: Path) -> None:
     one_line(error, "00001.h5", "expected tile 1, found 0")
 
 
-def test_a_shard_beyond_the_end_is_refused(folder: Path) -> None:
-    (folder / "shards/00003.h5").write_bytes(b"")
-    with pytest.raises(DataError) as error:
-        Population(folder)
-    one_line(error, "00003.h5", "expected 3 tiles")
+def test_shards_beyond_the_end_are_left_alone(folder: Path) -> None:
+    before = Population(folder).weights()
+    (folder / "shards/00003.h5").write_bytes(b"of a growth that was not finished")
+    np.testing.assert_array_equal(Population(folder).weights(), before)
+    assert Population(folder, partial=True).missing == ()
+
+
+def test_no_message_advises_to_delete_what_may_be_good(folder: Path) -> None:
+    """A shard with the right checksum is somebody's work: of another recipe, or of a newer version."""
+    source = Path(shards.__file__).parent
+    assert not [file.name for file in source.glob("*.py") if "delete" in file.read_text()]
+
+
+@pytest.mark.parametrize("schema", [2, 7])
+def test_a_newer_version_asks_for_an_upgrade(folder: Path, schema: int) -> None:
+    rewrite(folder / "shards/00001.h5", lambda h5: h5.attrs.modify("schema", np.int64(schema)))
+    before = files(folder)
+    for read in (lambda: Population(folder).weights(), lambda: shards.state(folder, manifests.read(folder), 1)):
+        with pytest.raises(DataError) as error:
+            read()
+        one_line(error, "00001.h5", f"schema version 1, found {schema}", "upgrade (`pip install --upgrade")
+        assert "foreign" not in str(error.value)
+    assert files(folder) == before
 
 
 def _replace(name: str, **options: object) -> Callable[..., object]:
@@ -194,7 +213,7 @@ def _virtual(h5: h5py.File) -> None:
 
 SHAPE = (8, fake.SPEC.size)
 FOREIGN = {
-    "not HDF5": (None, "expected an HDF5 shard"),
+    "not HDF5": (None, "cannot be read as an HDF5 shard"),
     "external link": (_link("weights", lambda: h5py.ExternalLink("/etc/passwd", "weights")), "a link to another place"),
     "soft link": (_link("weights", lambda: h5py.SoftLink("/seed")), "a link to another place"),
     "external link among the metrics": (
@@ -237,7 +256,8 @@ def test_a_hostile_shard_with_a_fitting_hash_is_refused(folder: Path, name: str)
         rewrite(file, change)
     with pytest.raises(DataError) as error:
         Population(folder).weights()
-    one_line(error, "00001.h5", message, "delete it")
+    advice = "upgrade" if name in ("another version", "not HDF5") else "move it to the population that it belongs to"
+    one_line(error, "00001.h5", message, advice)
 
 
 def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
@@ -265,7 +285,10 @@ def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
     [
         (lambda v: "{", "damaged, expected JSON"),
         (lambda v: [], "found another file"),
-        (lambda v: v | {"schema": 2}, "expected schema version 1, found 2"),
+        (
+            lambda v: v | {"schema": 2},
+            "expected schema version 1, found 2; a newer version of weightscope wrote it: upgrade",
+        ),
         (lambda v: {k: x for k, x in v.items() if k != "spec"}, "'spec' is missing"),
         (lambda v: v | {"spec": [["a", [-1], "parameter"]]}, "damaged"),
         (lambda v: v | {"recipe": v["recipe"] | {"more": 1}}, "more: unknown key"),
@@ -288,25 +311,34 @@ def test_another_recipe_is_refused_with_the_difference(folder: Path) -> None:
     wanted = manifests.Manifest(other, fake.SPEC, {}, (20,))
     before = files(folder)
     with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3; training.learning_rate: 0.01 -> 0.5") as error:
-        manifests.create_or_match(folder, wanted, grow=True)
+        manifests.create_or_match(folder, wanted, resize=True)
     assert error.value.exit_code == 2
     assert files(folder) == before
 
 
-def test_a_population_does_not_shrink(folder: Path) -> None:
+def test_a_population_shrinks_only_if_asked_and_keeps_its_shards(folder: Path) -> None:
     wanted = manifests.Manifest(fake.recipe(networks=10), fake.SPEC, {}, (10,))
-    with pytest.raises(UsageError, match="population of 20 networks and can only grow, found 10"):
-        manifests.create_or_match(folder, wanted, grow=True)
-    assert manifests.create_or_match(folder, wanted, grow=False)[0].networks == 20
+    before = Population(folder).weights()
+    assert manifests.create_or_match(folder, wanted, resize=False)[0].networks == 20
+    shards_before = {name: data for name, data in files(folder).items() if "shards" in name}
+    assert manifests.create_or_match(folder, wanted, resize=True)[0].networks == 10
+    np.testing.assert_array_equal(Population(folder).weights(), before[:10])
+    assert manifests.read(folder).sizes == (10,)
+    assert {name: data for name, data in files(folder).items() if "shards" in name} == shards_before
+    again = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
+    manifest, _ = manifests.create_or_match(folder, again, resize=True)
+    assert shards.complete(folder, manifest)
+    manifests.record_size(folder, manifest)
+    np.testing.assert_array_equal(Population(folder).weights(), before)
 
 
 def test_another_folder_is_left_alone(tmp_path: Path) -> None:
     wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis.tex but no population.json"):
-        manifests.create_or_match(tmp_path, wanted, grow=True)
+        manifests.create_or_match(tmp_path, wanted, resize=True)
     with pytest.raises(UsageError, match="is a file"):
-        manifests.create_or_match(tmp_path / "thesis.tex", wanted, grow=True)
+        manifests.create_or_match(tmp_path / "thesis.tex", wanted, resize=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis.tex"]
 
 
@@ -323,9 +355,28 @@ def test_a_population_that_another_process_makes_meanwhile_is_joined(
 
     monkeypatch.setattr(Path, "glob", glob)
     wanted = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
-    manifest, created = manifests.create_or_match(path, wanted, grow=True)
+    manifest, created = manifests.create_or_match(path, wanted, resize=True)
     assert manifest.networks == 20
     assert not created
+
+
+def test_of_two_recipes_that_race_for_one_folder_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find no manifest; the one that writes later must not replace the other's."""
+    path, make_folder = tmp_path / "a.pop", atomic.make_folder
+
+    def interrupted(folder: Path) -> None:
+        monkeypatch.setattr(atomic, "make_folder", make_folder)
+        fake.write_population(path, fake.recipe(), [0])
+        make_folder(folder)
+
+    monkeypatch.setattr(atomic, "make_folder", interrupted)
+    other = fake.recipe(population__seed=8)
+    with pytest.raises(RecipeError, match=r"population.seed: 7 -> 8"):
+        manifests.create_or_match(path, manifests.Manifest(other, fake.SPEC, {}, (20,)), resize=True)
+    assert Population(path, partial=True).recipe == fake.recipe()
+    assert sorted(p.name for p in path.iterdir()) == ["population.json", "shards"]
 
 
 def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:
@@ -337,11 +388,11 @@ def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:
     def wanted() -> manifests.Manifest:
         return manifests.Manifest(recipe, fake.SPEC, {}, (20,), manifests.artifact_hashes(recipe))
 
-    manifests.create_or_match(path, wanted(), grow=True)
-    manifests.create_or_match(path, wanted(), grow=True)
+    manifests.create_or_match(path, wanted(), resize=True)
+    manifests.create_or_match(path, wanted(), resize=True)
     artifact.write_bytes(b"two")
     with pytest.raises(DataError, match=r"collected with another init .*: expected hash \w{16}, found"):
-        manifests.create_or_match(path, wanted(), grow=True)
+        manifests.create_or_match(path, wanted(), resize=True)
     artifact.unlink()
     with pytest.raises(DataError, match=r"init.artifact: cannot read"):
         wanted()

@@ -1,58 +1,178 @@
-"""Every backend gives all tiles, raises what a task raises, and does not wait for a dead worker."""
+"""Every backend gives all tiles, and outlives workers that die, stop, hang or are lost altogether."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import clusters
 import fake_training as fake
+import kill_workers
 import pytest
 
 from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.population import Population
+from weightscope.training import clusters as lookouts
 from weightscope.training import workers
-from weightscope.training.workers import WorkerDied, spread
+from weightscope.training.collection import collect
+from weightscope.training.spreading import ATTEMPTS, on_each, spread
+from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers
+
+pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
 
-@pytest.fixture(params=["loky", "dask", "ray"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
-    """Options of a backend with two workers; clusters are skipped where their packages are missing."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    if request.param == "dask":
-        distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-        with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
-            yield {"backend": "dask", "scheduler": cluster.scheduler_address, "workers": None, "gpu": False}
-        return
-    if request.param == "ray":
-        pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    workers = 2 if request.param == "loky" else None
-    yield {"backend": request.param, "scheduler": None, "workers": workers, "gpu": False}
+@pytest.fixture(params=["loky", "dask", "ray"], scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    """Two worker processes; clusters are skipped where their packages are missing."""
+    with clusters.two_workers(request.param) as found:
+        yield found
+
+
+def attempts(folder: Path, tile: int) -> int:
+    return len((folder / str(tile)).read_text().splitlines())
+
+
+# -- every backend ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
-def test_a_backend(backend: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sorted(spread(partial(fake.touch, tmp_path), range(5), **backend)) == [0, 1, 2, 3, 4]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3", "4"]
-    with pytest.raises(DataError, match=r"^tile 1 is broken$"):
-        list(spread(partial(fake.train_tile_or_refuse, fake.recipe()), range(3), **backend))
-    # On a busy machine dask may give its workers up altogether; that is said, too.
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 30.0)
-    with pytest.raises(WorkerDied, match="worker"):
-        list(spread(partial(fake.train_tile_and_die, fake.recipe()), range(3), **backend))
+def test_all_tiles_with_their_results_and_progress(backend: Workers, tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+    task = partial(fake.work, tmp_path, "none")
+    found = dict(spread(task, [0, 2, 3, 4], backend, lambda *event: seen.append(event)))
+    assert found == {0: 0, 2: 20, 3: 30, 4: 40}
+    assert {tile for tile, _ in seen} <= {0, 2, 3, 4}
+    assert {done for _, done in seen} <= {0.5}
+
+
+@pytest.mark.slow
+def test_a_tile_that_raises_does_not_stop_the_others(backend: Workers, tmp_path: Path) -> None:
+    with pytest.raises(TilesFailed) as error:
+        list(spread(partial(fake.work, tmp_path, "raises"), range(4), backend))
+    assert {tile: (type(e), str(e)) for tile, e in error.value.errors.items()} == {1: (RuntimeError, "no such luck")}
+    assert [attempts(tmp_path, tile) for tile in range(4)] == [1, 1, 1, 1]
+    with pytest.raises(TilesFailed) as error:
+        list(spread(partial(fake.train_tile_or_refuse, fake.recipe()), range(3), backend))
+    assert isinstance(error.value.errors[1], DataError)
+    assert str(error.value.errors[1]) == "tile 1 is broken"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["dies", "stops", "hangs"])
+def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
+    backend: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr(workers, "HANGS_SECONDS", 4.0)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", 15.0 if trouble == "stops" else 60.0)
+    try:
+        found = dict(spread(partial(fake.work, tmp_path, trouble), range(4), backend))
+    finally:
+        clusters.kill_stopped(tmp_path / "1")
+    assert found == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert attempts(tmp_path, 1) >= 2
+
+
+@pytest.mark.slow
+def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_path: Path) -> None:
+    found: list[int] = []
+    with pytest.raises(TilesFailed) as error:
+        found.extend(tile for tile, _ in spread(partial(fake.work, tmp_path, "poison"), range(5), backend))
+    assert list(error.value.errors) == [1]
+    assert isinstance(error.value.errors[1], WorkerDied)
+    assert [attempts(tmp_path, tile) for tile in range(5)] == [1, ATTEMPTS, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_all_workers_can_be_asked_at_once(backend: Workers, tmp_path: Path) -> None:
+    assert sorted(on_each(partial(fake.work, tmp_path, "raises"), backend, most=1)) == [0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_at_random_change_no_byte(backend: Workers, tmp_path: Path) -> None:
+    """A short version of tests/torture/kill_workers.py: 64 real networks in 16 tiles, four workers killed."""
+    wanted = kill_workers.recipe(networks=64, epochs=4)
+    collect(wanted, tmp_path / "whole.pop", workers=1, progress=False)
+    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=4, seed=1)
+    assert found["kills"] >= 1
+    assert kill_workers.shards_of(tmp_path / "a.pop") == kill_workers.shards_of(tmp_path / "whole.pop")
+    assert len(Population(tmp_path / "a.pop")) == 64
+
+
+# -- this machine -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_used_again_has_the_new_task(tmp_path: Path) -> None:
+    two = Workers("loky", 2)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert len(list(spread(partial(fake.work, tmp_path / name, "raises"), [0, 2, 3], two))) == 3
+    ids = {name: {(tmp_path / name / str(tile)).read_text() for tile in (0, 2, 3)} for name in ("a", "b")}
+    assert ids["a"] & ids["b"]
+
+
+def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path: Path) -> None:
+    """joblib's executor ends workers whose memory grows, warns in a thread, and hangs if warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task = partial(fake.work_in_much_memory, tmp_path)
+        found = dict(spread(task, range(6), Workers("loky", 2)))
+    assert sorted(found) == list(range(6))
+
+
+def test_a_worker_whose_parent_is_killed_ends(tmp_path: Path) -> None:
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import fake_training; fake_training.hang(sys.argv[2])"
+    parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])
+    clusters.wait_until(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
+    worker = int((tmp_path / "1").read_text())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    clusters.wait_until(lambda: not clusters.runs(worker))
+
+
+def test_the_first_tiles_fail_and_nothing_else_is_tried(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def task(tile: int, **options: object) -> None:
+        tried.append(tile)
+        raise RuntimeError("all of them")
+
+    with pytest.raises(TilesFailed) as error:
+        list(spread(task, range(100), Workers("loky", 1)))
+    assert tried == list(error.value.errors) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [UsageError("no such layer"), WeightscopeError("cannot write: disk full")])
+def test_an_error_that_concerns_every_tile_stops_at_once(error: WeightscopeError) -> None:
+    tried: list[int] = []
+
+    def task(tile: int, **options: object) -> None:
+        tried.append(tile)
+        if tile == 1:
+            raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        list(spread(task, range(100), Workers("loky", 1)))
+    assert tried == [0, 1]
 
 
 def test_a_process_runs_one_task_at_a_time() -> None:
     """Threads of one worker would share torch's global generator."""
     running, most = [], []
 
-    def task(_tile: int) -> None:
+    def task(_tile: int, **options: object) -> None:
         running.append(1)
         most.append(len(running))
         time.sleep(0.01)
         running.pop()
 
-    threads = [threading.Thread(target=workers._run, args=(task, i)) for i in range(4)]
+    threads = [threading.Thread(target=workers.run, args=(task, i, print, 60.0)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -60,36 +180,112 @@ def test_a_process_runs_one_task_at_a_time() -> None:
     assert most == [1, 1, 1, 1]
 
 
-class _Cluster:
-    """As much of dask as the loop that waits for it uses."""
+def test_a_task_that_works_is_not_taken_for_one_that_hangs() -> None:
+    """The process would end, and the tests with it."""
 
-    def __init__(self, ready: list[bool], workers: bool) -> None:
-        self.ready, self.workers = ready, workers
+    def task(_tile: int, **options: object) -> int:
+        until = time.thread_time() + 0.5
+        while time.thread_time() < until:
+            pass
+        return 5
 
-    def has_ready(self) -> bool:
-        return self.ready.pop(0) if self.ready else False
-
-    def __next__(self) -> str:
-        return "future"
-
-    def nthreads(self) -> dict[str, int]:
-        return {"worker": 1} if self.workers else {}
+    assert workers.run(task, 0, print, 0.3) == 5
 
 
-def test_a_cluster_without_workers_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(workers, "_POLL_SECONDS", 0.01)
-    busy = _Cluster([True] + [False] * 20 + [True], workers=True)
-    assert list(workers._ready(busy, busy, 2)) == ["future", "future"]
-    lost = _Cluster([True], workers=False)
-    with pytest.raises(WorkerDied, match="no worker for 0 seconds"):
-        list(workers._ready(lost, lost, 2))
+# -- clusters -----------------------------------------------------------------------------------------------------
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_dead_dask_scheduler_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, or stopped, in which case connections stay open."""
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    options = {"backend": "dask", "workers": None, "gpu": False}
+    assert workers.LOST_SECONDS < 60
+    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        with clusters.dask_processes(tmp_path, workers=1) as (address, scheduler, _):
+            folder = tmp_path / number.name
+            folder.mkdir()
+            tiles = spread(partial(fake.work, folder, "hangs"), [0, 1], Workers("dask", scheduler=address))
+            assert next(tiles)[0] == 0
+            scheduler.send_signal(number)
+            begun = time.monotonic()
+            with pytest.raises(ClusterLost, match=r"dask scheduler at tcp://.* has not answered for 6 seconds"):
+                next(tiles)
+            assert time.monotonic() - begun < 50
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_that_loses_all_workers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
+    with clusters.dask_processes(tmp_path, workers=2) as (address, _, there):
+        tiles = spread(partial(fake.work, tmp_path, "hangs"), [0, 1, 2], Workers("dask", scheduler=address))
+        next(tiles)
+        for worker in there:
+            worker.kill()
+        with pytest.raises(ClusterLost, match="no worker of the dask cluster has responded for 6 seconds"):
+            list(tiles)
+
+
+class _Ray:
+    """As much of ray as its pool uses; a cluster whose machines are gone."""
+
+    def __init__(self, cpus: float) -> None:
+        self.cpus = cpus
+        self.exceptions = type("exceptions", (), {"RayError": RuntimeError, "RayTaskError": KeyError})
+        self.actor = type("actor", (), {"remote": lambda *_, **__: self.actor, "read": None})
+        self.actor.read = self.actor.beat = self.actor
+
+    def put(self, value: object) -> object:
+        return value
+
+    def remote(self, **options: object) -> object:
+        return lambda _function: self.actor
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus}
+
+    def get(self, _future: object) -> dict[int, tuple[float, None]]:
+        return {}
+
+    def wait(self, futures: list[object], timeout: float) -> tuple[list[object], list[object]]:
+        time.sleep(0.02)
+        return [], futures
+
+    def cancel(self, *_: object, **__: object) -> None: ...
+
+    def kill(self, _actor: object) -> None: ...
+
+
+def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightscope.training import ray_workers
+
+    monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
+    monkeypatch.setattr(lookouts, "_LOOK_SECONDS", 0.02)
+    pool = ray_workers._Ray(_Ray(0.0), print, False, print)
+    pool.start(0)
+    with pytest.raises(ClusterLost, match="has had no CPU for"):  # noqa: PT012
+        while True:
+            assert pool.poll() == []
+    pool.close()
+    with_workers = ray_workers._Ray(_Ray(2.0), print, False, print)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert with_workers.poll() == []
+    with_workers.close()
+    monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(3))
+    gone = ray_workers._Ray(_Ray(2.0), print, False, print)
+    with pytest.raises(ClusterLost, match="the ray cluster has not answered"):  # noqa: PT012
+        while True:
+            gone.poll()
+    gone.close()
+
+
+def test_addresses() -> None:
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with pytest.raises(UsageError, match="expected the address of a scheduler"):
-        list(spread(print, [0], scheduler=None, **options))
+        list(spread(print, [0], Workers("dask")))
     with pytest.raises(WeightscopeError, match="cannot connect to the scheduler at nonsense://x"):
-        list(spread(print, [0], scheduler="nonsense://x", **options))
+        list(spread(print, [0], Workers("dask", scheduler="nonsense://x")))

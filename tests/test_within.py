@@ -317,7 +317,12 @@ def test_dead_filters_are_counted() -> None:
         (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected unique names"),
         (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
-        (("vit",), {"part": "filters"}, AnatomyError, r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs"),
+        (
+            ("vit",),
+            {"part": "filters"},
+            AnatomyError,
+            r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs",
+        ),
         (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
         (("missing.pth",), {}, DataError, "missing.pth.*no such file"),
         ((3,), {}, AnatomyError, "int: expected a module, a mapping"),

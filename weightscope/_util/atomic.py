@@ -27,7 +27,7 @@ _swept: set[Path] = set()  # folders that this process has swept
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
+def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """A temporary binary file that replaces `path` when the block ends without an error.
 
     `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
@@ -35,6 +35,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
     Raises:
         WeightscopeError: if the file cannot be written (disk full, file-size limit, no permission).
+        FileExistsError: if `new` and `path` exists when the block ends.
 
     Example:
         >>> with replacing("results.json") as file:
@@ -48,10 +49,13 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         yield file
         file.flush()
         os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
+        if not new or not _linked(temporary, path):
+            os.replace(temporary, path)
+            temporary = None
         sync_folder(path.parent)
     except OSError as error:
+        if new and isinstance(error, FileExistsError):
+            raise
         raise WeightscopeError(
             f"cannot write {path}: {error.strerror or error}; no partial file is left; "
             "free space or change permissions and run the same command again"
@@ -89,6 +93,22 @@ def check_writable(path: str | Path) -> None:
         raise WeightscopeError(
             f"cannot write {path}: {error.strerror or error}; change permissions, or name another place"
         ) from error
+
+
+def create(path: Path, data: bytes) -> bool:
+    """Write a new file atomically; returns whether it is new. An existing file is left as it is.
+
+    Of several processes that create one path at the same time, one succeeds.
+
+    Raises:
+        WeightscopeError: if it cannot be written.
+    """
+    try:
+        with replacing(path, new=True) as file:
+            file.write(data)
+    except FileExistsError:
+        return False
+    return True
 
 
 def make_folder(path: Path) -> None:
@@ -137,6 +157,19 @@ def _sweep_once(folder: Path) -> None:
     if folder not in _swept:
         _swept.add(folder)
         sweep(folder, _OURS)
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Give the file its name unless that exists; False if the file system has no hard links."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        if path.exists():
+            raise FileExistsError(path) from None
+        return False
+    return True
 
 
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:

@@ -84,7 +84,7 @@ def init_table(values: Mapping[str, Any]) -> InitConfig:
     try:
         return InitConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise RecipeError("init: " + "; ".join(explain(e) for e in error.errors())) from None
+        raise RecipeError(f"init: {explain(error.errors(), InitConfig)}") from None
 
 
 def with_numbers(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> tuple[str, InitConfig]:

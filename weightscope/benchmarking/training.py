@@ -115,7 +115,7 @@ def done(task: Task) -> bool:
     if not (task.path / manifests.NAME).exists():
         return False
     manifest, wanted = manifests.read(task.path), task.recipe.population.networks
-    manifest = manifest.grown(wanted) if manifest.networks < wanted else manifest
+    manifest = manifest.resized(wanted) if manifest.networks < wanted else manifest
     return shards.state(task.path, manifest, task.tile).kind == "done"
 
 

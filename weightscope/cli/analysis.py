@@ -5,7 +5,15 @@ from typing import Any, Literal
 
 import click
 
-from weightscope.cli.shared import Named, OutputFile, figure_option, json_option, out_option, write_json
+from weightscope.cli.shared import (
+    Named,
+    OutputFile,
+    figure_option,
+    json_option,
+    out_option,
+    partial_option,
+    write_json,
+)
 
 
 @click.command()
@@ -54,7 +62,8 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
-def export(source: str, out: Path, select: str) -> None:
+@partial_option
+def export(source: str, out: Path, select: str, partial: bool) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
 
     \b
@@ -64,7 +73,7 @@ def export(source: str, out: Path, select: str) -> None:
     from weightscope.population import export as write
     from weightscope.population import population_in
 
-    click.echo(f"wrote {write(population_in(source), out, select)}")
+    click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
 
 
 @click.command()

@@ -7,7 +7,15 @@ from typing import Any
 import click
 
 from weightscope._util.sources import is_population
-from weightscope.cli.shared import Named, OutputFile, figure_option, json_option, write_json
+from weightscope.cli.shared import (
+    Named,
+    OutputFile,
+    figure_option,
+    json_option,
+    maybe_partial,
+    partial_option,
+    write_json,
+)
 from weightscope.errors import UsageError
 
 _RENAMED = {"--compute": "--computed", "--correlation": "--kind=correlation"}
@@ -76,9 +84,10 @@ class _WithOldOptions(click.Command):
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="Of a population: where to multiply.  [default: cpu]"
 )
+@partial_option
 @json_option
 def covariance(
-    sources: tuple[str, ...], out: Path, matrix: Path | None, json_file: Path | None, **options: Any
+    sources: tuple[Any, ...], out: Path, matrix: Path | None, partial: bool, json_file: Path | None, **options: Any
 ) -> None:
     """Compute and plot the joint covariance of tensors across a population, or covariances within networks.
 
@@ -97,6 +106,7 @@ def covariance(
     """
     from weightscope.analysis.covariances import covariance as compute
 
+    sources = tuple(maybe_partial(source, partial) for source in sources)
     if options.pop("exchangeable"):
         if matrix is not None or (given := [key for key, value in options.items() if value and key != "select"]):
             named = "--matrix" if matrix is not None else "--" + given[0].replace("_", "-")
@@ -130,7 +140,7 @@ def covariance(
 
 
 def _with_initialisers(
-    sources: Sequence[str], inits: Sequence[str], options: dict[str, Any]
+    sources: Sequence[Any], inits: Sequence[str], options: dict[str, Any]
 ) -> tuple[list[Any], list[str | None]]:
     """The sources, and a network of the shapes of the first for each initialiser; labels, if there are any."""
     if not inits:
@@ -139,12 +149,13 @@ def _with_initialisers(
 
     from weightscope.analysis.within_network import skeleton
     from weightscope.benchmarking.arms import labelled
-    from weightscope.population import population_in
+    from weightscope.population import Population, population_in
     from weightscope.training.initial_weights import resolve
 
     first: Any = sources[0]
-    if is_population(first):
-        first = population_in(first).network(options.get("network", 0))
+    if isinstance(first, Population) or is_population(first):
+        population = first if isinstance(first, Population) else population_in(first)
+        first = population.network(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part")) for _ in named]

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weightscope.cli.shared import Named, OutputFile, json_option, out_option, training_options, write_json
+from weightscope.cli.shared import (
+    Named,
+    OutputFile,
+    json_option,
+    maybe_partial,
+    out_option,
+    partial_option,
+    training_options,
+    write_json,
+)
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ _TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")
 @click.option("--gain-epochs", type=int, help="Of --gain auto: training length.  [default: a quarter of the recipe's]")
 @click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
 @training_options
+@partial_option
 @json_option
 @click.pass_context
 def fit_init(
@@ -50,6 +60,7 @@ def fit_init(
     texts: tuple[str, ...],
     gain: str | None,
     standalone: Path | None,
+    partial: bool,
     json_file: Path | None,
     **settings: Any,
 ) -> None:
@@ -89,7 +100,7 @@ def fit_init(
         result, curve = _chosen(source, out, fitting.pop("select", settings["select"]), fitting, training)
     else:
         options |= {} if gain is None else parsed_options([f"gain={gain}"])
-        result = run(source, structure, options=options or None, **given)
+        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
     if standalone is not None and not isinstance(result, PopulationFit):
         raise UsageError(
             "--standalone: expected a population, found one network; use load_init to apply its initialiser"

@@ -59,6 +59,22 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
+
+
+def maybe_partial(source: str, partial: bool) -> Any:
+    """The source, or with `--partial` the population that it names, complete or not.
+
+    Raises:
+        UsageError: if `--partial` is given for another kind of source.
+    """
+    if not partial:
+        return source
+    from weightscope.population import population_in
+
+    return population_in(source, partial=True)
+
+
 class OutputFile(click.Path):
     """A file to be written, checked before anything is computed.
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from weightscope.cli.shared import Named, json_option, out_option, training_options, write_json
+from weightscope.errors import UsageError
 
 
 @click.command()
@@ -34,12 +35,13 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @click.command()
 @click.argument("recipe", type=Named("recipes"))
 @out_option("The population's folder.")
-@click.option("-n", "--networks", type=int, help="Number of networks; a population can grow but not shrink.")
+@click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
 @click.option("--backend", default="loky", show_default=True, help="loky, dask or ray.")
 @click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
+@click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
 @training_options
-def collect(recipe: str, out: Path, **options: Any) -> None:
+def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     """Train a population of networks, or resume training one.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
@@ -48,11 +50,19 @@ def collect(recipe: str, out: Path, **options: Any) -> None:
     \b
     Example:
       weightscope collect digits-convnext -o digits.pop -n 512
+      weightscope collect digits-convnext -o digits.pop -n 100000 --workers 8 --plan
     """
     from weightscope.analysis.inspection import population_contents
     from weightscope.benchmarking.arms import recipe_of
     from weightscope.training.collection import collect as train
 
+    if plan:
+        from weightscope.training.planning import plan as estimate
+
+        if options.pop("shard") is not None:
+            raise UsageError("--shard: not available with --plan, which is about all tiles")
+        click.echo(estimate(recipe_of(recipe), out, **options).text())
+        return
     train(recipe_of(recipe), out, **options)
     click.echo(population_contents(out).brief())
 

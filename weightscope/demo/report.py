@@ -80,7 +80,7 @@ def _beyond(row: dict[str, Any], folder: str) -> Sourced:
 
 
 def _population(report: Report, population: Population) -> None:
-    facts = "population.json"
+    facts = "inspection.json"
     report.heading("The population").text(
         "Networks of one recipe, trained from different seeds on scikit-learn's handwritten digits, 8 x 8 pixels. "
         "Each is a sample from the distribution of trained weights."

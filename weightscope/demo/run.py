@@ -16,6 +16,7 @@ from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.inits import Init
 from weightscope.data import fashion_mnist
 from weightscope.demo.report import Results, write_report
+from weightscope.errors import UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
@@ -23,7 +24,7 @@ from weightscope.training.collection import collect
 
 BLOCK = "stages.0.blocks.1.mlp.fc?.weight"
 SELECT = "stages.*"  # all tensors of the blocks
-GAIN = 10.0  # chosen in analyses/one_structure, on images held back from the training set
+GAIN = 3.0  # chosen in analyses/one_structure, on images held back from the training set
 EPOCHS = 3
 HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
 SMALLEST_POPULATION = 16
@@ -55,17 +56,19 @@ def run_demo(
         Path of `report.html`.
 
     Raises:
-        UsageError: if there are too few networks or seeds.
+        UsageError: if there are too few networks or seeds, or the folder is a population.
         Resumable: if interrupted.
     """
     count("networks", networks, least=SMALLEST_POPULATION)
     out = Path(out)
+    if out.suffix == ".pop" or (out / "shards").is_dir():
+        raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
     collect(recipe, out / "digits.pop", **options)
     population = Population(out / "digits.pop")
-    _write_json(out / "population.json", inspect(out / "digits.pop").to_dict())
+    _write_json(out / "inspection.json", inspect(out / "digits.pop").to_dict())
 
     say(f"2/5  the covariance of the whole network -> {out / 'exchangeable.json'}")
     raw, found = covariance_across(population, BLOCK), exchangeable_covariance(population)

@@ -17,12 +17,12 @@ from weightscope.structures import STRUCTURES
 
 
 def fit_init(
-    source: str | Path, structure: Any = "auto", *, options: dict[str, Any] | None = None, **settings: Any
+    source: str | Path | Population, structure: Any = "auto", *, options: dict[str, Any] | None = None, **settings: Any
 ) -> PopulationFit | NetworkFit:
     """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
 
     Args:
-        source: the folder of a population, or a checkpoint: a file, a model folder, `hf://org/name`.
+        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
         structure: of a population: "auto", a name in `weightscope.structures.STRUCTURES`, or a `Structure` subclass;
             of one network: "filters", "conv_schedule", "identity_product", or a function. Also
             `"package.module:name"` of either.
@@ -37,11 +37,12 @@ def fit_init(
         >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
     """
     name = underscored(structure) if isinstance(structure, str) else None
-    if is_population(source):
+    if isinstance(source, Population) or is_population(source):
         if name in NETWORK_FITS:
             known = ", ".join(("auto", *STRUCTURES))
             raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
-        return fit(Population(source), structure=structure, options=options, **settings)
+        population = source if isinstance(source, Population) else Population(source)
+        return fit(population, structure=structure, options=options, **settings)
     if name == "auto" or name in STRUCTURES or isinstance(structure, type):
         known = ", ".join(NETWORK_FITS)
         shown = name or structure.__name__

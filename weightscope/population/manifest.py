@@ -30,8 +30,7 @@ class Manifest:
         recipe: of all networks; `recipe.population.networks` is N of the complete population.
         spec: of one network.
         environment: of the machine that created it; see `weightscope._util.environment`.
-        sizes: all requested numbers of networks, ascending; the last is the current one. Only a tile in which an
-            earlier size ended can lack networks.
+        sizes: numbers of networks that the population has had, ascending; the last is the current one.
         inputs: hash of everything that the recipe refers to: the data set's images, files of initialisers, source
             of users' functions.
         written: the recipe as in the file. A file of an earlier version lacks fields that were added since; the
@@ -83,11 +82,10 @@ class Manifest:
         ends = {size - tile * self.tile for size in self.sizes}
         return {rows for rows in ends if 0 < rows < self.rows(tile)}
 
-    def grown(self, networks: int) -> "Manifest":
-        """The same population with more networks."""
-        return replace(
-            self, recipe=self.recipe.replace({"population.networks": networks}), sizes=(*self.sizes, networks)
-        )
+    def resized(self, networks: int) -> "Manifest":
+        """The same population with another number of networks."""
+        sizes = (*(size for size in self.sizes if size < networks), networks)
+        return replace(self, recipe=self.recipe.replace({"population.networks": networks}), sizes=sizes)
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
@@ -137,8 +135,8 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") != _SCHEMA:
         raise DataError(
-            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; "
-            "it was written by another version of weightscope"
+            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; a newer version of "
+            "weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
         manifest = Manifest(
@@ -170,20 +168,24 @@ def _recipe_of(written: Any) -> Recipe:
     return recipe.replace({"training.kernels": "torch"}) if old else recipe
 
 
-def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manifest, bool]:
-    """Create `population.json` in folder `path`, or compare it with the existing one and grow that if requested.
+def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Manifest, bool]:
+    """Create `population.json` in folder `path`, or compare it with the existing one.
+
+    A larger number of networks is not recorded before it is reached (`record_size`), so that an unfinished growth
+    leaves a complete population. A smaller one is recorded at once; the shards beyond it stay and are used again if
+    the population grows.
 
     Args:
         path: the population's folder.
         wanted: the population to train.
-        grow: whether the number of networks was given explicitly, so that a smaller one is an error.
+        resize: whether the number of networks was given explicitly, so that the population also shrinks to it.
 
     Returns:
-        The manifest on disk, and whether this call created it.
+        The manifest with the number of networks to train, and whether this call created the population.
 
     Raises:
         RecipeError: if the existing population has another recipe; shows the differences.
-        UsageError: if the folder is not a population, or has more networks than requested.
+        UsageError: if the folder is not a population.
         DataError: if the existing manifest is damaged, or this version builds another network from the recipe.
     """
     # Listed before the manifest is searched for: another process may create the population at any moment.
@@ -191,19 +193,24 @@ def create_or_match(path: Path, wanted: Manifest, *, grow: bool) -> tuple[Manife
     if not (path / NAME).exists():
         _refuse_other_folder(path, others)
         atomic.make_folder(path / SHARDS)
-        atomic.write(path / NAME, wanted.to_bytes())
-        return wanted, True
+        if atomic.create(path / NAME, wanted.to_bytes()):
+            return wanted, True
     there = read(path)
     match(path, there, wanted)
-    if wanted.networks < there.networks and grow:
-        raise UsageError(
-            f"{path} is a population of {there.networks} networks and can only grow, found {wanted.networks}; "
-            "ask for as many or more, or collect into another folder"
-        )
-    if wanted.networks > there.networks:
-        there = there.grown(wanted.networks)
-        atomic.write(path / NAME, there.to_bytes())
-    return there, False
+    if wanted.networks == there.networks or (wanted.networks < there.networks and not resize):
+        return there, False
+    resized = there.resized(wanted.networks)
+    if resized.networks < there.networks:
+        atomic.write(path / NAME, resized.to_bytes())
+    return resized, False
+
+
+def record_size(path: Path, reached: Manifest) -> None:
+    """Record that the population has grown, when all its tiles are on disk."""
+    there = read(path)
+    match(path, there, reached)
+    if there.networks < reached.networks:
+        atomic.write(path / NAME, there.resized(reached.networks).to_bytes())
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:

@@ -48,13 +48,14 @@ class Population(Result):
         self.path = Path(path)
         self._manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
+        self._rows: dict[int, int] = {}
         present = shards.tiles_on_disk(self.path, self._manifest)
         self._rows = {tile: self._rows_of(tile) for tile in present}
         if self._incomplete and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
                 f"{_listing(self._incomplete, self._manifest)}; run `weightscope collect` again to train them, "
-                "or open it with partial=True in Python to use the others"
+                "or use the others with --partial (in Python, partial=True)"
             )
 
     def __len__(self) -> int:
@@ -296,7 +297,7 @@ class Population(Result):
                 if metrics[0].keys() != metrics[-1].keys():
                     raise DataError(
                         f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(metrics[0])}, "
-                        f"found {', '.join(metrics[-1])}; delete it and {shards.AGAIN}"
+                        f"found {', '.join(metrics[-1])}; move it out of the population and {shards.AGAIN}"
                     )
         joined = {name: np.concatenate([m[name] for m in metrics]) for name in (metrics[0] if metrics else ())}
         joined = joined or {"diverged": np.empty(0, dtype=bool)}
@@ -329,7 +330,8 @@ class Population(Result):
     def _open(self, tile: int) -> Iterator[h5py.File]:
         file = shards.shard_file(self.path, tile)
         try:
-            with shards.opened(file, self._manifest, tile, self._verified.get(tile)) as h5:
+            least = self._rows.get(tile, 1)
+            with shards.opened(file, self._manifest, tile, known=self._verified.get(tile), least=least) as h5:
                 self._verified[tile] = shards.signature(file)
                 yield h5
         except FileNotFoundError:
@@ -348,8 +350,8 @@ class Population(Result):
                 start += width
 
 
-def population_in(folder: str | Path) -> Population:
-    """The complete population in a folder.
+def population_in(folder: str | Path, *, partial: bool = False) -> Population:
+    """The population in a folder, which must be complete unless `partial`.
 
     Raises:
         UsageError: if there is no such folder.
@@ -357,7 +359,7 @@ def population_in(folder: str | Path) -> Population:
     """
     if not Path(folder).is_dir():
         raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {folder}")
-    return Population(folder)
+    return Population(folder, partial=partial)
 
 
 def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:

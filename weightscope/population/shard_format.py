@@ -25,6 +25,7 @@ _FORMAT = "weightscope-shard"
 _SCHEMA = 1
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _LONGEST_TEXT = 256
+_NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,19 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     return file.getvalue()
 
 
+def expected_bytes(manifest: Manifest) -> int:
+    """About how many bytes the shards of a whole population take; HDF5 pads its chunks."""
+    columns, epochs = manifest.spec.size, manifest.recipe.training.epochs
+    blocks = max(1, -(-columns // _CHUNK[1]))
+    padded = blocks * -(-columns // blocks)
+
+    def shard(rows: int) -> int:
+        stored = -(-rows // _CHUNK[0]) * _CHUNK[0] if rows > _CHUNK[0] else rows
+        return 4 * stored * padded + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES) + _FILE_BYTES
+
+    return (manifest.tiles - 1) * shard(manifest.tile) + shard(manifest.rows(manifest.tiles - 1))
+
+
 def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
     """An HDF5 file with a group `/metrics` that is written to a Python file, after `user_block` bytes for other use.
 
@@ -136,18 +150,20 @@ def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
 
-def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
-    """Compare the file with recipe and spec before any array is read."""
+def check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, least: int) -> None:
+    """Compare the file with recipe and spec before any array is read.
+
+    It may have more networks than the population, up to a whole tile, or fewer, down to `least`: another process may
+    be growing the population, or its growth was interrupted.
+    """
     _check_header(h5, file, manifest, tile)
     expected, found = {"weights", "seed", "metrics"}, _members(h5py.h5g.open(h5.id, b"/"), file)
     if found != expected:
         raise foreign(file, ", ".join(sorted(expected)), ", ".join(sorted(found)))
     full, columns = manifest.rows(tile), manifest.spec.size
     weights = _dataset(h5.id, "weights", file)
-    allowed = manifest.shorter_rows(tile) | {full}
     rows = weights.shape[0] if weights.rank else -1
-    # A shard may be longer than expected: the population may have grown since the manifest was read.
-    if weights.shape != (rows, columns) or not (rows in allowed or full < rows <= manifest.tile):
+    if weights.shape != (rows, columns) or not least <= rows <= manifest.tile:
         raise foreign(file, f"weights {(full, columns)}", f"{weights.shape}")
     _check_dataset(weights, "weights", file, (rows, columns), "f4")
     seeds = _dataset(h5.id, "seed", file)
@@ -195,6 +211,11 @@ def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> N
         ("a network with spec", manifest.spec.fingerprint, text("spec")),
         ("a recipe with fingerprint", manifest.fingerprint, text("recipe")),
     ):
+        if what == "schema version" and isinstance(found, int) and found > _SCHEMA:
+            raise DataError(
+                f"{file}: expected {what} {expected}, found {found}; a newer version of weightscope wrote it: upgrade "
+                "(`pip install --upgrade weightscope-toolkit`)"
+            )
         if expected != found:
             raise foreign(file, f"{what} {expected}", f"{found}")
 
@@ -247,6 +268,6 @@ def _check_dataset(
 def foreign(file: Path, expected: str, found: str) -> DataError:
     """The error about an undamaged shard that belongs to another population."""
     return DataError(
-        f"{file}: a foreign shard, expected {expected}, found {found}; delete it (or move it back to its population) "
+        f"{file}: a foreign shard, expected {expected}, found {found}; move it to the population that it belongs to "
         f"and {AGAIN}"
     )

@@ -43,22 +43,34 @@ def shard_file(path: Path, tile: int) -> Path:
 
 
 def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
-    """The tiles that have a shard, in ascending order.
+    """The tiles of the population that have a shard, in ascending order.
 
-    Raises:
-        DataError: if one is beyond the end of the population.
+    There may be shards beyond its end, of an unfinished growth or from before the population shrank.
     """
     try:
         names = [p.name for p in (path / SHARDS).iterdir()]
     except FileNotFoundError:
         return []
     tiles = sorted(int(name[:-3]) for name in names if re.fullmatch(r"\d{5,}\.h5", name))
-    if tiles and tiles[-1] >= manifest.tiles:
-        raise DataError(
-            f"{shard_file(path, tiles[-1])}: expected {manifest.tiles} tiles for {manifest.networks} networks, found "
-            "another one; delete it, or run `weightscope collect` with more networks"
-        )
-    return tiles
+    return [tile for tile in tiles if tile < manifest.tiles]
+
+
+def networks_on_disk(path: Path, manifest: Manifest) -> int:
+    """The number of networks of the population that have been trained."""
+    rows = 0
+    for tile in tiles_on_disk(path, manifest):
+        if manifest.shorter_rows(tile) and state(path, manifest, tile).kind != "done":
+            rows += max(manifest.shorter_rows(tile))
+        else:
+            rows += manifest.rows(tile)
+    return rows
+
+
+def complete(path: Path, manifest: Manifest) -> bool:
+    """Whether every tile has an undamaged shard with all its networks."""
+    if len(tiles_on_disk(path, manifest)) < manifest.tiles:
+        return False
+    return all(state(path, manifest, tile).kind == "done" for tile in range(manifest.tiles))
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
@@ -118,7 +130,9 @@ def tidy_hash(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | None = None) -> Iterator[h5py.File]:
+def opened(
+    file: Path, manifest: Manifest, tile: int, *, known: tuple[int, ...] | None = None, least: int = 1
+) -> Iterator[h5py.File]:
     """A shard, open for reading, after its hash and its structure were verified.
 
     The hash is verified first, so that HDF5 never parses a damaged file.
@@ -129,6 +143,7 @@ def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | N
         tile: the expected tile.
         known: the `signature` of the file when it was last verified; it is not verified again while the signature
             is the same.
+        least: the number of networks that it must have.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -149,12 +164,13 @@ def opened(file: Path, manifest: Manifest, tile: int, known: tuple[int, ...] | N
         raise
     except OSError as error:
         raise DataError(
-            f"{file}: expected an HDF5 shard, found another file: {error}; delete it and {AGAIN}"
+            f"{file}: its checksum is right, but it cannot be read as an HDF5 shard: {error}; upgrade weightscope if a "
+            f"newer version wrote it, or move it out of the population and {AGAIN}"
         ) from error
     with h5:
         if fresh:
             try:
-                check_structure(h5, file, manifest, tile)
+                check_structure(h5, file, manifest, tile, least)
             except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
                 raise foreign(file, "a shard of this version", f"an unreadable one ({error})") from error
         yield h5

@@ -6,11 +6,10 @@ needs to be locked or repaired: after any interruption the same call resumes.
 
 import contextlib
 import logging
-import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,17 +17,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
-from weightscope._util import atomic, plugins
-from weightscope._util.checks import choice, count
-from weightscope._util.environment import environment, usable_cores
+from weightscope._util import atomic
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
+from weightscope.training.own_code import OwnCode
 from weightscope.training.provenance import made_on, warn_of_other_builds
-from weightscope.training.workers import BACKENDS, OwnCode, WorkerDied, spread
+from weightscope.training.request import portable, references, requested
+from weightscope.training.spreading import spread
+from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
 
 if TYPE_CHECKING:
     from weightscope.training.devices import Choice  # imports torch
@@ -58,10 +58,11 @@ def collect(
 
     Args:
         recipe: a `Recipe`, or the nested dictionaries of one, in which `network`, `data` and `init` may be callables.
-            It must be the recipe that the population was created with, except that the number of networks may grow.
+            It must be the recipe that the population was created with, except that the number of networks may differ.
             Without `population.tile` it takes the population's tile, or one that fits the device.
         path: the population's folder; created if it does not exist.
-        networks: N, in place of the recipe's. Without it, a population that has grown keeps its size.
+        networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
+            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size.
         workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
             Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
@@ -79,8 +80,9 @@ def collect(
         RecipeError: if the population has another recipe; shows the differences.
         UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
         DataError: if data are missing, there is a foreign shard, or one's own functions have changed.
-        Resumable: if interrupted (Ctrl-C or SIGTERM); says what is kept.
-        WeightscopeError: if a worker died or the disk is full; finished tiles are kept.
+        Resumable: if interrupted (Ctrl-C or SIGTERM), if tiles failed or lost too many workers while the others were
+            finished, or if a cluster is gone; says what is kept.
+        WeightscopeError: if the disk is full; finished tiles are kept.
 
     Example:
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
@@ -88,14 +90,10 @@ def collect(
     path = Path(path)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     recipe = recipe.model_copy(update={"bench": None})  # which says nothing about the networks
-    choice("backend", backend, BACKENDS)
-    if workers is not None and backend != "loky":
-        raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
-    if workers is not None:
-        count("workers", workers)
-    wanted, device, kernels = _wanted(recipe, path, networks, data, device)
+    chosen = chosen_workers(backend, workers, scheduler)
+    wanted, device, kernels = requested(recipe, path, networks, data, device)
     existed = path.exists()
-    manifest, created = manifests.create_or_match(path, wanted, grow=networks is not None)
+    manifest, created = manifests.create_or_match(path, wanted, resize=networks is not None)
     try:
         with _terminate_as_interrupt():
             todo = _scan(path, manifest, shard)
@@ -104,25 +102,18 @@ def collect(
             job = _job(path, manifest, data, device, None if again else kernels)
             if todo:
                 warn_of_other_builds(path, manifest, made_on(kernels, device))
-            total = manifest.networks if shard is None else manifest.rows(shard)
-            with _Bar(total, total - sum(map(manifest.rows, todo)), show=progress) as bar:
-                if backend == "loky":
-                    workers = min(workers or (usable_cores() if device == "cpu" else 1), len(todo))
-                if workers is not None and workers <= 1:
-                    _run_here(job, todo, manifest, bar)
-                else:
-                    finished = spread(
-                        job, todo, backend=backend, workers=workers, scheduler=scheduler, gpu=device != "cpu"
-                    )
-                    with contextlib.closing(finished):
-                        for tile in finished:
-                            bar.move_to(bar.n + manifest.rows(tile))
+            _train(job, todo, manifest, chosen.on_device(device, len(todo)), progress, shard)
+        if shard is None or (manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)):
+            manifests.record_size(path, manifest)
     except KeyboardInterrupt:
-        raise Resumable(f"stopped: {_kept(path)}; run the same command again to resume") from None
-    except WorkerDied as error:
-        raise WeightscopeError(
-            f"{error}: {_kept(path)}; run the same command again to resume, with fewer workers if memory is short"
-        ) from error
+        raise Resumable(f"stopped: {_kept(path, manifest)}; run the same command again to resume") from None
+    except ClusterLost as error:
+        raise Resumable(f"{error}: {_kept(path, manifest)}; run the same command again to resume") from error
+    except TilesFailed as error:
+        failure = _failure(error.errors, path, manifest)
+        if created:
+            _leave_nothing(path, existed)
+        raise failure from next(iter(error.errors.values()))
     except Exception:
         if created:
             _leave_nothing(path, existed)
@@ -130,6 +121,23 @@ def collect(
     finally:
         _sweep(path)  # workers that were terminated may have been writing
     return Population(path, partial=True)
+
+
+def _train(job: Job, todo: list[int], manifest: Manifest, workers: Workers, progress: bool, shard: int | None) -> None:
+    total = manifest.networks if shard is None else manifest.rows(shard)
+    finished = total - sum(map(manifest.rows, todo))
+    running: dict[int, float] = {}
+    with _Bar(total, finished, show=progress) as bar:
+
+        def show(tile: int, done: float) -> None:
+            running[tile] = done * manifest.rows(tile)
+            bar.move_to(finished + sum(running.values()))
+
+        with contextlib.closing(spread(job, todo, workers, show)) as tiles:
+            for tile, _ in tiles:
+                running.pop(tile, None)
+                finished += manifest.rows(tile)
+                bar.move_to(finished + sum(running.values()))
 
 
 def train_shard(
@@ -166,95 +174,21 @@ def train_shard(
 
     from weightscope.training.devices import choose_kernels, trust
 
+    # Another process may have changed the population's size in the meantime; the shard then holds more networks.
+    there = manifests.read(path)
+    manifests.match(path, there, manifest)
+    if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
+        return tile, shards.tidy_hash(shards.shard_file(path, tile))
     own_code.load()
     if kernels is not None:
         trust(recipe, torch.device(device), kernels)
     trained = train_tile(recipe, tile, data_root=data, device=device, progress=progress)
-    # Another process may have grown the population in the meantime; the shard then holds more networks.
     there = manifests.read(path)
-    if there.networks > manifest.networks:
-        manifests.match(path, there, manifest)
-        manifest = there
+    manifests.match(path, there, manifest)
+    larger = there if there.networks > manifest.networks else manifest
     if kernels is None:
         kernels = choose_kernels(recipe, torch.device(device))
-    return tile, shards.save(path, manifest, trained, made_on(kernels, device), kernels.checked)[1]
-
-
-def _wanted(
-    recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
-) -> tuple[Manifest, str, "Choice"]:
-    """The manifest of the requested population, device and kernels; raises every error that can be detected beforehand.
-
-    `kernels = "auto"` takes those of an existing population.
-    """
-    from weightscope import training
-    from weightscope.data import load
-    from weightscope.training import own_networks
-    from weightscope.training.devices import choose_kernels, resolve_device
-    from weightscope.training.initial_weights import resolve as resolve_init
-    from weightscope.training.tile_size import choose_tile
-
-    if networks is not None:
-        recipe = recipe.replace({"population.networks": networks})
-    resolved = resolve_device(device)
-    device = str(resolved)
-    own_code = _own_code_hashes(recipe)
-    there = manifests.read(path) if (path / manifests.NAME).exists() else None
-    if there is not None:
-        _refuse_changed_code(path, there.inputs, own_code)
-    spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code
-    for init in recipe.init:
-        resolve_init(init)
-    limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
-    images = load(recipe.data.name, data, **limits)
-    inputs[f"data {recipe.data.name}"] = images.fingerprint
-    there_kernels = None if there is None else there.recipe.training.kernels
-    if recipe.training.kernels == "auto" and there_kernels == "torch":
-        recipe = recipe.replace({"training.kernels": "torch"})
-    kernels = choose_kernels(recipe, resolved)
-    own_networks.check(recipe, kernels.kernels)
-    if recipe.training.kernels == "auto":
-        kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
-        if (kept, kernels.kernels) == ("compiled", "torch"):
-            _log.warning(
-                "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s",
-                path,
-                kernels.checked,
-            )
-        recipe = recipe.replace({"training.kernels": kept})
-    if recipe.population.tile is None:
-        tile = choose_tile(recipe, images, resolved) if there is None else there.tile
-        recipe = recipe.replace({"population.tile": tile})
-    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
-
-
-def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names.
-
-    A data set's images are hashed in place of its source.
-    """
-    return {
-        f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
-        for kind, name in _references(recipe)
-        if kind != "data"
-    }
-
-
-def _references(recipe: Recipe) -> list[tuple[str, str]]:
-    """The references to one's own code in a recipe, with the section of each."""
-    named = [("network", recipe.network.type), ("data", recipe.data.name)]
-    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
-    return [(section, name) for section, name in named if plugins.is_reference(name)]
-
-
-def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
-    for name, digest in found.items():
-        if there.get(name, digest) != digest:
-            raise DataError(
-                f"{path}: the source of {name} has changed since the population was created: expected hash "
-                f"{there[name]}, found {digest}; restore it, or collect into another folder"
-            )
+    return tile, shards.save(path, larger, trained, made_on(kernels, device), kernels.checked)[1]
 
 
 def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
@@ -287,36 +221,39 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str, k
     """
     from weightscope import training
 
-    recipe = manifest.recipe.to_dict()
-    if recipe["training"]["kernels"] == "compiled":
-        actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
-        recipe["training"]["kernels"] = actual
-    for init in recipe["init"]:
-        if "artifact" in init:
-            init["artifact"] = os.path.abspath(init["artifact"])
     return partial(
         train_shard,
         training.train_tile,
-        Recipe.parse(recipe),
+        portable(manifest.recipe, kernels),
         path=path.absolute(),
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),
         device=device,
-        own_code=OwnCode.of(name for _, name in _references(manifest.recipe)),
+        own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
         kernels=kernels,
     )
 
 
-def _run_here(job: Job, todo: list[int], manifest: Manifest, bar: "_Bar") -> None:
-    for tile in todo:
-        start, rows = bar.n, manifest.rows(tile)
-        job(tile, progress=lambda done, start=start, rows=rows: bar.move_to(start + done * rows))
-        bar.move_to(start + rows)
+def _kept(path: Path, manifest: Manifest) -> str:
+    here = shards.networks_on_disk(path, manifest)
+    return f"{here} of {manifest.networks} networks are kept in {path}"
 
 
-def _kept(path: Path) -> str:
-    population = Population(path, partial=True)
-    return f"{len(population)} of {population.recipe.population.networks} networks are kept in {path}"
+def _failure(errors: Mapping[int, Exception], path: Path, manifest: Manifest) -> WeightscopeError:
+    """The error that says which tiles failed and why."""
+    error = next(iter(errors.values()))
+    died = isinstance(error, WorkerDied)
+    kind = DataError if isinstance(error, DataError) else Resumable
+    why = str(error) if died or isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
+    advice = "with fewer workers if memory is short" if died else "when the cause is gone"
+    where, kept = _named(list(errors), manifest), _kept(path, manifest)
+    return kind(f"{why}, in {where}: {kept}; run the same command again, {advice}")
+
+
+def _named(tiles: Sequence[int], manifest: Manifest, most: int = 4) -> str:
+    size = manifest.tile
+    names = [f"tile {t} (networks {t * size} to {t * size + manifest.rows(t) - 1})" for t in sorted(tiles)[:most]]
+    return ", ".join(names) + (f" and {len(tiles) - most} more tiles" if len(tiles) > most else "")
 
 
 def _sweep(path: Path) -> None:

@@ -1,233 +1,148 @@
-"""Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
+"""What all kinds of workers share: whom to ask, what they report, and how a task is run in a worker process."""
 
-Every backend yields tiles as they finish, raises the errors of tasks, and raises `WorkerDied` if a worker dies. (The
-dask backend of joblib hangs in that case, and its ray backend returns results only when all are done, so clusters are
-used directly.)
-"""
-
-import concurrent.futures
 import contextlib
-import importlib
 import os
-import signal
-import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
-import cloudpickle
-import joblib
-from joblib.externals.loky.process_executor import BrokenProcessPool
-
-from weightscope._util import plugins
-from weightscope.errors import UsageError, WeightscopeError
+from weightscope._util.checks import choice, count
+from weightscope._util.environment import usable_cores
+from weightscope.errors import UsageError
 
 BACKENDS = ("loky", "dask", "ray")
 
-# Long enough for a batch system to restart workers.
-PATIENCE_SECONDS = 300.0
-_POLL_SECONDS = 0.2
-_DIED = "a worker process died, perhaps because memory ran out"
+# A worker that sends no heartbeat for so long is stopped: its machine or process does not run.
+SILENT_SECONDS = 60.0
+# A task that uses no processor time for so long hangs.
+HANGS_SECONDS = 300.0
+# A cluster whose scheduler or workers cannot be reached for so long is lost.
+LOST_SECONDS = 50.0
+HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
-Task = Callable[[int], Any]
+Task = Callable[..., Any]
+Progress = Callable[[int, float], None]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
-_THIS_PROCESS = uuid.uuid4().hex
-
-# Module -> hash of its source when this worker imported it for a task.
-_versions: dict[str, str] = {}
 
 
 class WorkerDied(Exception):
-    """A worker process ended without returning a result."""
+    """A worker ended or stopped without returning a result; the message says how."""
+
+
+class ClusterLost(Exception):
+    """The scheduler, or all workers of a cluster, cannot be reached."""
+
+
+class TilesFailed(Exception):
+    """Some tiles failed; all others are finished, unless none succeeded.
+
+    Attributes:
+        errors: tile -> the error that its task raised, or `WorkerDied`.
+    """
+
+    def __init__(self, errors: dict[int, Exception]) -> None:
+        super().__init__(f"{len(errors)} tiles failed")
+        self.errors = errors
+
+
+class Ended(NamedTuple):
+    """A tile that a worker no longer works on: its result, or the error."""
+
+    tile: int
+    value: Any = None
+    error: Exception | None = None
+
+
+class Pool(Protocol):
+    """Workers, each of which runs one tile at a time."""
+
+    def size(self) -> int:
+        """The number of workers."""
+
+    def free(self) -> int:
+        """The number of tiles that can be started now."""
+
+    def start(self, tile: int) -> None:
+        """Give a tile to a worker."""
+
+    def poll(self) -> list[Ended]:
+        """Wait a moment, and return the tiles that have ended.
+
+        Raises:
+            ClusterLost: if no worker can be reached any more.
+        """
 
 
 @dataclass(frozen=True)
-class OwnCode:
-    """A user's own functions, made known to a worker process.
+class Workers:
+    """Which workers to use.
 
     Attributes:
-        references: the functions of a recipe.
-        path: of the launching process, on which their modules are: its working directory and `sys.path`.
-        passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
-        process: of the launching process, where there is nothing to do.
-        hashes: of the sources of the others, which a worker must have, too.
-    """
-
-    references: tuple[str, ...]
-    path: tuple[str, ...]
-    passed: bytes
-    process: str
-    hashes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, references: Iterable[str]) -> "OwnCode":
-        """What another process needs to use these references."""
-        references = tuple(references)
-        passed = {name: item for name, item in plugins.passed().items() if name in references}
-        hashes = tuple(
-            "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
-        )
-        path = (os.getcwd(), *filter(None, sys.path))
-        return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
-
-    def load(self) -> None:
-        """Import the references, unless this is the launching process.
-
-        Raises:
-            UsageError: if one cannot be imported, or has another source than in the launching process.
-        """
-        if not self.references or self.process == _THIS_PROCESS:
-            return
-        plugins.restore(cloudpickle.loads(self.passed))
-        before = list(sys.path)
-        sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
-        try:
-            for reference, expected in zip(self.references, self.hashes, strict=True):
-                module = sys.modules.get(reference.partition(":")[0])
-                if expected and module is not None and _versions.get(module.__name__, expected) != expected:
-                    importlib.reload(module)  # a worker outlives the call of `collect` for which it was started
-                item = plugins.imported(reference)
-                if not expected:
-                    continue
-                if (found := plugins.source_hash(item, reference)) != expected:
-                    raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
-                _versions[reference.partition(":")[0]] = expected
-        finally:
-            sys.path[:] = before
-
-
-def spread(
-    task: Task, tiles: Sequence[int], *, backend: str, workers: int | None, scheduler: str | None, gpu: bool
-) -> Generator[int, None, None]:
-    """Run `task(tile)` for every tile on workers; yields each tile when it is finished, in any order.
-
-    Args:
-        task: pickled by reference or by cloudpickle.
-        tiles: its arguments.
         backend: one of `BACKENDS`.
-        workers: number of processes for loky; a cluster has its own.
+        count: number of processes of this machine; 1 runs the tasks in this process. A cluster has its own number.
         scheduler: the cluster's address; required for dask, optional for ray, which otherwise finds or starts one.
         gpu: whether every task needs a GPU.
+    """
+
+    backend: str = "loky"
+    count: int | None = None
+    scheduler: str | None = None
+    gpu: bool = False
+
+    def on_device(self, device: str, tiles: int) -> "Workers":
+        """For some tiles on a device: by default one process per core, or one on a GPU."""
+        number = self.count
+        if self.backend == "loky":
+            number = min(number or (usable_cores() if device == "cpu" else 1), max(tiles, 1))
+        return replace(self, count=number, gpu=device != "cpu")
+
+
+def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
+    """The workers that arguments of `collect` name.
 
     Raises:
-        WorkerDied: if a worker died.
-        UsageError: if the backend is not installed or needs an address.
-        WeightscopeError: if the cluster does not respond.
+        UsageError: if an argument is invalid.
     """
-    if backend == "loky":
-        yield from _loky(task, tiles, workers or 1)
-    elif backend == "dask":
-        yield from _dask(task, tiles, scheduler)
-    else:
-        yield from _ray(task, tiles, scheduler, gpu)
+    choice("backend", backend, BACKENDS)
+    if workers is not None and backend != "loky":
+        raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
+    return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 
-def _run(task: Task, tile: int) -> int:
-    with _one_at_a_time:
-        task(tile)
-    return tile
+def run(task: Task, tile: int, progress: Callable[[float], None], hangs: float) -> Any:
+    """Run a task in a worker; ends the process if the task uses no processor time for `hangs` seconds."""
+    with _one_at_a_time, _watched(hangs):
+        return task(tile, progress=progress)
 
 
-def _run_quietly(task: Task, tile: int) -> int:
-    # Ctrl-C reaches every process of a terminal; only the parent reports it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _run(task, tile)
+@contextlib.contextmanager
+def _watched(limit: float) -> Iterator[None]:
+    """End this process if the block, in this thread, uses less than 1 % of the processor for `limit` seconds.
 
+    Only time in which this process runs counts, so that a stopped process that continues is not ended.
+    """
+    clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
+    pause, over = limit / 20, threading.Event()
 
-def _loky(task: Task, tiles: Sequence[int], workers: int) -> Iterator[int]:
-    with joblib.parallel_config("loky", n_jobs=workers, inner_max_num_threads=1):
-        # One tile at a time: joblib would otherwise bundle short tasks, and an interrupted bundle is lost as a whole.
-        parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
-        try:
-            yield from parallel(joblib.delayed(_run_quietly)(task, tile) for tile in tiles)
-        except BrokenProcessPool as error:
-            raise WorkerDied(_DIED) from error
+    def used() -> float:
+        return time.process_time() if clock is None else time.clock_gettime(clock)
 
+    def watch() -> None:
+        idle, before = 0, used()
+        while not over.wait(pause):
+            now = used()
+            idle, before = (idle + 1 if now - before < 0.01 * pause else 0), now
+            if idle >= 20:
+                os._exit(HUNG)
 
-def _dask(task: Task, tiles: Sequence[int], scheduler: str | None) -> Iterator[int]:
-    distributed = _module("distributed", "dask", "dask[distributed]")
-    if scheduler is None:
-        raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
-        client = distributed.Client(scheduler, set_as_default=False)
-    except (OSError, ValueError) as error:
-        raise WeightscopeError(
-            f"backend dask: cannot connect to the scheduler at {scheduler}: {_line(error)}"
-        ) from error
-    with client:
-        futures = client.map(_run, [task] * len(tiles), tiles, pure=False)
-        pending = dict(zip(futures, tiles, strict=True))
-        done = distributed.as_completed(futures, loop=client.loop)
-        del futures
-        try:
-            # Results are on disk. Futures are never fetched and released at once: while one is held, dask repeats its
-            # task if the worker that keeps it dies.
-            for future in _ready(client, done, len(tiles)):
-                if future.status != "finished":
-                    raise future.exception() or WorkerDied(_DIED)
-                yield pending.pop(future)
-        except (distributed.KilledWorker, concurrent.futures.CancelledError) as error:
-            raise WorkerDied(_DIED) from error
-        finally:
-            client.cancel(list(pending))
-
-
-def _ready(client: Any, done: Any, count: int) -> Iterator[Any]:
-    """Yield `count` futures as they finish; raises WorkerDied if the cluster has had no worker for too long."""
-    last_seen = time.monotonic()
-    while count:
-        if done.has_ready():
-            count -= 1
-            last_seen = time.monotonic()
-            yield next(done)
-            continue
-        time.sleep(_POLL_SECONDS)
-        if client.nthreads():
-            last_seen = time.monotonic()
-        elif time.monotonic() - last_seen > PATIENCE_SECONDS:
-            raise WorkerDied(f"the dask cluster has had no worker for {PATIENCE_SECONDS:.0f} seconds")
-
-
-def _ray(task: Task, tiles: Sequence[int], scheduler: str | None, gpu: bool) -> Iterator[int]:
-    ray = _module("ray", "ray", "ray")
-    ours = not ray.is_initialized()
-    if ours:
-        try:
-            ray.init(address=scheduler, log_to_driver=False)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise WeightscopeError(
-                f"backend ray: cannot connect to the cluster at {scheduler}: {_line(error)}"
-            ) from error
-    remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
-    shared = ray.put(task)
-    pending = [remote.remote(shared, tile) for tile in tiles]
-    try:
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            yield ray.get(done[0])
-    except ray.exceptions.WorkerCrashedError as error:
-        raise WorkerDied(_DIED) from error
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
+        yield
     finally:
-        for reference in pending:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.cancel(reference, force=True)
-        if ours:
-            ray.shutdown()
-
-
-def _module(name: str, backend: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f'backend {backend} is not installed: `pip install "{package}"`') from error
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        over.set()
+        watcher.join()  # the clock is that of this thread

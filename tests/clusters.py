@@ -1,0 +1,129 @@
+"""Clusters on this machine for tests: two workers of each backend, and what kills them."""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weightscope.training.workers import Workers
+
+HERE = Path(__file__).parent
+
+
+@contextlib.contextmanager
+def two_workers(backend: str) -> Iterator[Workers]:
+    """Two processes of a backend, which can import the modules of the tests; skips where its package is missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        if backend == "loky":
+            yield Workers("loky", 2)
+        elif backend == "dask":
+            distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+            with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
+                yield Workers("dask", scheduler=cluster.scheduler_address)
+        else:
+            ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+            try:
+                yield Workers("ray")
+            finally:
+                ray.shutdown()
+                with warnings.catch_warnings(action="ignore"):
+                    gc.collect()  # ray does not wait for the processes that it started
+
+
+def worker_processes(backend: str) -> list[psutil.Process]:
+    """The processes that run tiles, of this process or of its cluster."""
+    marks = {"loky": "loky", "dask": "spawn_main", "ray": "ray::"}
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            if marks[backend] in command and "resource_tracker" not in command and "IDLE" not in command:
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def killing(backend: str, kills: int, pause: tuple[float, float], seed: int) -> Iterator[list[int]]:
+    """Kill random workers while the block runs, at most `kills` of them; yields the killed processes' ids."""
+    moments, over, killed = random.Random(seed), threading.Event(), []
+
+    def kill() -> None:
+        while len(killed) < kills and not over.wait(moments.uniform(*pause)):
+            there = worker_processes(backend)
+            if there:
+                victim = moments.choice(there)
+                with contextlib.suppress(psutil.Error):
+                    victim.kill()
+                    killed.append(victim.pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
+def kill_stopped(attempts: Path) -> None:
+    """End the processes that a task has stopped, whose ids are in a file."""
+    for line in attempts.read_text().split() if attempts.exists() else []:
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if psutil.Process(int(line)).status() == psutil.STATUS_STOPPED:
+                os.kill(int(line), signal.SIGKILL)
+
+
+def runs(process: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait for something to happen, or fail."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def dask_processes(folder: Path, workers: int) -> Iterator[tuple[str, subprocess.Popen, list[subprocess.Popen]]]:
+    """A scheduler and workers without nannies as processes of their own, which tests may kill or stop."""
+    file, quiet = folder / f"scheduler-{time.monotonic_ns()}.json", subprocess.DEVNULL
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "distributed.cli." + arguments[0], *arguments[1:]], stderr=quiet
+        )
+        started.append(process)
+        return process
+
+    try:
+        scheduler = start("dask_scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file))
+        wait_until(lambda: file.exists() and file.read_text().strip().endswith("}"))
+        options = ("--no-nanny", "--nthreads", "1", "--no-dashboard", "--scheduler-file", str(file))
+        there = [start("dask_worker", *options, "--local-directory", str(folder)) for _ in range(workers)]
+        yield json.loads(file.read_text())["address"], scheduler, there
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

@@ -1,0 +1,113 @@
+"""What a call of `collect` asks for, checked before anything is written."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightscope._util import plugins
+from weightscope._util.environment import environment
+from weightscope.errors import DataError
+from weightscope.population import manifest as manifests
+from weightscope.population.manifest import Manifest
+from weightscope.recipe import Recipe
+
+if TYPE_CHECKING:
+    from weightscope.training.devices import Choice  # imports torch
+
+_log = logging.getLogger(__name__)
+
+
+def requested(
+    recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
+) -> tuple[Manifest, str, "Choice"]:
+    """The manifest of the requested population, device and kernels; raises every error that can be detected beforehand.
+
+    `kernels = "auto"` takes those of an existing population.
+    """
+    from weightscope import training
+    from weightscope.data import load
+    from weightscope.training import own_networks
+    from weightscope.training.devices import choose_kernels, resolve_device
+    from weightscope.training.initial_weights import resolve as resolve_init
+    from weightscope.training.tile_size import choose_tile
+
+    if networks is not None:
+        recipe = recipe.replace({"population.networks": networks})
+    resolved = resolve_device(device)
+    device = str(resolved)
+    own_code = _own_code_hashes(recipe)
+    there = manifests.read(path) if (path / manifests.NAME).exists() else None
+    if there is not None:
+        _refuse_changed_code(path, there.inputs, own_code)
+    spec = training.spec_of(recipe)
+    inputs = manifests.artifact_hashes(recipe) | own_code
+    for init in recipe.init:
+        resolve_init(init)
+    limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
+    images = load(recipe.data.name, data, **limits)
+    inputs[f"data {recipe.data.name}"] = images.fingerprint
+    there_kernels = None if there is None else there.recipe.training.kernels
+    if recipe.training.kernels == "auto" and there_kernels == "torch":
+        recipe = recipe.replace({"training.kernels": "torch"})
+    kernels = choose_kernels(recipe, resolved)
+    own_networks.check(recipe, kernels.kernels)
+    if recipe.training.kernels == "auto":
+        recipe = _recorded(recipe, path, there_kernels, kernels)
+    if recipe.population.tile is None:
+        tile = choose_tile(recipe, images, resolved) if there is None else there.tile
+        recipe = recipe.replace({"population.tile": tile})
+    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
+
+
+def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") -> Recipe:
+    """The recipe with what the manifest records in place of "auto"."""
+    kept = there or ("torch" if kernels.kernels == "torch" else "compiled")
+    if (kept, kernels.kernels) == ("compiled", "torch"):
+        _log.warning(
+            "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s",
+            path,
+            kernels.checked,
+        )
+    return recipe.replace({"training.kernels": kept})
+
+
+def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
+    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names.
+
+    A data set's images are hashed in place of its source.
+    """
+    return {
+        f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
+        for kind, name in references(recipe)
+        if kind != "data"
+    }
+
+
+def references(recipe: Recipe) -> list[tuple[str, str]]:
+    """The references to one's own code in a recipe, with the section of each."""
+    named = [("network", recipe.network.type), ("data", recipe.data.name)]
+    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
+    return [(section, name) for section, name in named if plugins.is_reference(name)]
+
+
+def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
+    for name, digest in found.items():
+        if there.get(name, digest) != digest:
+            raise DataError(
+                f"{path}: the source of {name} has changed since the population was created: expected hash "
+                f"{there[name]}, found {digest}; restore it, or collect into another folder"
+            )
+
+
+def portable(recipe: Recipe, kernels: "Choice | None") -> Recipe:
+    """The recipe with absolute paths and the kernels to use, for a worker that runs in another folder."""
+    values = recipe.to_dict()
+    if values["training"]["kernels"] == "compiled":
+        actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
+        values["training"]["kernels"] = actual
+    for init in values["init"]:
+        if "artifact" in init:
+            init["artifact"] = os.path.abspath(init["artifact"])
+    return Recipe.parse(values)

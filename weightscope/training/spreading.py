@@ -1,0 +1,131 @@
+"""Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
+
+A task is a function of its tile and its result is a file, so a tile can be given to another worker at any time. What
+ends a worker (a kill, a machine that goes down, a process that is stopped or hangs) is noticed by the pools of workers.
+Here is decided what follows: the tile is given to another worker, up to a limit, and the other tiles go on.
+"""
+
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from weightscope.errors import UsageError, WeightscopeError
+from weightscope.training.dask_workers import dask_pool
+from weightscope.training.local_workers import local_pool
+from weightscope.training.ray_workers import ray_pool
+from weightscope.training.workers import Ended, Pool, Progress, Task, TilesFailed, WorkerDied, Workers
+
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # workers that a tile may lose before it is given up
+_FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no tile has succeeded
+
+
+def spread(
+    task: Task, tiles: Sequence[int], workers: Workers, progress: Progress | None = None
+) -> Generator[tuple[int, Any], None, None]:
+    """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
+
+    A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does
+    not stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does.
+
+    Args:
+        task: pickled by reference or by cloudpickle; takes the tile and `progress`, a function of the fraction done.
+        tiles: its arguments.
+        workers: where to run them.
+        progress: called with a tile and the fraction of it that is done.
+
+    Raises:
+        TilesFailed: at the end, if tiles have failed; at once, if the first ones have all failed.
+        ClusterLost: if the cluster's scheduler or all its workers are gone for `LOST_SECONDS`.
+        UsageError: if the backend is not installed or needs an address.
+        WeightscopeError: if a task raises an error that concerns every tile, or the cluster does not respond.
+    """
+    with _pool(task, workers, progress or (lambda _tile, _done: None)) as pool:
+        yield from _distribute(pool, tiles, progress)
+
+
+def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
+    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`.
+
+    Raises:
+        As `spread`.
+    """
+    with _pool(task, workers, lambda _tile, _done: None) as pool:
+        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), None)]
+
+
+@contextlib.contextmanager
+def _pool(task: Task, workers: Workers, progress: Progress) -> Iterator[Pool]:
+    if workers.backend == "dask":
+        with dask_pool(task, workers.scheduler, progress) as pool:
+            yield pool
+    elif workers.backend == "ray":
+        with ray_pool(task, workers.scheduler, workers.gpu, progress) as pool:
+            yield pool
+    elif (workers.count or 1) > 1:
+        with local_pool(task, workers.count or 1, progress) as pool:
+            yield pool
+    else:
+        yield _ThisProcess(task, progress)
+
+
+def _distribute(pool: Pool, tiles: Sequence[int], progress: Progress | None) -> Generator[tuple[int, Any], None, None]:
+    waiting, running, succeeded = deque(tiles), 0, False
+    lost: Counter[int] = Counter()
+    failed: dict[int, Exception] = {}
+    while waiting or running:
+        for _ in range(min(pool.free(), len(waiting))):
+            pool.start(waiting.popleft())
+            running += 1
+        for tile, value, error in pool.poll():
+            running -= 1
+            if error is None:
+                succeeded = True
+                yield tile, value
+                continue
+            if progress is not None:
+                progress(tile, 0.0)
+            if isinstance(error, WorkerDied):
+                lost[tile] += 1
+                if lost[tile] < ATTEMPTS:
+                    _log.warning(
+                        "tile %d: %s (attempt %d of %d); it is trained again", tile, error, lost[tile], ATTEMPTS
+                    )
+                    waiting.append(tile)
+                    continue
+            elif isinstance(error, UsageError) or type(error) is WeightscopeError:
+                raise error
+            failed[tile] = error
+            _log.warning("tile %d failed: %s: %s", tile, type(error).__name__, error)
+            if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
+                raise TilesFailed(failed)
+    if failed:
+        raise TilesFailed(failed)
+
+
+class _ThisProcess:
+    """A pool of one worker: this process."""
+
+    def __init__(self, task: Task, progress: Progress) -> None:
+        self._task, self._progress = task, progress
+        self._tile: int | None = None
+
+    def size(self) -> int:
+        return 1
+
+    def free(self) -> int:
+        return int(self._tile is None)
+
+    def start(self, tile: int) -> None:
+        self._tile = tile
+
+    def poll(self) -> list[Ended]:
+        tile, self._tile = self._tile, None
+        assert tile is not None
+        try:
+            return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            return [Ended(tile, error=error)]
