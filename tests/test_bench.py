@@ -105,6 +105,8 @@ def test_holm_adjustment_is_that_of_the_step_down_procedure() -> None:
 def test_equal_arms_are_no_evidence_and_constant_shifts_are() -> None:
     same = summarise(rows({"default": [0.5, 0.6, 0.7], "x": [0.5, 0.6, 0.7]}))[1]
     assert (same["difference"], same["p"]) == (0, 1)
+    shifted = summarise(rows({"default": [0.5, 0.75, 0.25], "x": [0.625, 0.875, 0.375]}))[1]
+    assert (shifted["difference"], shifted["p"]) == (0.125, 0.25)  # of the sign test, 2^(1 - 3)
 
 
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:

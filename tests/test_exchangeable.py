@@ -24,6 +24,7 @@ from weightscope.statistics.exchangeable import (
 )
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
+from weightscope.structures.amplification import Amplification
 from weightscope.structures.exchangeable import Exchangeable
 
 SPEC = WeightSpec(
@@ -47,6 +48,10 @@ AXES = {
     "head": (None, "channels"),
 }
 PERMUTATIONS = PermutationSpec.from_axes(SPEC, AXES)
+
+
+WIDE_AXES = {f"{name}.{i}": ("channels",) for i in range(4) for name in ("bias", "norm")}
+WIDE = WeightSpec([TensorSpec(name, (8,)) for name in WIDE_AXES])
 
 
 def elements():
@@ -195,6 +200,37 @@ def test_independent_networks_show_nothing() -> None:
         )
     # Of 40 tests at 5 % more than 7 are false alarms with probability 0.1 %.
     assert sum(p < 0.05 for p in smallest) <= 7
+
+
+@pytest.mark.parametrize("n", [4, 8, 20])
+def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
+    """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
+    permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)
+    alarms = amplified_pairs = 0
+    for seed in range(100):
+        x = np.random.default_rng(seed).standard_normal((n, WIDE.size))
+        found = ExchangeableMoments(WIDE, permutations).update(x).covariances()
+        alarms += any(pair.p < 0.05 for pair in correlated_pairs(found))
+        for one in found:
+            if one.kind.groups:
+                amplified_pairs += Amplification(gain=1.0).correlation(one)[1]["kept"]
+    assert alarms <= stats.binom.isf(1e-4, 100, 0.08)
+    assert amplified_pairs <= 2
+
+
+def test_intervals_of_canonical_correlations_cover() -> None:
+    """Several copies each: the interval covers no correlation, and a planted one, in at least 95 % of populations."""
+    spec = WeightSpec([TensorSpec("a", (8, 6)), TensorSpec("b", (8, 5))])
+    permutations = PermutationSpec.from_axes(spec, {"a": ("units", None), "b": ("units", None)})
+    for rho in (0.0, 0.3):
+        covered = 0
+        for seed in range(100):
+            x = np.random.default_rng(seed).standard_normal((30, spec.size))
+            a, b = (spec.unpack(x)[name] for name in ("a", "b"))
+            b[..., 0] = rho * a[..., 0] + np.sqrt(1 - rho**2) * b[..., 0]
+            (pair,) = correlated_pairs(ExchangeableMoments(spec, permutations).update(x).covariances())
+            covered += pair.ci95[0] <= rho <= pair.ci95[1]
+        assert covered >= stats.binom.isf(1 - 1e-4, 100, 0.95)
 
 
 def test_standard_errors_know_that_networks_differ() -> None:

@@ -102,9 +102,9 @@ def choose_gain(
 ) -> GainChoice:
     """Fit `exchangeable` with each gain and choose one by short trainings on paired seeds.
 
-    Neither images nor seeds of a later benchmark are used: networks are trained on the first training images and
-    evaluated on the last ones, never on the test images, and their root seed is that of a domain of its own. The
-    smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger
+    No test image and no seed of a later benchmark is used: networks are trained on the first training images and
+    evaluated on the last ones, which the population was trained on, and their root seed is that of a domain of its
+    own. The smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger
     gain is a larger departure from what was estimated: more is clipped and projected.
 
     Args:

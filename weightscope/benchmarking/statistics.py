@@ -15,11 +15,11 @@ _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    A network that diverged counts with the accuracy that it reached. The reference of an arm is the first initialiser in
-    its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also compared with
-    it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the effect of scale.
-    p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of
-    the whole table (Holm 1979).
+    A network that diverged counts with the accuracy that it reached. The reference of an arm is the first initialiser
+    in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also compared
+    with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the effect of
+    scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole
+    table (Holm 1979).
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -93,15 +93,16 @@ def paired(differences: np.ndarray) -> dict[str, Any]:
     """The mean of paired differences (n,) of accuracies, its interval, and the p-value of the paired t-test.
 
     The interval is Student's, intersected with the possible range [-1, 1], which does not change how often it covers
-    the true difference.
+    the true difference. Accuracies are multiples of one over the number of images, so few differences may be equal by
+    coincidence; t is undefined then, and p is that of the sign test, 2^(1 - n).
     """
     n, mean = len(differences), float(differences.mean())
     error = float(differences.std(ddof=1)) / np.sqrt(n) if n > 1 else np.inf
     half = float(stats.t.ppf(0.975, n - 1) * error) if n > 1 else np.inf
     if error > 0:
         p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if n > 1 else 1.0
-    else:  # t is 0/0 for arms that agree in every run, which is no evidence of a difference
-        p = float(mean == 0)
+    else:
+        p = 1.0 if mean == 0 else 2.0 ** (1 - n)
     ends = [max(-1.0, mean - half), min(1.0, mean + half)]
     return {"difference": mean, "difference_ci95": ends, "p": p}
 

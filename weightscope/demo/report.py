@@ -29,6 +29,7 @@ class Results:
         raw: the plain covariance of one block's MLP.
         found: the exchangeable covariance of the whole network.
         compared: the structures' held-out log-likelihoods.
+        gain: of the initialiser's correlations.
         benchmarks: by the name of their folder.
     """
 
@@ -36,6 +37,7 @@ class Results:
     raw: PopulationCovariance
     found: ExchangeableCovariance
     compared: PopulationFit
+    gain: float
     benchmarks: dict[str, BenchResult]
 
 
@@ -55,7 +57,7 @@ def write_report(out: Path, results: Results) -> Path:
     )
     _population(report, results.population)
     _structure(report, results)
-    _fit(report, results.compared)
+    _fit(report, results)
     for folder, result in results.benchmarks.items():
         _benchmark(report, folder, result)
     return report.save(out / "report.html")
@@ -116,8 +118,9 @@ def _structure(report: Report, results: Results) -> None:
         source="covariance-block-1.npz",
     )
     report.text(
-        "Renumbering hidden units or channels does not change what a network computes, so the distribution of trained "
-        "weights does not change either. Averaging over all such renumberings leaves small matrices, one for each set "
+        "Renumbering hidden units or channels does not change what a network computes. Networks that start from "
+        "independent entries and are trained entry by entry in the same way therefore have a distribution that does "
+        "not change either. Averaging over all such renumberings leaves small matrices, one for each set "
         "of renumbered axes, that are estimated from thousands of samples and describe the whole network."
     )
     report.figure(
@@ -138,18 +141,22 @@ def _structure(report: Report, results: Results) -> None:
         Column("high", "high", "+.2f"),
         Column("z", "standard errors", "+.0f"),
     ]
-    caption = "The strongest pairs of tensors; p < 0.05 after adjustment for all pairs. Canonical where positive only."
+    caption = "The strongest pairs of tensors, p < 0.05 after adjustment for all pairs; largest canonical correlations "
+    caption += "where a tensor has several numbers for each channel."
     report.table(strongest, columns, caption, source="exchangeable.json")
 
 
-def _fit(report: Report, compared: PopulationFit) -> None:
+def _fit(report: Report, results: Results) -> None:
+    compared = results.compared
     report.heading("The initialiser").text(
         "Structures were fitted jointly to all tensors of the blocks of ",
         Number("structures.json", "/networks", "d"),
         " networks and compared by the log-likelihood of ",
         Number("structures.json", "/settings/held_out", "d"),
         " held-out ones. The initialiser draws from the exchangeable one, with its significant correlations "
-        "amplified: a short training moves weights little, so what it learns has the right sign but is weak.",
+        "amplified by ",
+        Sourced(f"{results.gain:g}", "fitted.safetensors"),
+        ".",
     )
     rows = [row for row in compared.table if row["group"] == "all" and row["failed"] is None]
     columns = [
@@ -176,7 +183,7 @@ def _benchmark(report: Report, folder: str, result: BenchResult) -> None:
             "Network k of every arm starts from the same default weights, sees the same batches in the same order, and "
             "differs only in its initialiser. No seed is shared with the population. The control "
             f"`{CONTROL}` has the mean and variance of each tensor of `{FITTED}` and nothing else. "
-            "p-values are adjusted for the number of comparisons (Holm)."
+            "p-values are adjusted for the number of comparisons on each data set and width (Holm)."
         )
     report.text("Structure beyond scale: ", _beyond(row, folder), ".")
     report.text("Against the default: ", _against_default(row, folder), ".")

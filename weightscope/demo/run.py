@@ -84,7 +84,7 @@ def run_demo(
     say(f"4/5  benchmarks on {seeds} paired seeds -> {out / 'benchmark'}")
     benchmarks = _benchmarks(recipe, out, seeds, **options)
     say(f"5/5  the report -> {out / 'report.html'}")
-    return write_report(out, Results(population, raw, found, compared, benchmarks))
+    return write_report(out, Results(population, raw, found, compared, GAIN, benchmarks))
 
 
 def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[str, BenchResult]:

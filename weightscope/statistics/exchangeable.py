@@ -15,14 +15,13 @@ from typing import Literal
 
 import numpy as np
 from scipy import stats
+from scipy.optimize import brentq
 
 from weightscope._util.names import listing
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
-
-_Z95 = 1.959963984540054  # the normal quantile of 97.5 %
 
 
 def averaged(array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
@@ -132,6 +131,7 @@ class TypeCovariance:
         mean: (C,), of the empty type; zero for the others, where invariance makes it zero.
         errors: (C, C) standard errors of the correlations of views with one copy, from how much networks differ; NaN
             for views of several copies, and with fewer than 3 networks.
+        networks: N.
     """
 
     kind: InvariantType
@@ -139,6 +139,7 @@ class TypeCovariance:
     covariance: np.ndarray
     mean: np.ndarray
     errors: np.ndarray
+    networks: int
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
@@ -253,7 +254,7 @@ class ExchangeableMoments:
             if not key:
                 mean = self._sums[key] / self.n + self._origin(kind)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
-            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products)))
+            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products), self.n))
         return tuple(out)
 
     def _errors(self, key: tuple[str, ...], total: np.ndarray) -> np.ndarray:
@@ -329,7 +330,8 @@ class Pair:
         a: name of one view.
         b: name of the other.
         correlation: signed for one copy each, otherwise the largest canonical one.
-        ci95: its 95 % interval.
+        ci95: 95 % interval of the true one; of a canonical one conservative, and the estimate, which chance increases,
+            may be above it.
         z: `correlation` in standard errors for one copy each; otherwise the normal quantile of p.
         p: two-sided, adjusted for the number of pairs of all types (Holm 1979).
         signed: whether each view has one copy.
@@ -348,10 +350,11 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the correlation, with the standard error over networks where it is known
-    and 1 / sqrt(samples) otherwise. Several copies: the largest canonical correlation with Bartlett's chi-squared
-    test of Wilks' lambda; samples are divided by the type's design effect, the median squared ratio of the two standard
-    errors of its single copies, where that exceeds one.
+    One copy each: Fisher's transformation of the correlation, with the standard error over N networks where it is
+    known, compared with Student's t of N - 1 degrees of freedom, and 1 / sqrt(samples) otherwise. Several copies: the
+    largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the type's
+    design effect, the median squared ratio of the two standard errors of its single copies, where that exceeds one.
+    Its interval inverts the noncentral chi-squared distribution of the same statistic.
     """
     out = []
     for found in covariances:
@@ -397,13 +400,16 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     if not scale > 0 or found.samples < 4:
         return None
     r = float(np.clip(found.covariance[i, j] / scale, -1, 1))
-    error = found.errors[i, j] if np.isfinite(found.errors[i, j]) else (1 - r**2) / sqrt(found.samples - 3)
+    known = np.isfinite(found.errors[i, j])
+    error = found.errors[i, j] if known else (1 - r**2) / sqrt(found.samples - 3)
+    law = stats.t(found.networks - 1) if known else stats.norm
     if abs(r) > 1 - 1e-12:
         return r, (r, r), copysign(inf, r), 0.0
     step = error / (1 - r**2)  # of atanh r
     centre = atanh(r)
     z = centre / step if step > 0 else copysign(inf, r)
-    return r, (tanh(centre - _Z95 * step), tanh(centre + _Z95 * step)), z, float(2 * stats.norm.sf(abs(z)))
+    half = float(law.isf(0.025)) * step
+    return r, (tanh(centre - half), tanh(centre + half)), z, float(2 * law.sf(abs(z)))
 
 
 def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
@@ -411,13 +417,27 @@ def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: 
     if not p or not q or samples <= p + q + 2:
         return None
     values = np.linalg.svd(left.T @ block @ right, compute_uv=False).clip(0, 1 - 1e-12)
-    statistic = -(samples - (p + q + 3) / 2) * np.log1p(-(values**2)).sum()
+    weight = samples - (p + q + 3) / 2
+    statistic = -weight * float(np.log1p(-(values**2)).sum())
     log_p = float(stats.chi2.logsf(statistic, p * q))
     z = float(stats.norm.isf(np.exp(log_p) / 2)) if log_p > -600 else sqrt(-2 * log_p)
-    largest = float(values[0])
-    step = 1 / sqrt(samples)
-    interval = tanh(atanh(largest) - _Z95 * step), tanh(atanh(largest) + _Z95 * step)
-    return largest, (max(0.0, interval[0]), interval[1]), z, float(np.exp(log_p))
+    low, high = (noncentrality / weight for noncentrality in _noncentralities(statistic, p * q))
+    # -sum log(1 - rho^2) of all canonical correlations is at least that of the largest, at most min(p, q) times it
+    interval = sqrt(-np.expm1(-low / min(p, q))), sqrt(-np.expm1(-high))
+    return float(values[0]), interval, z, float(np.exp(log_p))
+
+
+def _noncentralities(statistic: float, freedom: int) -> tuple[float, float]:
+    """The 95 % interval of the noncentrality of a chi-squared statistic: those that make it neither small nor large."""
+
+    def solved(level: float) -> float:
+        if stats.chi2.cdf(statistic, freedom) <= level:
+            return 0.0
+        # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
+        most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
+        return float(brentq(lambda x: stats.ncx2.cdf(statistic, freedom, x) - level, 0.0, most))
+
+    return solved(0.975), solved(0.025)
 
 
 def _whitened(block: np.ndarray) -> np.ndarray:

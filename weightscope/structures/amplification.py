@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from weightscope._util.checks import choice, number
 from weightscope.errors import UsageError
@@ -65,6 +66,11 @@ class Amplification:
         if self.denoise == "eigenvalues":
             correlation, notes["eigenvalues"] = eigenvalues_clipped(correlation, found.samples / max(1.0, effect))
             errors = np.zeros_like(errors)
+        else:
+            # four standard errors, or as much of Student's t where these are estimated from few networks
+            wider = float(stats.t.isf(stats.norm.sf(4.0), max(1, found.networks - 1))) / 4
+            independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
+            errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
         result = amplified(correlation, errors, gain)
         kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
         return result.matrix, notes | {"gain": gain} | kept

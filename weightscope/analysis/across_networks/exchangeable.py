@@ -86,6 +86,8 @@ class ExchangeableCovariance(Result):
                 ],
             )
         )
+        if self.n < 3:
+            lines.append("fewer than 3 networks: channels are taken for independent samples, so this is exploratory")
         shown = [pair for pair in self._pairs if pair.p < 0.05][:most]
         if not shown:
             return "\n".join(
