@@ -15,11 +15,11 @@ _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Means, Student t intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    The interval of a mean accuracy is cut at 0 and 1, which keeps its coverage. A network that diverged counts with the accuracy that it reached. The reference of an arm is the first
-    initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also
-    compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the
-    effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of
-    the whole table (Holm 1979).
+    The interval of a mean accuracy is cut at 0 and 1, which keeps its coverage. A network that diverged counts with the
+    accuracy that it reached. The reference of an arm is the first initialiser in its cell at its length, that of a
+    frozen arm the first frozen one. An arm that has a control is also compared with it: `beyond_scale` is the mean
+    paired difference of the two, and the control's own `difference` the effect of scale. p-values are two-sided;
+    `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table (Holm 1979).
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
