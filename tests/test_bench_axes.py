@@ -208,7 +208,7 @@ def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) 
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
     assert len(after) == 12
     assert {path: after[path] for path in before} == before
-    assert f"6 cells, 12 arms, 24 networks in 12 tiles, {len(before)} of them done" in again.stdout
+    assert f"6 cells, 12 arms, 24 networks in 12 tiles, {len(before)} of them done" in again.stderr
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(written["runs"]) == 24
     assert all(run["curve"] for run in written["runs"])

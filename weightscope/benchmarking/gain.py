@@ -104,8 +104,8 @@ def choose_gain(
 
     No test image and no seed of a later benchmark is used: networks are trained on the first training images and
     evaluated on the last ones, which the population was trained on, and their root seed is that of a domain of its
-    own. The smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger
-    gain is a larger departure from what was estimated: more is clipped and projected.
+    own. The smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because
+    a larger gain is a larger departure from what was estimated: more is clipped and projected.
 
     Args:
         population: a population, whose recipe is trained; or its folder.

@@ -49,9 +49,7 @@ class BenchPlan(Result):
     def summary(self) -> str:
         """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
-        text = (
-            f"{len(self.cells)} cell{'s' * (len(self.cells) != 1)}, {arms} arms, {networks} networks in {tiles} tiles"
-        )
+        text = f"{len(self.cells)} cell{'s' * (len(self.cells) != 1)}, {arms} arm{'s' * (arms != 1)}, {networks} networks in {tiles} tile{'s' * (tiles != 1)}"
         text += f", {done} of them done" if done else ""
         if self.seconds is None:
             return text

@@ -126,8 +126,10 @@ def bench(
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
     plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
-    click.echo(plan.text() if only_plan else plan.summary())
-    if only_plan:
+    if not only_plan:
+        click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
+    else:
+        click.echo(plan.text())
         write_json(json_file, plan.to_dict())
         return
     result = run(recipe, inits, folder, **axes, **options)
