@@ -159,13 +159,8 @@ class BatchedNetworks(nn.Module):
             batched.mlp, batched.norm2 = mlp, identity
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
-                gelu = isinstance(before, Elementwise) and type(before.layer) is nn.GELU
-                if (
-                    gelu
-                    and before.layer.approximate == "none"
-                    and isinstance(layer, Normalisation)
-                    and isinstance(layer.layer, nn.BatchNorm2d)
-                ):
+                batch_norm = isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d)
+                if batch_norm and isinstance(before, Elementwise) and _is_exact_gelu(before.layer):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
@@ -238,6 +233,10 @@ class BatchedNetworks(nn.Module):
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
+
+
+def _is_exact_gelu(layer: Any) -> bool:
+    return type(layer) is nn.GELU and layer.approximate == "none"
 
 
 def _refuse_shared(template: nn.Module) -> None:

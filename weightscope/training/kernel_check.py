@@ -173,7 +173,7 @@ def _check_adamw(
             learning_rate=rates,
             weight_decay=decays,
             betas=(betas[0], betas[1]),
-            kernels=backend,  # type: ignore[arg-type]  # one of the literals
+            kernels=backend,
         )
         for step in range(_STEPS):
             gradient.copy_(gradients[step])

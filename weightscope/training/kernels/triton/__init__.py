@@ -42,7 +42,8 @@ __all__ = [
 def block(x: Tensor, filters: list[Tensor], weights: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
     """`conv(x)` and `x + mlp(conv(x))` of x (T c, H, W, B); `filters` are weight and bias."""
     networks = len(weights[0])
-    inner = convolve(x, *filters, 1)
+    weight, bias = filters
+    inner = convolve(x, weight, bias, 1)
     rows = inner.view(networks, len(x) // networks, -1)
     return inner, mlp(rows, weights, eps, x.view_as(rows)).view_as(x)
 
