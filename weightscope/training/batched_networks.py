@@ -159,8 +159,8 @@ class BatchedNetworks(nn.Module):
             batched.mlp, batched.norm2 = mlp, identity
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
-                batch_norm = isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d)
-                if batch_norm and isinstance(before, Elementwise) and _is_exact_gelu(before.layer):
+                exact = isinstance(before, Elementwise) and _is_exact_gelu(before.layer)
+                if exact and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
