@@ -16,7 +16,15 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope.auditing import EXPECTATIONS, AuditReport, Check, audit
 from weightscope.auditing import attention as attention_audit
-from weightscope.auditing.intervals import LEVEL, chi_squared, f_ratio, normal, pooled_correlation, predicted
+from weightscope.auditing.intervals import (
+    LEVEL,
+    chi_squared,
+    f_ratio,
+    normal,
+    outside_correlation,
+    pooled_correlation,
+    predicted,
+)
 from weightscope.auditing.intervals import correlation as correlation_interval
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.across_layers import correlated
@@ -265,13 +273,36 @@ def test_a_correlation_that_independent_weights_could_have_is_undecidable():
     torch.manual_seed(0)
     narrow = ConvNeXt(16, 4, kernel_size=3, expansion=2, layer_scale=None)
     wi.mimetic_conv_mlp_(narrow)
-    with pytest.raises(UsageError, match=r"mimetic_conv_mlp: undecidable, .* correlation -0.5 over 64 channels"):
-        audit(narrow, "mimetic_conv_mlp")
-    with pytest.raises(UsageError, match=r"undecidable, .* correlation -0.5 over 16 rows"):
-        audit(narrow, "mimetic_first_last_mlp", mode="rows")
+    report = audit(narrow, "mimetic_conv_mlp")
+    assert report.outcomes == {"mimetic_conv_mlp": "undecidable"}
+    assert not report.passed
+    assert report.undecidable == {"mimetic_conv_mlp": ("all blocks filters and MLP",)}
+    wi.mimetic_first_last_mlp_(narrow, mode="rows")
+    report = audit(narrow, "mimetic_first_last_mlp", mode="rows")
+    assert report.outcomes == {"mimetic_first_last_mlp": "undecidable"}
+    assert not report.passed
+    assert "too small to tell from the default start" in str(report)
+    with pytest.raises(UsageError, match="mimetic_conv_mlp: expected more than 4 channels to correlate, found 4"):
+        audit(ConvNeXt(4, 2, kernel_size=3, layer_scale=None), "mimetic_conv_mlp")
     assert not audit(narrow, "mimetic_first_last_mlp").passed  # 512 entries decide
     assert audit(wi.mimetic_first_last_mlp_(narrow), "mimetic_first_last_mlp").passed
-    assert "undecidable" in audit(narrow).skipped["mimetic_conv_mlp"]
+    assert audit(narrow).outcomes["mimetic_conv_mlp"] == "undecidable"
+
+
+@pytest.mark.parametrize("rho", [-0.5, 0.9])
+def test_the_power_against_a_wrong_correlation(rho):
+    """Of 600 networks with another correlation (0, 0.3 rho, 1.05 rho), as many are found as is stated."""
+    sizes, g = [12, 24, 48], generator(6)
+    limits = correlation_interval(rho, sizes, level=0.05)
+    for wrong in (0.0, 0.3 * rho, 1.05 * rho):
+        found = 0
+        for _ in range(600):
+            each = []
+            for n in sizes:
+                x, y = torch.randn(2, n, generator=g, dtype=torch.float64)
+                each.append(float(torch.corrcoef(torch.stack([x, correlated(x, y, wrong)]))[0, 1]))
+            found += not limits[0] <= pooled_correlation(each, sizes) <= limits[1]
+        assert stats.binomtest(found, 600, min(1.0, outside_correlation(limits, wrong, sizes))).pvalue > 1e-3, wrong
 
 
 # --- the report ----------------------------------------------------------------------------------------------------

@@ -87,8 +87,9 @@ def test_the_stored_table_shows_no_false_alarm_and_no_untouched_network_that_pas
 def test_the_report_prints_what_it_would_catch_and_what_not():
     model = ViT(32, 8, 96, 2, 3, 10)
     wi.mimetic_attention_(model, generator=generator())
-    wi.mimetic_mlp_(model, mode="rows", sigma=1e-3, generator=generator())
-    text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=1e-3))
+    sigma = math.sqrt(1e-3 * 3 * 96)  # input means of variance 1e-3
+    wi.mimetic_mlp_(model, mode="rows", sigma=sigma, generator=generator())
+    text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=sigma))
     assert "would catch an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %" in text
     assert "undecidable: a 20 % error in sigma (< 1 % found)" in text
     report = audit(model, "mimetic_attention")
@@ -108,10 +109,10 @@ def test_power_of_a_normal_statistic():
 @pytest.mark.parametrize(
     ("make", "parameters"),
     [
-        (lambda: ConvNeXt(16, 4, 7, 2, 10, expansion=2), {}),
-        (lambda: ViT(32, 8, 16, 2, 2, 10), {}),
-        (lambda: ViT(32, 8, 16, 2, 2, 10), {"mode": "rows"}),
-        (lambda: ViT(32, 8, 32, 2, 2, 10), {"mode": "rows"}),
+        (lambda: ConvNeXt(16, 4, 7, 2, 10, expansion=2), {"b": 0.07}),
+        (lambda: ViT(32, 8, 16, 2, 2, 10), {"b": 0.07}),
+        (lambda: ViT(32, 8, 16, 2, 2, 10), {"mode": "rows", "sigma": 0.07}),
+        (lambda: ViT(32, 8, 32, 2, 2, 10), {"mode": "rows", "sigma": 0.1}),
     ],
 )
 def test_untouched_networks_do_not_pass_where_the_default_start_is_inside_the_interval(make, parameters):
@@ -197,6 +198,29 @@ def test_empty_kernels_are_named():
     model[1].weight = nn.Parameter(torch.zeros(0, 2, 3))
     with pytest.raises(DataError, match="expected a weight with entries"):
         audit(model, "xavier")
+
+
+@pytest.mark.parametrize("mode", ["scalar", "rows", "anticorrelated"])
+def test_empty_first_layers_of_mlps_are_named(mode):
+    state = {f"h.{i}.mlp.fc1.weight": torch.zeros(8, 0) for i in range(2)}
+    state |= {f"h.{i}.mlp.fc2.weight": torch.zeros(0, 8) for i in range(2)}
+    with pytest.raises(AnatomyError, match=r"`h.0.mlp`: expected fc1 with entries, found the shape \(8, 0\)"):
+        audit(state, "mimetic_mlp", mode=mode)
+    assert "expected fc1 with entries" in audit(state).skipped["mimetic_mlp"]
+    if mode != "anticorrelated":
+        model = nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(3, 4), "fc2": nn.Linear(4, 3)})})
+        model["mlp"]["fc1"].weight = nn.Parameter(torch.zeros(4, 0))
+        model["mlp"]["fc2"].weight = nn.Parameter(torch.zeros(0, 4))
+        with pytest.raises(AnatomyError, match=r"expected a weight with inputs, found the shape \(4, 0\)"):
+            wi.mimetic_mlp_(model, mode=mode)
+
+
+@pytest.mark.parametrize("fc1", [torch.ones(8, 4), torch.linspace(-1, 1, 8)[:, None]], ids=["constant", "one input"])
+def test_first_layers_without_noise_fail(fc1):
+    state = {f"h.{i}.mlp.{n}.weight": w for i in range(2) for n, w in {"fc1": fc1, "fc2": fc1.T}.items()}
+    report = audit(state, "mimetic_mlp", mode="rows")
+    assert report.outcomes == {"mimetic_mlp": "failed"}
+    assert fc1.shape[1] == 1 or all(math.isfinite(p) for check in report.checks for p in check.power.values())
 
 
 def test_whisper_uses_another_convention_of_sinusoidal_positions():

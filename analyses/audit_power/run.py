@@ -123,7 +123,7 @@ def gain(model: nn.Module) -> None:
     change("mlps", "fc1", 1.2)(model), change("mlps", "fc2", 1.2)(model)
 
 
-SIGMA = {"mode": "rows", "sigma": 1e-3}
+ROWS = {"mode": "rows", "correlation": -0.8}
 THAWED = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
 DEVIATION = error_in("the standard deviation")
 LARGER = {key: 1.2 * value for key, value in THAWED.items()}
@@ -132,10 +132,17 @@ V, C = (16, 32, 64), (16, 48, 128)
 CASES = {
     "mimetic_attention-qk": Case("mimetic_attention", vit, V, error_in("alpha_qk"), {"alpha_qk": 0.84}),
     "mimetic_attention-vo": Case("mimetic_attention", vit, V, error_in("beta_vo"), {"beta_vo": 0.48}),
-    "mimetic_mlp-scalar": Case("mimetic_mlp", vit, V, error_in("b"), {"b": 0.012}),
-    "mimetic_mlp-rows": Case("mimetic_mlp", vit, V, error_in("sigma"), SIGMA | {"sigma": 1.2e-3}, SIGMA),
+    "mimetic_mlp-scalar": Case("mimetic_mlp", vit, V, error_in("b"), {"b": 0.36}),
+    "mimetic_mlp-rows": Case("mimetic_mlp", vit, V, error_in("sigma"), {"sigma": 0.36}, {"mode": "rows"}),
     "mimetic_mlp-anticorrelated": Case(
         "mimetic_mlp", vit, V, error_in("the factor 1/2"), anticorrelate, {"mode": "anticorrelated"}
+    ),
+    "mimetic_conv_mlp": Case("mimetic_conv_mlp", convnext, C, error_in("correlation"), {"correlation": -0.6}),
+    "mimetic_first_last_mlp-entries": Case(
+        "mimetic_first_last_mlp", convnext, C, error_in("correlation"), {"correlation": -0.6}
+    ),
+    "mimetic_first_last_mlp-rows": Case(
+        "mimetic_first_last_mlp", convnext, C, error_in("correlation"), {"correlation": -0.96}, ROWS
     ),
     "conv_covariance-sigma": Case("conv_covariance", mixer, C, error_in("sigma"), LARGER, THAWED),
     "conv_covariance-scale": Case("conv_covariance", mixer, C, error_in("scale"), {"scale": 1.2}, THAWED),

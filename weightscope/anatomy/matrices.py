@@ -124,5 +124,11 @@ def fans(matrix: Tensor) -> tuple[int, int]:
 
 
 def default_deviation(matrix: Tensor) -> float:
-    """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in)."""
+    """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in).
+
+    Raises:
+        AnatomyError: if the weight has no inputs.
+    """
+    if not fans(matrix)[0]:
+        raise AnatomyError(f"expected a weight with inputs, found the shape {tuple(matrix.shape)}")
     return 1 / math.sqrt(3 * fans(matrix)[0])

@@ -74,15 +74,26 @@ def correlation(rho: float, sizes: Sequence[int], *, level: float = LEVEL, slack
         level: probability outside.
         slack: added on each side.
     """
-    share = _shares(sizes)
-    moments = np.array([_transformed(rho, n) if n > 4 else (0.0, 0.0) for n in sizes])
-    low, high = normal(float(share @ moments[:, 0]), math.sqrt(share**2 @ moments[:, 1]), level=level)
+    low, high = normal(*_pooled_moments(rho, sizes), level=level)
     return math.tanh(low) - slack, math.tanh(high) + slack
+
+
+def outside_correlation(limits: Interval, rho: float, sizes: Sequence[int]) -> float:
+    """`outside` for the `pooled_correlation` of samples that were given the correlation rho, as in `correlation`."""
+    low, high = map(float, _fisher(np.asarray(limits)))
+    return outside((low, high), *_pooled_moments(rho, sizes))
 
 
 def pooled_correlation(correlations: Sequence[float], sizes: Sequence[int]) -> float:
     """The tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
     return math.tanh(float(_shares(sizes) @ _fisher(np.asarray(correlations))))
+
+
+def _pooled_moments(rho: float, sizes: Sequence[int]) -> tuple[float, float]:
+    """Mean and standard deviation of the Fisher transform of a pooled correlation."""
+    share = _shares(sizes)
+    moments = np.array([_transformed(rho, n) if n > 4 else (0.0, 0.0) for n in sizes])
+    return float(share @ moments[:, 0]), math.sqrt(share**2 @ moments[:, 1])
 
 
 def _shares(sizes: Sequence[int]) -> np.ndarray:

@@ -12,6 +12,7 @@ from weightscope.anatomy.matrices import chosen_layers, default_deviation
 from weightscope.auditing.intervals import UNTOUCHED, chi_squared, error_in, f_ratio, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
+from weightscope.errors import AnatomyError
 
 
 @EXPECTATIONS.register("mimetic_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
@@ -29,7 +30,7 @@ def mimetic_mlp_checks(
     Apart from the means, entries are assumed to be independent, of any scale.
 
     Raises:
-        AnatomyError: if there is no MLP.
+        AnatomyError: if there is no MLP, or the first layer of one has no entries.
     """
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
     checks: list[Check] = []
@@ -37,6 +38,8 @@ def mimetic_mlp_checks(
     for part in chosen_layers(mlps(source), layers):
         for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
             fc1 = part.read(name).cpu().double()
+            if not fc1.numel():
+                raise AnatomyError(f"`{part.name}`: expected {name} with entries, found the shape {tuple(fc1.shape)}")
             if mode == "anticorrelated":
                 rows = _anticorrelated(fc1, part)
             else:
@@ -111,7 +114,7 @@ def _shifted(table: Table, mode: str, b: float, sigma: float) -> list[Row]:
 
 def _wrong_sigma(gain: float, other: float, dof: int) -> float:
     """The probability that input means of the relative variance `other` are outside the interval for `gain`."""
-    if not math.isfinite(gain):
+    if not math.isfinite(other):
         return 0.0
     low, high = (gain / other * dof * x for x in chi_squared(dof))
     return float(stats.chi2.cdf(low, dof) + stats.chi2.sf(high, dof))
@@ -120,6 +123,9 @@ def _wrong_sigma(gain: float, other: float, dof: int) -> float:
 def _pooled(tables: list[Table], mode: str, b: float, sigma: float) -> list[Row]:
     """The mean of all layers, weighted by precision, or the variance of all input means over what is expected."""
     if mode == "rows":
+        tables = [table for table in tables if table.n > 1]
+        if not tables:
+            return []
         dofs = [table.n - 1 for table in tables]
         gains = [table.gain(sigma) for table in tables]
         found = sum(k * t.inputs / g for k, t, g in zip(dofs, tables, gains, strict=True)) / sum(dofs)
