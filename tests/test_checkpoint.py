@@ -231,6 +231,36 @@ def test_numbers_that_are_none_are_reported(tmp_path):
     assert checkpoint.nonfinite == {"a": 2}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_huge_and_subnormal_numbers_are_kept(tmp_path, dtype, suffix):
+    limits = torch.finfo(dtype)
+    huge = [limits.max, limits.min] + ([] if dtype == torch.float16 else [1e30])
+    value = torch.tensor([*huge, limits.smallest_normal / 8, -limits.smallest_normal / 2, 0.0]).to(dtype)
+    assert value[-2] != 0
+    path = tmp_path / f"m.{suffix}"
+    plain({"a": value}, path) if suffix == "safetensors" else pickled({"a": value}, path)
+    checkpoint = Checkpoint(path)
+    assert checkpoint["a"].tolist() == value.double().tolist()
+    assert checkpoint.nonfinite == {}
+
+
+def test_a_view_of_one_element_costs_no_storage(tmp_path):
+    storage = torch.arange(10_000_000, dtype=torch.float32)
+    torch.save({"a": storage[7_000_000:7_000_001]}, tmp_path / "m.pt")  # 40 MB
+    code = """
+import resource, sys
+from weightscope.checkpoint import Checkpoint
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+checkpoint = Checkpoint(sys.argv[1])
+assert checkpoint["a"].tolist() == [7_000_000]
+print((peak() - before) // 1024)
+"""
+    found = subprocess.run([sys.executable, "-c", code, tmp_path / "m.pt"], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 20
+
+
 def test_a_large_tensor_is_converted_in_pieces(tmp_path):
     value = torch.randn(3000, 3001).to(torch.bfloat16)
     checkpoint = Checkpoint(plain({"w": value}, tmp_path / "m.safetensors"))

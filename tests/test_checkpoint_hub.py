@@ -365,6 +365,28 @@ def test_shards_are_plain_names(hub, shard):
     assert not any("etc" in path for _, path, *_ in hub.requests)
 
 
+HOSTILE = (
+    "../../evil.safetensors",
+    "/tmp/evil.safetensors",
+    "a\\evil.safetensors",
+    ".evil.safetensors",
+    "evil\n.pt",
+    "..",
+)
+
+
+def test_hostile_names_in_a_listing_are_never_opened(hub, tmp_path):
+    hub.files = {name: save({"evil": torch.zeros(1)}) for name in HOSTILE}
+    with pytest.raises(DataError, match="or another checkpoint, found") as error:
+        Checkpoint(SOURCE)
+    assert "\n" not in str(error.value)
+    hub.files["sound.safetensors"] = save(TENSORS)
+    assert set(Checkpoint(SOURCE)) == set(TENSORS)
+    assert not any("evil" in path for _, path, *_ in hub.requests)
+    written = [str(path) for path in tmp_path.parent.rglob("*") if "evil" in path.name]
+    assert written == []
+
+
 @pytest.mark.parametrize(
     "answer",
     [

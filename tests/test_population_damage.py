@@ -90,6 +90,29 @@ def test_a_flipped_bit_is_found_on_reading(folder: Path, where: int) -> None:
     assert shards.state(folder, manifests.read(folder), 1).kind == "damaged"
 
 
+@pytest.mark.parametrize("change", ["zeroed", "swapped"])
+def test_a_zeroed_or_swapped_chunk_is_found(folder: Path, change: str) -> None:
+    """The file keeps its size and remains valid HDF5; only the hash can tell."""
+    file = folder / "shards/00001.h5"
+    with h5py.File(file) as h5:
+        weights = h5["weights"]
+        start = weights.id.get_chunk_info(0).byte_offset if weights.chunks else weights.id.get_offset()
+        rows, row = weights[:], weights[0].nbytes
+    data = bytearray(file.read_bytes())
+    assert data[start : start + row] == rows[0].tobytes()
+    first, second = slice(start, start + row), slice(start + row, start + 2 * row)
+    if change == "zeroed":
+        data[first] = bytes(row)
+    else:
+        data[first], data[second] = data[second], data[first]
+    file.write_bytes(data)
+    with h5py.File(file) as h5:
+        np.testing.assert_array_equal(h5["weights"][0], rows[1] if change == "swapped" else 0 * rows[0])
+    with pytest.raises(DataError) as error:
+        Population(folder).weights()
+    one_line(error, "00001.h5", "checksum mismatch")
+
+
 @pytest.mark.parametrize("length", [0, 1, 1000])
 def test_a_truncated_shard_is_found(folder: Path, length: int) -> None:
     os.truncate(folder / "shards/00001.h5", length)
