@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
+from joblib.externals.loky.backend import resource_tracker
 from joblib.externals.loky.backend.process import LokyProcess
 
 from weightscope.training import workers
@@ -87,7 +88,8 @@ class _Worker:
         self.connection, theirs = Pipe()
         self.process = LokyProcess(target=_serve, args=(theirs,), daemon=True, env=_ONE_THREAD)
         # Ctrl-C reaches every process of a terminal; only the parent reports it. A blocked signal stays blocked in the
-        # new process, from its first moment.
+        # new process, from its first moment. Starting the tracker would unblock it.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
