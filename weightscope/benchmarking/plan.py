@@ -49,7 +49,7 @@ class BenchPlan(Result):
     def summary(self) -> str:
         """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
-        text = f"{len(self.cells)} cell{'s' * (len(self.cells) != 1)}, {arms} arm{'s' * (arms != 1)}, {networks} networks in {tiles} tile{'s' * (tiles != 1)}"
+        text = f"{_many(len(self.cells), 'cell')}, {_many(arms, 'arm')}, {networks} networks in {_many(tiles, 'tile')}"
         text += f", {done} of them done" if done else ""
         if self.seconds is None:
             return text
@@ -237,3 +237,7 @@ def duration(seconds: float | None) -> str:
         if seconds < 7200
         else f"{seconds / 3600:.1f} h"
     )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
