@@ -49,7 +49,9 @@ class BenchPlan(Result):
     def summary(self) -> str:
         """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
-        text = f"{len(self.cells)} cell{'s' * (len(self.cells) != 1)}, {arms} arm{'s' * (arms != 1)}, {networks} networks in {tiles} tile{'s' * (tiles != 1)}"
+        counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
+        words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
+        text = f"{', '.join(words[:3])} in {words[3]}"
         text += f", {done} of them done" if done else ""
         if self.seconds is None:
             return text
