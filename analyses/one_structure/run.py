@@ -21,7 +21,8 @@ import numpy as np
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.arms import labelled
+from weightscope.benchmarking.inits import CONTROL, labelled
+from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data import fashion_mnist
 from weightscope.fitting.population import fit
 from weightscope.population import Population
@@ -190,16 +191,16 @@ def fitted(population: Population, case: Case, folder: Path) -> Callable[..., Pa
 
 
 def benchmarks(case: Case, population: Population, folder: Path, **options: Any) -> dict[str, Any]:
-    """Every condition with its arms; a label that ends in "(scale only)" is the control of the one before."""
+    """Every condition with its arms; the label of a control is that of its initialiser with "(scale only)"."""
     artifact = fitted(population, case, folder)
     choice = choose_gain(
         population, case.select.split(","), folder / "gain", gains=GAINS, seeds=GAIN_SEEDS, epochs=case.short, **options
     )
     derived = str(artifact(f"gain-{choice.gain:g}", gain=choice.gain))
-    best = labelled(case.hand_made[0])[1]
+    best = labelled(case.hand_made[0])[1]  # the one that the derived initialiser is combined with
     on_top = best.model_copy(update={"artifact": derived})
     arms = ["default", derived, InitConfig(artifact=derived, control="scale"), best, on_top]
-    more: list[Any] = [str(artifact("gain-1", gain=1.0)), str(artifact("shrunk"))]
+    more: list[Any] = [str(artifact("gain-0", gain=0.0)), str(artifact("gain-1", gain=1.0)), str(artifact("shrunk"))]
     more += [str(artifact("within-blocks", joint="block", gain=choice.gain))]
     more += [best.model_copy(update={"artifact": str(artifact("scale", "isotropic", "tensor"))}), *case.hand_made[1:]]
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
@@ -215,9 +216,38 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
         found = bench(
             recipe, wanted, folder / condition.replace(" ", "-"), seeds=SEEDS[condition], seed=BENCH_SEED, **options
         )
-        out["conditions"][condition] = {"recipe": recipe.to_dict(), "arms": found.arms, "runs": found.runs}
+        out["conditions"][condition] = {
+            "recipe": recipe.to_dict(),
+            "arms": found.arms,
+            "contrasts": contrasts(found.runs, Path(derived).stem, labelled(best)[0]),
+            "runs": found.runs,
+        }
         print(f"{condition}\n{found.text()}", flush=True)
     return out
+
+
+def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[dict[str, Any]]:
+    """The study's questions as paired differences of two arms; p-values adjusted for their number (Holm)."""
+    wanted = {
+        "structure beyond scale": (derived, derived + CONTROL),
+        "gain": (derived, "gain-1"),
+        "across layers": (derived, "within-blocks"),
+        "derived or hand-made": (derived, hand_made),
+        "hand-made on top of derived": (f"{derived}+{hand_made}", derived),
+        "derived below hand-made": (f"{derived}+{hand_made}", hand_made),
+        "derived rather than scale below hand-made": (f"{derived}+{hand_made}", f"scale+{hand_made}"),
+    }
+    accuracy: dict[str, dict[int, float]] = {}
+    for run in runs:
+        accuracy.setdefault(run["init"], {})[run["seed"]] = run["accuracy"]
+    rows = []
+    for question, (one, other) in wanted.items():
+        if one != other and one in accuracy and other in accuracy:
+            differences = np.array([accuracy[one][k] - accuracy[other][k] for k in sorted(accuracy[one])])
+            rows.append(
+                {"question": question, "arm": one, "against": other, "n": len(differences)} | paired(differences)
+            )
+    return [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
 
 
 def main() -> None:

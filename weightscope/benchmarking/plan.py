@@ -49,7 +49,9 @@ class BenchPlan(Result):
     def summary(self) -> str:
         """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
-        text = f"{_many(len(self.cells), 'cell')}, {_many(arms, 'arm')}, {networks} networks in {_many(tiles, 'tile')}"
+        counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
+        words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
+        text = f"{', '.join(words[:3])} in {words[3]}"
         text += f", {done} of them done" if done else ""
         if self.seconds is None:
             return text
@@ -237,7 +239,3 @@ def duration(seconds: float | None) -> str:
         if seconds < 7200
         else f"{seconds / 3600:.1f} h"
     )
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
