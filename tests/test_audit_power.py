@@ -91,7 +91,7 @@ def test_the_report_prints_what_it_would_catch_and_what_not():
     wi.mimetic_mlp_(model, mode="rows", sigma=sigma, generator=generator())
     text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=sigma))
     assert "would catch an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %" in text
-    assert "undecidable: a 20 % error in sigma (< 1 % found)" in text
+    assert "undecidable: a 20 % error in sigma (20 % found)" in text  # 44 % in variance
     report = audit(model, "mimetic_attention")
     assert report.to_dict()["powers"]["mimetic_attention"][error_in("alpha_qk")] > 0.99
     assert max(map(len, str(report).splitlines())) < 160
