@@ -34,7 +34,7 @@ def ray_pool(task: Task, scheduler: str | None, gpu: bool, progress: Progress) -
     if ours:
         try:
             ray.init(address=scheduler, log_to_driver=False)
-        except Exception as error:  # noqa: BLE001 - some of what ray raises is a plain Exception
+        except Exception as error:  # some of what ray raises is a plain Exception
             raise WeightscopeError(
                 f"backend ray: cannot connect to the cluster at {scheduler or 'this machine'}: {one_line(error)}"
             ) from error
