@@ -22,11 +22,16 @@ from weightscope.training.workers import Workers
 HERE = Path(__file__).parent
 
 
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+
+
 @contextlib.contextmanager
 def two_workers(backend: str) -> Iterator[Workers]:
     """Two processes of a backend, which can import the modules of the tests; skips where its package is missing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
+        patch.setenv("PYTHONPATH", _python_path())
+        patch.setenv("RAY_raylet_start_wait_time_s", "240")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         if backend == "loky":
             yield Workers("loky", 2)
@@ -111,9 +116,8 @@ def dask_processes(folder: Path, workers: int) -> Iterator[tuple[str, subprocess
     started = []
 
     def start(*arguments: str) -> subprocess.Popen:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "distributed.cli." + arguments[0], *arguments[1:]], stderr=quiet
-        )
+        command = [sys.executable, "-m", "distributed.cli." + arguments[0], *arguments[1:]]
+        process = subprocess.Popen(command, stderr=quiet, env=os.environ | {"PYTHONPATH": _python_path()})
         started.append(process)
         return process
 

@@ -200,29 +200,28 @@ def test_a_dead_dask_scheduler_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     """Killed, or stopped, in which case connections stay open."""
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     assert workers.LOST_SECONDS < 60
-    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
     for number in (signal.SIGKILL, signal.SIGSTOP):
         with clusters.dask_processes(tmp_path, workers=1) as (address, scheduler, _):
             folder = tmp_path / number.name
             folder.mkdir()
             tiles = spread(partial(fake.work, folder, "hangs"), [0, 1], Workers("dask", scheduler=address))
             assert next(tiles)[0] == 0
+            monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
             scheduler.send_signal(number)
             begun = time.monotonic()
             with pytest.raises(ClusterLost, match=r"dask scheduler at tcp://.* has not answered for 6 seconds"):
                 next(tiles)
             assert time.monotonic() - begun < 50
+            monkeypatch.undo()
 
 
 @pytest.mark.slow
 def test_a_dask_cluster_that_loses_all_workers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(clusters.HERE), os.environ.get("PYTHONPATH", "")]))
     with clusters.dask_processes(tmp_path, workers=2) as (address, _, there):
         tiles = spread(partial(fake.work, tmp_path, "hangs"), [0, 1, 2], Workers("dask", scheduler=address))
         next(tiles)
+        monkeypatch.setattr(workers, "LOST_SECONDS", 6.0)
         for worker in there:
             worker.kill()
         with pytest.raises(ClusterLost, match="no worker of the dask cluster has responded for 6 seconds"):

@@ -51,7 +51,6 @@ class _Dask:
         self._heartbeats: dict[str, tuple[float, float]] = {}  # address -> its last heartbeat, and when it was new
         self._last_heartbeat = time.monotonic()
         self._lookout = Lookout(lambda: client.scheduler_info(n_workers=-1)["workers"])
-        self._lost = workers.LOST_SECONDS
         client.subscribe_topic(_PROGRESS, lambda event: progress(*event[1]))
 
     def size(self) -> int:
@@ -70,10 +69,13 @@ class _Dask:
     def poll(self) -> list[Ended]:
         time.sleep(_POLL_SECONDS)
         alive = self._alive()
-        if self._lookout.age() > self._lost or self._client.status == "closed":
-            raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {self._lost:.0f} seconds")
-        if time.monotonic() - self._last_heartbeat > self._lost:
-            raise ClusterLost(f"no worker of the dask cluster has responded for {self._lost:.0f} seconds")
+        limit = workers.LOST_SECONDS
+        if self._lookout.age() > limit or self._client.status == "closed":
+            raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {limit:.0f} seconds")
+        if not self._heartbeats:  # workers that are still to start
+            limit = workers.START_SECONDS
+        if time.monotonic() - self._last_heartbeat > limit:
+            raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
         ended = []
         for address, (tile, future) in list(self._running.items()):
             if future.status == "pending":

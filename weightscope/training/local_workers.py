@@ -25,7 +25,6 @@ from weightscope.training.workers import HUNG, Ended, Progress, Task, WorkerDied
 
 _BEAT_SECONDS = 0.5
 _POLL_SECONDS = 0.5
-_STARTING = 5.0  # times the limit, until the first heartbeat: imports from a slow disk
 _UNUSED_SECONDS = 300.0  # after which a process that nobody uses ends
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
@@ -98,7 +97,7 @@ class _Worker:
         theirs.close()
         self._tile = -1
         self._silent, self._listened = 0.0, time.monotonic()
-        self._limit = _STARTING * workers.SILENT_SECONDS
+        self._limit = workers.START_SECONDS
 
     def give(self, task: bytes, tile: int) -> None:
         self._tile, self._silent, self._listened = tile, 0.0, time.monotonic()

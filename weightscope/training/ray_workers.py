@@ -34,9 +34,9 @@ def ray_pool(task: Task, scheduler: str | None, gpu: bool, progress: Progress) -
     if ours:
         try:
             ray.init(address=scheduler, log_to_driver=False)
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # some of what ray raises is a plain Exception
             raise WeightscopeError(
-                f"backend ray: cannot connect to the cluster at {scheduler}: {one_line(error)}"
+                f"backend ray: cannot connect to the cluster at {scheduler or 'this machine'}: {one_line(error)}"
             ) from error
     pool = _Ray(ray, task, gpu, progress)
     try:

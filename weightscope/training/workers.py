@@ -20,6 +20,8 @@ SILENT_SECONDS = 60.0
 HANGS_SECONDS = 300.0
 # A cluster whose scheduler or workers cannot be reached for so long is lost.
 LOST_SECONDS = 50.0
+# A cluster whose first worker does not come for so long, and a worker that does not get as far as its first heartbeat.
+START_SECONDS = 300.0
 HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
 Task = Callable[..., Any]
