@@ -12,6 +12,7 @@ from weightscope.plots import theme
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "one_structure"
 NAMES = {"convnext": "ConvNeXt", "vit": "ViT", "convmixer": "ConvMixer"}
+DERIVED = ("gain", "shrunk", "within-blocks")
 TITLES = {"correlation": "correlations within and across layers", "variance ratio": "stripes"}
 
 
@@ -31,17 +32,17 @@ def entries(axes: Axes, rows: list[dict[str, Any]], what: str, title: str) -> No
     axes.set_xlabel("correlation" if what == "correlation" else "variance relative to independent entries")
 
 
-def differences(axes: Axes, arms: list[dict[str, Any]], title: str, *, labelled: bool) -> None:
+def differences(axes: Axes, arms: list[dict[str, Any]], title: str) -> None:
     """Difference from the default of each arm, in points of accuracy, with its 95 % interval."""
     shown = [row for row in arms if row["difference"] is not None]
     for y, row in enumerate(shown):
         low, high = (100 * value for value in row["difference_ci95"])
-        kind = 1 if row["init"].endswith("(scale only)") else 0 if row["init"].startswith("gain") else 2
+        kind = 1 if row["init"].endswith("(scale only)") else 0 if row["init"].startswith(DERIVED) else 2
         axes.plot([low, high], [y, y], color=theme.PALETTE[kind], lw=1.4)
         axes.plot(100 * row["difference"], y, theme.MARKERS[kind], ms=4.5, color=theme.PALETTE[kind])
     axes.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
     axes.set(yticks=range(len(shown)), ylim=(len(shown) - 0.4, -0.6), title=title, xlabel="points over default")
-    axes.set_yticklabels([row["init"] for row in shown] if labelled else [])
+    axes.set_yticklabels([row["init"].replace(" (preset=cifar-patch2)", "") for row in shown])
 
 
 def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
@@ -55,13 +56,14 @@ def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
     plots.save(figure, out)
 
     results = json.loads((study / "results.json").read_text())
-    found = [name for name in NAMES if name in results]
-    conditions = list(results[found[0]]["conditions"])
-    figure, axes = plots.subplots(len(found), len(conditions), width=16, height=3.4 * len(found))
-    for line, name in zip(axes, found, strict=True):
-        for ax, condition in zip(line, conditions, strict=True):
-            arms = results[name]["conditions"][condition]["arms"]
-            differences(ax, arms, f"{NAMES[name]}, {condition}", labelled=True)
+    panels = [(name, condition) for name in NAMES if name in results for condition in results[name]["conditions"]]
+    figure, axes = plots.subplots(-(-len(panels) // 2), 2, width=13, height=3.1 * -(-len(panels) // 2))
+    flat = [ax for line in axes for ax in line]
+    for ax, (name, condition) in zip(flat, panels, strict=False):
+        arms = results[name]["conditions"][condition]["arms"]
+        differences(ax, arms, f"{NAMES[name]}, {condition} ({arms[0]['n']} seeds)")
+    for ax in flat[len(panels) :]:
+        ax.set_visible(False)
     plots.save(figure, out.with_name(f"{out.stem}_benchmarks{out.suffix}"))
 
 

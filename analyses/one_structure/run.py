@@ -220,7 +220,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
             "recipe": recipe.to_dict(),
             "arms": found.arms,
             "contrasts": contrasts(found.runs, Path(derived).stem, labelled(best)[0]),
-            "runs": found.runs,
+            "accuracies": accuracies(found.runs),
         }
         print(f"{condition}\n{found.text()}", flush=True)
     return out
@@ -237,17 +237,23 @@ def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[
         "derived below hand-made": (f"{derived}+{hand_made}", hand_made),
         "derived rather than scale below hand-made": (f"{derived}+{hand_made}", f"scale+{hand_made}"),
     }
-    accuracy: dict[str, dict[int, float]] = {}
-    for run in runs:
-        accuracy.setdefault(run["init"], {})[run["seed"]] = run["accuracy"]
+    accuracy = accuracies(runs)
     rows = []
     for question, (one, other) in wanted.items():
         if one != other and one in accuracy and other in accuracy:
-            differences = np.array([accuracy[one][k] - accuracy[other][k] for k in sorted(accuracy[one])])
+            differences = np.subtract(accuracy[one], accuracy[other])
             rows.append(
                 {"question": question, "arm": one, "against": other, "n": len(differences)} | paired(differences)
             )
     return [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
+
+
+def accuracies(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The accuracy of each seed in order, by arm."""
+    out: dict[str, list[float]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        out.setdefault(run["init"], []).append(run["accuracy"])
+    return out
 
 
 def main() -> None:
