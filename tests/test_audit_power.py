@@ -97,6 +97,15 @@ def test_the_report_prints_what_it_would_catch_and_what_not():
     assert max(map(len, str(report).splitlines())) < 160
 
 
+def test_a_layer_scale_that_networks_start_from_is_undecidable():
+    untouched = ConvNeXt(16, 2, 3, 2, 10, layer_scale=1e-6)
+    report = audit(untouched, "layer_scale_identity", value=1e-6)
+    assert report.outcomes["layer_scale_identity"] == "undecidable"
+    assert not report.passed
+    set_to = wi.layer_scale_identity_(untouched, value=0.1)
+    assert audit(set_to, "layer_scale_identity", value=0.1).passed
+
+
 def test_power_of_a_normal_statistic():
     assert outside((-1.0, 1.0), 0.0, 1.0) == pytest.approx(2 * stats.norm.sf(1.0))
     assert outside((-math.inf, 1.0), 3.0, 0.0) == 1.0

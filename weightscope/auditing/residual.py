@@ -122,6 +122,10 @@ def _not_orthogonal(size: int, length: int, fan_in: int, gain: float) -> float:
     return 1 - (1 - alone) ** size
 
 
+# What untouched LayerScales start from: ones, and the values of CaiT and of ConvNeXt.
+_STARTS = (1.0, 1e-4, 1e-5, 1e-6)
+
+
 @EXPECTATIONS.register("layer_scale_identity")
 def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
     """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before."""
@@ -137,6 +141,7 @@ def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: st
         factors = source.get(name).cpu().double().flatten()
         worst = float(factors[(factors - value).abs().argmax()])
         limits = (0.99 * value, 1.01 * value)
-        power = {UNTOUCHED: outside(limits, 1.0, 0.0), error_in("value"): outside(limits, 1.2 * value, 0.0)}
+        untouched = min(outside(limits, start, 0.0) for start in _STARTS)
+        power = {UNTOUCHED: untouched, error_in("value"): outside(limits, 1.2 * value, 0.0)}
         checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits, power))
     return checks
