@@ -16,7 +16,7 @@ from weightscope.training.workers import ClusterLost, Ended, Progress, Task, Wor
 
 _POLL_SECONDS = 0.2
 _FETCH_SECONDS = 30.0
-_ANSWERING = 5.0
+_ANSWERING = 5.0  # seconds within which a scheduler that works has answered
 _PROGRESS = "weightscope-progress"
 
 
@@ -74,7 +74,7 @@ class _Dask:
             raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {limit:.0f} seconds")
         if not self._heartbeats:  # workers that are still to start
             limit = workers.START_SECONDS
-        if time.monotonic() - self._last_heartbeat > limit:
+        if self._lookout.age() < _ANSWERING and time.monotonic() - self._last_heartbeat > limit:
             raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
         ended = []
         for address, (tile, future) in list(self._running.items()):
