@@ -14,14 +14,9 @@ from weightscope.fitting.population import fit
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ViT
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.correlated_pairs import correlated_pairs, design_effect
 from weightscope.statistics.correlation import amplified, nearest_correlation
-from weightscope.statistics.exchangeable import (
-    ExchangeableMoments,
-    assembled,
-    correlated_pairs,
-    design_effect,
-    invariant_parts,
-)
+from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, invariant_parts
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.structures.amplification import Amplification

@@ -217,7 +217,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
             recipe, wanted, folder / condition.replace(" ", "-"), seeds=SEEDS[condition], seed=BENCH_SEED, **options
         )
         out["conditions"][condition] = {
-            "recipe": recipe.to_dict(),
+            "recipe": {key: value for key, value in recipe.to_dict().items() if key != "init"},
             "arms": found.arms,
             "contrasts": contrasts(found.runs, Path(derived).stem, labelled(best)[0]),
             "accuracies": accuracies(found.runs),
