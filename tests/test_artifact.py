@@ -33,6 +33,8 @@ class Network(nn.Module):
         self.fc1 = nn.Linear(4, 6)
         self.norm = nn.BatchNorm1d(6)
         self.fc2 = nn.Linear(6, 4)
+        self.mix1 = nn.Linear(3, 4, bias=False)
+        self.mix2 = nn.Linear(3, 4, bias=False)
 
 
 SPEC = WeightSpec.of(Network())
@@ -44,6 +46,7 @@ FITS = [
     ("low_rank", "fc?.weight"),
     ("dense", "fc?.weight"),
     ("exchangeable", "*"),
+    ("tensor_normal", "mix?.weight"),
 ]
 # Renumbering hidden units, and the four channels with a flip of their sign for the sake of generality.
 AXES = {
@@ -52,6 +55,8 @@ AXES = {
     "fc1.weight": ("hidden", "channels"),
     "fc2.weight": ("~channels", "hidden"),
     "fc2.bias": ("~channels",),
+    "mix1.weight": ("~channels", None),
+    "mix2.weight": ("~channels", None),
 } | {name: ("hidden",) for name in SPEC.names if name.startswith("norm") or name == "fc1.bias"}
 
 
@@ -139,7 +144,7 @@ def test_only_selected_tensors_change_and_the_report_says_so(path):
     changed = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
     assert changed == ["fc1.weight", "fc2.weight"] == list(init.report.touched)
     assert set(init.report.untouched) == {n for n, _ in module.named_parameters()} - set(changed)
-    assert str(init.report).startswith("set 2 tensors: `fc1.weight`, `fc2.weight`; left alone 6 tensors: `conv.weight`")
+    assert str(init.report).startswith("set 2 tensors: `fc1.weight`, `fc2.weight`; left alone 8 tensors: `conv.weight`")
     assert "dense" in repr(init)
 
 
@@ -456,6 +461,14 @@ def test_old_artifacts_stay_readable(tmp_path, structure):
     with safe_open(tmp_path / "new.safetensors", "numpy") as file:
         metadata = file.metadata()
     assert metadata.pop("sha256") == digest(metadata["weightscope"], load_file(tmp_path / "new.safetensors"))
+    if structure == "identity_product":  # beta of values and outputs had the other sign than in `products`
+        with safe_open(path, "numpy") as file:
+            expected = json.loads(file.metadata()["weightscope"])
+        expected["numbers"] |= {"structure": structure, "signs": "products"}
+        for layer in expected["numbers"]["layers"]:
+            layer["vo"]["beta"] *= -1
+        assert json.loads(metadata["weightscope"]) == expected
+        return
     saved = to_bytes(load_file(tmp_path / "new.safetensors"), metadata=metadata)  # all but the checksum
     if structure == "isotropic":
         assert found.groups[0].label == structure

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -61,6 +62,21 @@ def corpus() -> list[tuple[str, bytes]]:
 
 
 def mutated(raw: bytes, generator: random.Random) -> bytes:
+    """A changed copy; of half the zip archives a member is changed and has a right checksum."""
+    if not zipfile.is_zipfile(io.BytesIO(raw)) or generator.random() < 0.5:
+        return with_changes(raw, generator)
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = generator.choice([*members, *(n for n in members if n.endswith("data.pkl"))])
+    members[name] = with_changes(members[name], generator)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def with_changes(raw: bytes, generator: random.Random) -> bytes:
     """A copy with one to eight changes, most of them near the beginning, where headers and pickles are."""
     data = bytearray(raw)
     for _ in range(generator.choice((1, 1, 1, 2, 4, 8))):

@@ -41,6 +41,8 @@ NOT_RUN = {
     "initialisers.md": 1,
     "tutorial.md": 1,
     "own-initialiser.md": 1,
+    "clusters.md": 3,
+    "whole-network.md": 1,
 }
 
 # What is smaller here than on the pages, whose numbers are those of their tables and figures.

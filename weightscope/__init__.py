@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from weightscope.population import Population, export
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
-    from weightscope.statistics.moments import Moments
     from weightscope.training.collection import collect
 
 # Public name -> "module" that has it under the same name, or "module:other_name".
 _HOMES = {
     "Checkpoint": "checkpoint",
     "Dataset": "data",
-    "Moments": "statistics.moments",
     "Population": "population",
     "Recipe": "recipe",
     "TensorSpec": "spec",
@@ -58,7 +56,6 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "Dataset",
-    "Moments",
     "Population",
     "Recipe",
     "TensorSpec",

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 # Objects passed in Python that cannot be imported again: functions of a notebook or a script.
 _passed: dict[str, Any] = {}
+_hashes: dict[str, str] = {}  # of the sources of what another process passed
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -140,14 +141,15 @@ def reference_to(item: Any) -> str:
     return reference
 
 
-def passed() -> dict[str, Any]:
-    """Objects that other processes cannot import, by reference; see `restore`."""
-    return dict(_passed)
+def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
+    """Those of the objects that other processes cannot import, and hashes of their sources; see `restore`."""
+    return {name: (_passed[name], source_hash(_passed[name], name)) for name in references if name in _passed}
 
 
-def restore(objects: Mapping[str, Any]) -> None:
-    """Register the objects of another process's `passed()`."""
-    _passed.update(objects)
+def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
+    """Register the objects of another process's `passed()`, whose sources may be out of reach here."""
+    for reference, (item, digest) in objects.items():
+        _passed[reference], _hashes[reference] = item, digest
 
 
 def source_hash(item: Any, reference: str = "") -> str:
@@ -163,6 +165,8 @@ def source_hash(item: Any, reference: str = "") -> str:
     Raises:
         UsageError: if the source cannot be read, or has changed since it was imported.
     """
+    if reference in _hashes:
+        return _hashes[reference]
     try:
         named = inspect.isroutine(item) or inspect.isclass(item) or not reference
         module = inspect.getmodule(item) if named else sys.modules.get(reference.partition(":")[0])

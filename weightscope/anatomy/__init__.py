@@ -21,10 +21,10 @@ from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.filter_mlp import FilterMLP
+from weightscope.anatomy.lookalikes import refusal, unparsed
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
-from weightscope.anatomy.unparsed import refusal, unparsed
 from weightscope.errors import AnatomyError
 
 __all__ = [

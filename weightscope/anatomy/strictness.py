@@ -1,14 +1,13 @@
 """`reads`: an initialiser refuses a model of which it would set only a part."""
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from weightscope._util.checks import flag
 from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
-from weightscope.anatomy.unparsed import described, refusal, unparsed
+from weightscope.anatomy.lookalikes import described, refusal, unparsed
 from weightscope.errors import AnatomyError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,18 +42,14 @@ def require_read(kinds: Iterable[str], tensors: NamedTensors, *, strict: bool, c
 def reads(kinds: Kinds | Callable[[Mapping[str, Any]], Kinds]) -> Callable[[F], F]:
     """Decorate an initialiser that sets all parts of some kinds: a model with others that look alike is refused.
 
-    It gets the parameter `strict: bool = True`. The check precedes any change of the module. With `strict=False` the
-    parts that were read are set, and a warning lists the tensors that are left as they are. An initialiser with a
-    parameter `strict` of its own receives it as well.
+    The initialiser has a parameter `strict: bool = True`. The check precedes any change of the module. With
+    `strict=False` the parts that were read are set, and a warning lists the tensors that are left as they are.
 
     Args:
         kinds: of parts, or a function that gives them from the initialiser's named arguments.
     """
 
     def decorate(function: F) -> F:
-        signature = inspect.signature(function)
-        own = "strict" in signature.parameters
-
         @functools.wraps(function)
         def checked(module: Any, *args: Any, strict: bool = True, **parameters: Any) -> Any:
             flag("strict", strict)
@@ -67,13 +62,8 @@ def reads(kinds: Kinds | Callable[[Mapping[str, Any]], Kinds]) -> Callable[[F], 
                     f"are: {described(tensors, left)}",
                     stacklevel=2,
                 )
-            return function(module, *args, **({"strict": strict} if own else {}), **parameters)
+            return function(module, *args, strict=strict, **parameters)
 
-        if not own:
-            option = inspect.Parameter("strict", inspect.Parameter.KEYWORD_ONLY, default=True, annotation=bool)
-            before = list(signature.parameters.values())
-            at = next((i for i, p in enumerate(before) if p.name == "generator"), len(before))
-            checked.__signature__ = signature.replace(parameters=[*before[:at], option, *before[at:]])  # type: ignore[attr-defined]
         return cast("F", checked)
 
     return decorate

@@ -157,7 +157,7 @@ class _Parts:
         calls = [(key, by_init, device, data) for key, by_init in first.items()]
         calls = calls * -(-workers // len(calls))  # so that every worker is busy, as later
         begun = time.time()
-        found = list(training.on_workers(_measure, calls, workers))
+        found = list(training.on_workers(_measure, calls, workers, recipes))
         cells: dict[str, tuple[float, float]] = {}
         inits: dict[tuple[str, str], float] = {}
         for key, _, epoch, other, drawn in found:

@@ -28,6 +28,7 @@ from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
+from weightscope.training.request import references
 from weightscope.training.tile_size import choose_tile
 
 TILE = 32
@@ -72,7 +73,8 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
         tile = recipe.population.tile or (TILE if device.type == "cpu" else None)
         if (path / manifests.NAME).exists():
             there = manifests.read(path)
-            recipe = recipe.replace({"population.tile": there.tile})
+            kernels = there.recipe.training.kernels if recipe.training.kernels == "auto" else recipe.training.kernels
+            recipe = recipe.replace({"population.tile": there.tile, "training.kernels": kernels})
             _refuse_another(path, there.recipe, recipe)
             out.append(recipe)
             continue
@@ -139,7 +141,8 @@ def train_all(tasks: Sequence[Task], workers: int | None, progress: bool, option
     try:
         with tqdm(total=total, initial=total - sum(t.rows for t in todo), desc="bench", unit=" networks",
                   disable=None if progress else True) as bar:  # fmt: skip
-            for task in on_workers(_finished, [(task, options) for task in todo], workers):
+            recipes = [task.recipe for task in todo]
+            for task in on_workers(_finished, [(task, options) for task in todo], workers, recipes):
                 bar.update(task.rows)
     except KeyboardInterrupt:
         raise Resumable(f"stopped: {_kept(tasks)}; run the same command again to resume") from None
@@ -148,10 +151,12 @@ def train_all(tasks: Sequence[Task], workers: int | None, progress: bool, option
         raise Resumable(f"{why}: {_kept(tasks)}; run the same command again, with fewer workers") from error
 
 
-def on_workers(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int | None) -> Iterator[Any]:
+def on_workers(
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], workers: int | None, recipes: Sequence[Recipe]
+) -> Iterator[Any]:
     """The results of calls in any order: of processes with one thread each, or of this one if `workers` is 1.
 
-    Functions that users passed in Python are known to the processes.
+    Functions of the recipes that users passed in Python are known to the processes.
     """
     number = min(count("workers", workers) if workers is not None else usable_cores(), len(calls))
     if number <= 1:
@@ -162,7 +167,8 @@ def on_workers(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], w
         # one call at a time, or a bundle of short ones would be lost as a whole
         parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
         run = joblib.delayed(_in_worker)
-        passed, path = plugins.passed(), list(sys.path)
+        passed = plugins.passed({name for recipe in recipes for _, name in references(recipe)})
+        path = list(sys.path)
         with contextlib.closing(parallel(run(function, call, passed, path) for call in calls)) as results:
             yield from results
 

@@ -96,6 +96,7 @@ def mimetic_attention_(
     construction: str = "svd",
     parts: str = "both",
     layers: int | list[int] | None = None,
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Make `W_Q W_K^T ~ alpha_qk Z + beta_qk I` in every head and `W_V W_proj ~ alpha_vo Z - beta_vo I` in every layer.

@@ -247,6 +247,7 @@ def random_filters_(
     *,
     distribution: str = "normal",
     gain: float = 1.0,
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
@@ -288,6 +289,7 @@ def impulse_filters_(
     *,
     filter_size: int | None = None,
     order: str = "random",
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Set one pixel of every depthwise filter to 1 and the others to 0.
@@ -339,7 +341,7 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
 @reads(("depthwise convolutions",))
-def box_filters_(module: M, *, value: float = 1.0, generator: torch.Generator | None = None) -> M:
+def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: torch.Generator | None = None) -> M:
     """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:

@@ -49,6 +49,7 @@ def impulse_attention_(
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     layers: int | list[int] | None = None,
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Give each head queries and keys whose attention map is an impulse: token (y, x) attends to (y + dy, x + dx).

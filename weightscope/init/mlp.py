@@ -34,6 +34,7 @@ def mimetic_mlp_(
     sigma: float = 0.3,
     gate: bool = False,
     layers: int | list[int] | None = None,
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """Add a mean to the weights of the first layer of every MLP, in units of the default entries' deviation.

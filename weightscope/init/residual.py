@@ -53,7 +53,9 @@ def branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 @INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
 @reads(branches)
-def zero_init_(module: M, *, parts: str = "attention", generator: torch.Generator | None = None) -> M:
+def zero_init_(
+    module: M, *, parts: str = "attention", strict: bool = True, generator: torch.Generator | None = None
+) -> M:
     """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
     Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers zero,
@@ -100,6 +102,7 @@ def t_fixup_(
     *,
     kind: str = "encoder",
     embeddings: bool = False,
+    strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
     """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.

@@ -40,7 +40,7 @@ class OwnCode:
     def of(cls, references: Iterable[str]) -> "OwnCode":
         """What another process needs to use these references."""
         references = tuple(references)
-        passed = {name: item for name, item in plugins.passed().items() if name in references}
+        passed = plugins.passed(references)
         hashes = tuple(
             "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
         )

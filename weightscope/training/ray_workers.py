@@ -5,6 +5,7 @@ heartbeats to an actor, which keeps the time of the last one of each tile.
 """
 
 import contextlib
+import importlib
 import itertools
 import threading
 import time
@@ -54,6 +55,7 @@ class _Ray:
         self._remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
         self._pending: dict[Any, tuple[int, int]] = {}  # future -> tile, number of the attempt
         self._attempts = itertools.count()
+        self._beat: dict[int, float] = {}  # attempt -> time of its last heartbeat
         self._kind, self._seen = "GPU" if gpu else "CPU", time.monotonic()
         self._lookout = Lookout(ray.cluster_resources)
         self._heard = Lookout(lambda: ray.get(self._board.read.remote()))
@@ -81,9 +83,14 @@ class _Ray:
         if now - self._seen > workers.LOST_SECONDS:
             raise ClusterLost(f"the ray cluster has had no {self._kind} for {workers.LOST_SECONDS:.0f} seconds")
         for future, (tile, attempt) in list(self._pending.items()):
-            silent, done = beats.get(attempt, (0.0, None))
-            if done is not None:
-                self._progress(tile, done)
+            if attempt in beats:
+                silent, done = beats[attempt]
+                self._beat[attempt] = now - silent
+                if done is not None:
+                    self._progress(tile, done)
+            silent = now - self._beat.get(
+                attempt, now
+            )  # also if the board died and forgot it; 0 for a tile in the queue
             if silent > workers.SILENT_SECONDS:
                 del self._pending[future]
                 self._ray.cancel(future, force=True)
@@ -137,6 +144,8 @@ def _run(task: Task, tile: int, board: Any, attempt: int, hangs: float) -> Any:
                 board.forget.remote(attempt)
                 return
 
+    # A process that is stopped before its first heartbeat has left it would look like a tile that waits in the queue.
+    importlib.import_module("ray").get(board.beat.remote(attempt, None))
     beating = threading.Thread(target=beat, daemon=True)
     beating.start()
     try:
