@@ -52,12 +52,13 @@ def two_workers(backend: str) -> Iterator[Workers]:
 
 def worker_processes(backend: str) -> list[psutil.Process]:
     """The processes that run tiles, of this process or of its cluster."""
-    marks = {"loky": "loky", "dask": "spawn_main", "ray": "ray::"}
+    # "ray::_": tasks and actors; not ray's own agents, whose death ends the node and with it this process
+    marks = {"loky": "loky", "dask": "spawn_main", "ray": "ray::_"}
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if marks[backend] in command and "resource_tracker" not in command and "IDLE" not in command:
+            if marks[backend] in command and "resource_tracker" not in command:
                 found.append(process)
     return found
 

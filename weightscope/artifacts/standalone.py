@@ -9,7 +9,14 @@ from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
 from weightscope.structures import Structure
 
-_FORMS = ("affine", "kronecker", "group_means", "exchangeable", "fixed")  # what the templates implement
+_FORMS = (
+    "affine",
+    "kronecker",
+    "group_means",
+    "exchangeable",
+    "tensor_normal",
+    "fixed",
+)  # what the templates implement
 
 _TEMPLATE = '''\
 """Initialise {touched} from {artifact}, in the folder of this file.
@@ -36,7 +43,8 @@ def init_(module, generator=None):
     own = {{k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}}
     for i, group in enumerate(groups):
         a = {{key.removeprefix(f"{{i}}."): value for key, value in arrays.items() if key.startswith(f"{{i}}.")}}
-        x = {sample}(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
+        sample = _FORMS.get(group["form"], _sample)
+        x = sample(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
         if "varying" in a:  # entries that are the same in every network
             x = a["values"].masked_scatter(a["varying"].bool(), x)
         for name, shape, _ in group["spec"]:
@@ -71,8 +79,6 @@ _EXCHANGEABLE = '''
 
 def _parts(group, a, randn):
     """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
-    if group["form"] != "exchangeable":
-        return _sample(group, a, randn)
     views = json.loads(bytes(a["permutations"].tolist()))["views"]
     sizes, types = {}, {}
     for view in views:
@@ -106,6 +112,28 @@ def _parts(group, a, randn):
             start += prod(fixed)
     return a["mean"] + torch.cat([value.flatten() for value in out.values()])
 '''
+
+_TENSOR_NORMAL = '''
+
+def _layers(group, a, randn):
+    """One sample of a group: the same tensor of several layers as an array (L, p, n), noise times three factors."""
+    x, stacks, start = a["mean"].clone(), {}, 0
+    for name, shape, _ in group["spec"]:
+        stacks.setdefault((re.sub(r"\\d+", "*", name), tuple(shape)), []).append(start)
+        start += prod(shape)
+    for j, places in enumerate(stacks.values()):
+        layers, rows, columns = (a[f"{key}.{j}"] for key in ("layers", "rows", "columns"))
+        z = rows @ randn(len(layers), len(rows), len(columns)) @ columns.T
+        for start, part in zip(places, torch.tensordot(layers, z, 1).flatten(1)):
+            x[start : start + len(part)] += part
+    return x
+'''
+
+# Form -> (what it imports, its function, the text of this function).
+_BY_FORM = {
+    "exchangeable": ("from itertools import chain, combinations\n", "_parts", _EXCHANGEABLE),
+    "tensor_normal": ("import re\n", "_layers", _TENSOR_NORMAL),
+}
 
 
 def write_standalone(
@@ -163,7 +191,9 @@ def _source(result: PopulationFit, module: str, artifact: str) -> str:
         key: text.replace("\\", "/").replace('"""', "'''")
         for key, text in {"touched": touched, "summary": summary}.items()
     }
-    parts = any(group.structure is not None and group.structure.form == "exchangeable" for group in result.groups)
-    safe |= {"imports": "from itertools import chain, combinations\n", "sample": "_parts"} if parts else {}
-    text = _TEMPLATE.format(module=module, artifact=artifact, **{"imports": "", "sample": "_sample"} | safe)
-    return text + _EXCHANGEABLE if parts else text
+    forms = {group.structure.form for group in result.groups if group.structure is not None}
+    needed = {form: texts for form, texts in _BY_FORM.items() if form in forms}
+    imports = "".join(sorted((texts[0] for texts in needed.values()), reverse=True))
+    text = _TEMPLATE.format(module=module, artifact=artifact, imports=imports, **safe)
+    functions = ", ".join(f'"{form}": {name}' for form, (_, name, _) in needed.items())
+    return text + "".join(texts[2] for texts in needed.values()) + f"\n\n_FORMS = {{{functions}}}\n"

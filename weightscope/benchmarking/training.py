@@ -6,6 +6,7 @@ was stopped resumes, and a finished tile is never trained again.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -168,14 +169,30 @@ def on_workers(
         parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
         run = joblib.delayed(_in_worker)
         passed = plugins.passed({name for recipe in recipes for _, name in references(recipe)})
-        path = list(sys.path)
-        with contextlib.closing(parallel(run(function, call, passed, path) for call in calls)) as results:
+        place = _Place(os.getcwd(), list(sys.path), passed)
+        with contextlib.closing(parallel(run(function, call, place) for call in calls)) as results:
             yield from results
 
 
-def _in_worker(function: Callable[..., Any], call: tuple[Any, ...], passed: dict[str, Any], path: list[str]) -> Any:
-    plugins.restore(passed)
-    sys.path[:] = dict.fromkeys((*sys.path, *path))
+@dataclass(frozen=True)
+class _Place:
+    """Where calls run, the same in all processes; a worker outlives the benchmark for which it was started.
+
+    Attributes:
+        folder: the working directory, to which paths are relative.
+        path: on which modules of users' own are found.
+        passed: their functions that cannot be imported; see `plugins.passed`.
+    """
+
+    folder: str
+    path: list[str]
+    passed: dict[str, tuple[Any, str]]
+
+
+def _in_worker(function: Callable[..., Any], call: tuple[Any, ...], place: _Place) -> Any:
+    plugins.restore(place.passed)
+    os.chdir(place.folder)
+    sys.path[:] = dict.fromkeys((*sys.path, *place.path))
     return function(*call)
 
 
