@@ -20,7 +20,7 @@ lint: $(INSTALLED)
 # The oldest versions that pyproject.toml allows; torch is in constraints.txt, since older wheels are hard to get.
 test-oldest:
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-xdist hypothesis psutil pandas cloudpickle
+	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-timeout pytest-xdist hypothesis psutil pandas cloudpickle
 	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -q
 
 docs: $(INSTALLED)

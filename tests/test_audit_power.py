@@ -90,7 +90,10 @@ def test_the_report_prints_what_it_would_catch_and_what_not():
     sigma = math.sqrt(1e-3 * 3 * 96)  # input means of variance 1e-3
     wi.mimetic_mlp_(model, mode="rows", sigma=sigma, generator=generator())
     text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=sigma))
-    assert "would catch an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %" in text
+    assert (
+        "would catch, if all layers have it: an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %"
+        in text
+    )
     assert "undecidable: a 20 % error in sigma (20 % found)" in text  # 44 % in variance
     report = audit(model, "mimetic_attention")
     assert report.to_dict()["powers"]["mimetic_attention"][error_in("alpha_qk")] > 0.99

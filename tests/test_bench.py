@@ -18,6 +18,7 @@ import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise
+from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval
 from weightscope.errors import UsageError
 from weightscope.fitting.population import fit
@@ -370,3 +371,13 @@ def test_an_own_initialiser_is_benchmarked_from_python(mine: Path) -> None:
     result = bench(small, ["default", my_init], "out", workers=2, device="cpu", progress=False)
     assert [row["init"] for row in result.arms] == ["default", "my_init"]
     assert result.arms[1]["difference"] != 0
+
+
+def test_the_title_of_the_pictures_tells_scale_from_structure() -> None:
+    better = {"default": [0.50, 0.52, 0.49, 0.51], "a": [0.60, 0.62, 0.60, 0.61]}
+    control = {"a (scale only)": [0.60, 0.61, 0.60, 0.62]}
+    assert finding(summarise(rows(better | control))) == "a is 10.2 points better than default: scale, not structure"
+    better["a (scale only)"] = [0.52, 0.53, 0.52, 0.54]
+    assert finding(summarise(rows(better))) == "a is 10.2 points better than default, 8.0 of them beyond scale"
+    two = [*rows(better, epochs=1), *rows({"default": [0.9, 0.91], "a": [0.9, 0.91]})]
+    assert finding(summarise(two)).startswith("a is 10.2 points better than default after 1 epoch, 8.0 of")

@@ -119,19 +119,21 @@ DECIDED = 0.99
 UNTOUCHED = "an untouched network"
 
 
-def outside(limits: Interval, mean: float, sd: float) -> float:
+def outside(limits: Interval, mean: float, sd: float, dof: float = math.inf) -> float:
     """The power of a check: the probability that a normal statistic of a wrong network is outside the interval.
 
-    P(x < low) + P(x > high),   x ~ N(mean, sd^2);   0 or 1 for sd = 0
+    P(x < low) + P(x > high),   x ~ N(mean, sd^2), or mean + sd t with `dof` degrees;   0 or 1 for sd = 0
     """
     low, high = limits
     if sd <= 0 or not math.isfinite(sd):
         return float(not low <= mean <= high)
-    return float(stats.norm.cdf((low - mean) / sd) + stats.norm.sf((high - mean) / sd))
+    return float(stats.t.cdf((low - mean) / sd, dof) + stats.t.sf((high - mean) / sd, dof))
 
 
 def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0, factor: float = 1.0) -> float:
-    """`outside` with the mean and standard deviation of simulated wrong networks.
+    """The power of a check by n simulated wrong networks: the probability that one more is outside the interval.
+
+    x ~ mean + sd sqrt(1 + 1/n) t_(n-1),   the predictive distribution of a normal statistic
 
     Args:
         limits: of the check.
@@ -142,7 +144,7 @@ def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0,
     n = len(draws)
     mean = sum(draws) / n
     sd = math.sqrt(sum((x - mean) ** 2 for x in draws) / (n - 1)) * shrink * math.sqrt(1 + 1 / n)
-    return outside(limits, mean * factor, sd * factor)
+    return outside(limits, mean * factor, sd * factor, dof=n - 1)
 
 
 def error_in(parameter: str) -> str:

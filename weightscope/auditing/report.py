@@ -226,7 +226,7 @@ def _power_lines(powers: Mapping[str, float], unclear: tuple[str, ...]) -> list[
     """What the audit would have found, and what it cannot tell."""
     found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
     other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
-    lines = [f"would catch {', '.join(found)}"] if found else []
+    lines = [f"would catch, if all layers have it: {', '.join(found)}"] if found else []
     lines += [f"undecidable: {', '.join(other)}"] if other else []
     if unclear:
         parts = f"{', '.join(unclear[:3])}{f' and {len(unclear) - 3} more' if len(unclear) > 3 else ''}"

@@ -97,7 +97,10 @@ def _map(rows: Rows, axes: tuple[str, str], title: str | None) -> Any:
 
 
 def finding(arms: Rows) -> str | None:
-    """In one sentence, the best significant difference from the reference, or the worst if none is positive."""
+    """In one sentence, the best significant difference from the reference, or the worst if none is positive.
+
+    Where the initialiser has a control, the sentence says what of the difference is beyond scale.
+    """
     rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
     sure = [row for row in rows if row["p_holm"] < _LEVEL]
     if not rows:
@@ -111,8 +114,16 @@ def finding(arms: Rows) -> str | None:
     points = 100 * abs(best["difference"])
     place = point_text(best.get("cell", {}))
     where = f" at {place}" if place else ""
+    if len({row["epochs"] for row in rows}) > 1:
+        where += f" after {best['epochs']} epoch{'s'[: best['epochs'] != 1]}"
     more = "better" if best["difference"] > 0 else "worse"
-    return f"{best['init']} is {points:.1f} points {more} than {best['reference']}{where}"
+    text = f"{best['init']} is {points:.1f} points {more} than {best['reference']}{where}"
+    if more == "worse" or best.get("beyond_scale_p_holm") is None:
+        return text
+    beyond = best["beyond_scale_p_holm"] < _LEVEL and best["beyond_scale"] > 0
+    return (
+        f"{text}, {100 * best['beyond_scale']:.1f} of them beyond scale" if beyond else f"{text}: scale, not structure"
+    )
 
 
 def scale_finding(arms: Rows) -> str | None:
