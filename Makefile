@@ -49,7 +49,7 @@ bench-gpu: $(INSTALLED)
 # Mutated files of every kind, each read or refused with one line; then kills at random. Needs the packages of `make test`.
 TORTURE = --json tests/torture/results.json
 torture: $(INSTALLED) .venv/.peers
-	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2
+	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2 $(TORTURE)
 	$(BIN)/python tests/torture/kill_collect.py --kills 200 $(TORTURE)
 	$(BIN)/python tests/torture/kill_workers.py --backend dask --kills 12 $(TORTURE)
 	$(BIN)/python tests/torture/kill_workers.py --backend ray --kills 12 $(TORTURE)

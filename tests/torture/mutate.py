@@ -32,6 +32,7 @@ import pytest
 import test_checkpoint_fuzz as checkpoints
 import torch
 from hub_server import REPOSITORY, Hub, connect, isolate, serving
+from plain_torture import report
 from safetensors.torch import save
 
 from weightscope._util import toml
@@ -306,7 +307,7 @@ def _split(options: argparse.Namespace) -> dict[str, list[int]]:
     """Run parts of the work in processes of their own, and add up their counts."""
     share, total = -(-options.count // options.workers), Counter[str]()
     accepted: Counter[str] = Counter()
-    command = [sys.executable, __file__, "--json", "--kinds", options.kinds]
+    command = [sys.executable, __file__, "--counts", "--kinds", options.kinds]
     parts = [
         [*command, "--count", str(min(share, options.count - i * share)), "--seed", str(options.seed + 1000 * i)]
         for i in range(options.workers)
@@ -329,18 +330,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kinds", default="", help="names separated by commas; all by default")
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--counts", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     wanted = tuple(filter(None, options.kinds.split(",")))
     found = _split(options) if options.workers > 1 else torture(options.count, options.seed, wanted)
-    if options.json:
+    if options.counts:
         print(json.dumps(found))
         return
     for name, (tried, accepted) in found.items():
         print(f"{name}: {tried} mutants, {accepted} read, {tried - accepted} refused with one line")
-    print(f"{sum(tried for tried, _ in found.values())} mutants in {time.monotonic() - began:.0f} s, no failure")
+    counts = {"mutants": sum(tried for tried, _ in found.values()), "read": sum(read for _, read in found.values())}
+    report(options.json, "mutate", counts | {"failures": 0}, time.monotonic() - began)
 
 
 if __name__ == "__main__":
