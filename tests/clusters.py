@@ -38,6 +38,7 @@ def two_workers(backend: str) -> Iterator[Workers]:
         elif backend == "dask":
             distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
             with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
+                cluster.adapt(minimum=2, maximum=2)  # a worker that is killed while it starts is not started again
                 yield Workers("dask", scheduler=cluster.scheduler_address)
         else:
             ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")

@@ -20,7 +20,8 @@ from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
 from weightscope.artifacts import NetworkFit, load_artifact
-from weightscope.artifacts.network_fit import FilterFit, network_fit_of
+from weightscope.artifacts.filter_fits import FilterFit
+from weightscope.artifacts.network_fit import network_fit_of
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network

@@ -157,7 +157,8 @@ class PopulationContents(Result):
         return text_table(head, rows)
 
     def _origin(self) -> str:
-        lines = [f"root seed {self.root_seed}; seeds of the first networks {', '.join(map(str, self.first_seeds))}"]
+        seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
+        lines = [f"root seed {self.root_seed}{seeds}"]
         lines += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
         for key, value in self.environment.items():
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value

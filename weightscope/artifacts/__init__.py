@@ -2,7 +2,9 @@
 
 format          the file: safetensors with a JSON header
 population_fit  `PopulationFit`, fitted to a population
-network_fit     `NetworkFit`, fitted to one network
+network_fit     `NetworkFit`, fitted to one network; its numbers are in
+filter_fits     for depthwise filters, and
+product_fit     for mimetic attention
 resizing        `resized_fit`, a fit to a population for networks of other widths and depths
 loading         `load_artifact`
 standalone      `write_standalone`, a Python file that needs torch and safetensors only

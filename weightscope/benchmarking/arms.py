@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util.checks import choice, count
-from weightscope._util.sources import is_population
 from weightscope.benchmarking.axes import SECTIONS, Axis, axes_of, point_text, points_of, value_text
 from weightscope.benchmarking.inits import CONTROL, Init, labelled, short_name, with_numbers
 from weightscope.errors import RecipeError, UsageError
-from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 
-__all__ = ["CONTROL", "FROZEN", "Arm", "Init", "default_folder", "labelled", "plan_arms", "recipe_of"]
+__all__ = ["CONTROL", "FROZEN", "Arm", "Init", "default_folder", "labelled", "plan_arms"]
 
 FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
 CONTROLS = ("scale",)
@@ -173,15 +171,6 @@ def _changed(recipe: Recipe, changes: dict[str, Any], cell: Mapping[str, Any]) -
         return recipe.model_copy(update={"bench": None}).replace(changes)
     except RecipeError as error:
         raise RecipeError(f"{error} (at {point_text(cell)})" if cell else str(error)) from None
-
-
-def recipe_of(source: Recipe | str | Path) -> Recipe:
-    """A recipe: itself, that of a population's folder, or the one that `Recipe.load` finds by name or path."""
-    if isinstance(source, Recipe):
-        return source
-    if is_population(source):
-        return Population(source, partial=True).recipe
-    return Recipe.load(source)
 
 
 def default_folder(source: Recipe | str | Path) -> Path:

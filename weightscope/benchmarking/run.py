@@ -16,13 +16,13 @@ from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope._util.environment import environment
 from weightscope.benchmarking import training
-from weightscope.benchmarking.arms import Arm, default_folder, plan_arms, recipe_of
+from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
 from weightscope.benchmarking.axes import Axis
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import summarise
 from weightscope.errors import UsageError
-from weightscope.population import Population
+from weightscope.population import Population, recipe_of
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device

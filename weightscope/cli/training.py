@@ -52,18 +52,22 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
       weightscope collect digits-convnext -o digits.pop -n 512
       weightscope collect digits-convnext -o digits.pop -n 100000 --workers 8 --plan
     """
-    from weightscope.analysis.inspection import population_contents
-    from weightscope.benchmarking.arms import recipe_of
-    from weightscope.training.collection import collect as train
+    from weightscope.population import recipe_of
 
+    wanted = recipe_of(recipe)
+    if options["networks"] is not None:
+        wanted.replace({"population.networks": options["networks"]})  # an invalid number is known before torch is
     if plan:
         from weightscope.training.planning import plan as estimate
 
         if options.pop("shard") is not None:
             raise UsageError("--shard: not available with --plan, which is about all tiles")
-        click.echo(estimate(recipe_of(recipe), out, **options).text())
+        click.echo(estimate(wanted, out, **options).text())
         return
-    train(recipe_of(recipe), out, **options)
+    from weightscope.analysis.inspection import population_contents
+    from weightscope.training.collection import collect as train
+
+    train(wanted, out, **options)
     click.echo(population_contents(out).brief())
 
 

@@ -12,7 +12,8 @@ from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 from weightscope._util.checks import choice, count
 from weightscope.analysis.within_network.filters import square_and_others
 from weightscope.anatomy import DepthwisePart
-from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ScheduleFit, ScheduleLayer
+from weightscope.artifacts.filter_fits import FilterFit, ScheduleFit, ScheduleLayer
+from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.registry import NETWORK_FITS
 from weightscope.init.convolution import Schedule, conv_covariance, covariance_root, relative_depths

@@ -13,7 +13,8 @@ from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
 from weightscope.anatomy.layer_scale import layer_scale
-from weightscope.artifacts.network_fit import NetworkFit, ProductFit, ProductLayer, ProductNumbers
+from weightscope.artifacts.network_fit import NetworkFit
+from weightscope.artifacts.product_fit import ProductFit, ProductLayer, ProductNumbers
 from weightscope.errors import DataError
 from weightscope.fitting.registry import NETWORK_FITS
 from weightscope.init.attention import PARTS, self_attention

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise
 from weightscope.anatomy.strictness import reads
+from weightscope.artifacts.filter_fits import FilterFit, ScheduleFit
 from weightscope.artifacts.loading import load_artifact
-from weightscope.artifacts.network_fit import FilterFit, NetworkFit, ProductFit, ProductLayer, ScheduleFit
+from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.artifacts.population_fit import Group, PopulationFit
+from weightscope.artifacts.product_fit import ProductFit, ProductLayer
 from weightscope.artifacts.resizing import ResizedFit, resized_fit
 from weightscope.errors import DataError, SpecError
 from weightscope.init._common import M, cpu_generator

@@ -1,6 +1,6 @@
 """Populations on disk: the only part of weightscope that imports h5py."""
 
 from weightscope.population.exporting import export
-from weightscope.population.reading import Population, population_in
+from weightscope.population.reading import Population, population_in, recipe_of
 
-__all__ = ["Population", "export", "population_in"]
+__all__ = ["Population", "export", "population_in", "recipe_of"]

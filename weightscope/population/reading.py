@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from weightscope._util.results import Result
+from weightscope._util.sources import is_population
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -379,3 +380,12 @@ def _listing(tiles: Sequence[int], manifest: manifests.Manifest, most: int = 4) 
         f"tile {t} (networks {t * manifest.tile}-{t * manifest.tile + manifest.rows(t) - 1})" for t in tiles[:most]
     )
     return text + (f" and {len(tiles) - most} more tiles" if len(tiles) > most else "")
+
+
+def recipe_of(source: Recipe | str | Path) -> Recipe:
+    """A recipe: itself, that of a population's folder, or the one that `Recipe.load` finds by name or path."""
+    if isinstance(source, Recipe):
+        return source
+    if is_population(source):
+        return Population(source, partial=True).recipe
+    return Recipe.load(source)
