@@ -56,6 +56,55 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class DropPath(nn.Module):
+    """Stochastic depth: in training the branch of an image is 0 with probability r, and divided by 1 - r otherwise.
+
+    Attributes:
+        draws: uniform numbers (B,) in [0, 1), one per image; the branch is dropped below r. None: from torch's global
+            generator. Whoever trains sets them before a forward pass.
+
+    Args:
+        rate: r.
+
+    Source: Huang et al., Deep networks with stochastic depth, 2016, Eq. 2; scaled as in timm.
+    """
+
+    draws: Tensor | None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.draws = rate, None
+
+    def extra_repr(self) -> str:
+        """The rate."""
+        return f"rate={self.rate}"
+
+    def factors(self, draws: Tensor, dtype: torch.dtype) -> Tensor:
+        """0 or 1 / (1 - r) for each uniform number."""
+        return (draws >= self.rate).to(dtype) / (1 - self.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop branches (B, ..., C)."""
+        if not self.training:
+            return x
+        draws = torch.rand(len(x), device=x.device) if self.draws is None else self.draws
+        return x * self.factors(draws, x.dtype).view(-1, *(1 for _ in x.shape[1:]))
+
+
+def drop_paths(rate: float, depth: int) -> list[nn.Module]:
+    """One layer for each block i = 0 .. depth - 1, of rate `rate * i / (depth - 1)`; the identity if that is 0.
+
+    Raises:
+        UsageError: if the rate is not in [0, 1).
+
+    Source: Huang et al. 2016, Eq. 4, with the rates of ConvNeXt and timm, which begin with 0.
+    """
+    if not 0 <= rate < 1:
+        raise UsageError(f"drop_path: expected a rate in [0, 1), found {rate}")
+    rates = [rate * i / max(depth - 1, 1) for i in range(depth)]
+    return [DropPath(r) if r > 0 else nn.Identity() for r in rates]
+
+
 class SpatialMean(nn.Module):
     """Average over the pixels of images: (B, C, S, S) to (B, C)."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerNorm2d, SpatialMean, TokenPool
+from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, TokenPool
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
@@ -138,6 +138,24 @@ class _TokenPool(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         inner = x.permute(2, 1, 0)
         return (inner[:, 0] if self.layer.first else inner.mean(1)).t()
+
+
+class BatchedDropPath(BatchedLayer):
+    """Stochastic depth of tokens (B, ..., T*C).
+
+    Attributes:
+        draws: uniform numbers (T, B); without them nothing is dropped.
+    """
+
+    draws: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop the branches of some images of some networks."""
+        if self.draws is None or not self.training:
+            return x
+        factors = self.layer.factors(self.draws, x.dtype)[:, None, None]  # (T, 1, 1, B)
+        rows = rows_of(x, self.count)
+        return unrows((rows.view(*rows.shape[:2], -1, len(x)) * factors).view_as(rows), x)
 
 
 class _Linear(BatchedLayer):
@@ -322,6 +340,7 @@ BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     LayerNorm2d: Normalisation,
     nn.BatchNorm2d: Normalisation,
     Attention: _Attention,
+    DropPath: BatchedDropPath,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
     nn.Flatten: _Flatten,
