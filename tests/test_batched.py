@@ -15,6 +15,11 @@ NETWORKS = {
     "convnext-large-image": lambda: ConvNeXt(4, 1, 7, 1, 5, in_channels=1, layer_scale=None),
     "convmixer": lambda: ConvMixer(8, 2, 5, 2, 5, in_channels=1),
     "convmixer-dilated": lambda: ConvMixer(8, 4, 3, 1, 5, in_channels=1, dilations="D"),
+    "convmixer-none": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="none", norm="layer"),
+    "convmixer-both": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="both"),
+    "convmixer-relu": lambda: ConvMixer(8, 2, 8, 2, 5, in_channels=1, activation="relu"),
+    "convmixer-even-dilated": lambda: ConvMixer(4, 4, 4, 2, 5, in_channels=1, dilations="D"),
+    "convnext-even": lambda: ConvNeXt(8, 2, 4, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
     "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
     "cnn": lambda: _cnn(),
@@ -70,6 +75,7 @@ def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
     return batched
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:

@@ -16,7 +16,7 @@ class ConvNeXtBlock(nn.Module):
 
     Args:
         width: d.
-        kernel_size: of the depthwise filters, odd.
+        kernel_size: of the depthwise filters.
         hidden: p, the MLP's hidden units.
         layer_scale: initial value of gamma; None for no gamma.
         drop_path: the layer of stochastic depth, or the identity.
@@ -113,7 +113,7 @@ class ConvNeXt(nn.Module):
     Args:
         width: d, or the stages' widths.
         depth: blocks, or the stages' blocks.
-        kernel_size: of the depthwise filters, odd.
+        kernel_size: of the depthwise filters; even ones have torch's padding "same".
         patch_size: side length of the stem's patches.
         num_classes: n.
         expansion: the MLP's hidden units per channel, p / d.
@@ -122,7 +122,7 @@ class ConvNeXt(nn.Module):
         drop_path: rate of stochastic depth in the last block, in [0, 1); it rises linearly from 0 in the first.
 
     Raises:
-        UsageError: if `width` and `depth` do not match, or `kernel_size` is even.
+        UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
 
     Example:
         >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)

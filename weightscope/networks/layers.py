@@ -178,11 +178,10 @@ class Attention(nn.Module):
 def depthwise(width: int, kernel_size: int, dilation: int = 1) -> nn.Conv2d:
     """A depthwise convolution, one kernel_size x kernel_size filter per channel, that keeps the image's size.
 
-    Raises:
-        UsageError: if the kernel size is even, so that a filter has no central pixel.
+    Even kernels, which have no central pixel, have torch's padding "same": one more pixel after the image than before.
     """
     if kernel_size % 2 == 0:
-        raise UsageError(f"kernel_size must be odd, so that a filter has a central pixel, found {kernel_size}")
+        return nn.Conv2d(width, width, kernel_size, padding="same", dilation=dilation, groups=width)
     return nn.Conv2d(width, width, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation, groups=width)
 
 

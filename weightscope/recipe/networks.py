@@ -32,6 +32,9 @@ class ConvMixerConfig(Section):
     kernel_size: Width = 7
     patch_size: Width = 2
     dilations: Literal["A", "B", "C", "D", "E", "F", "G", "H"] = "A"
+    residual: Literal["none", "first", "both"] = "first"
+    norm: Literal["batch", "layer"] = "batch"
+    activation: Literal["gelu", "relu"] = "gelu"
 
 
 class ConvNeXtConfig(Section):

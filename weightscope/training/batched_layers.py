@@ -238,10 +238,11 @@ class _Conv2d(BatchedLayer):
         else:
             before = after = [0, 0] if isinstance(layer.padding, str) else list(layer.padding)
         self.padding = before[1], after[1], before[0], after[0]  # as F.pad takes it: left, right, top, bottom
-        same = s == (1, 1) and all(2 * b == e * (n - 1) and n % 2 for b, e, n in zip(before, d, k, strict=True))
+        odd = all(2 * b == e * (n - 1) and n % 2 for b, e, n in zip(before, d, k, strict=True))
+        even = layer.padding == "same" and d == (1, 1)  # computed as the next odd size, see `filters_of`
         square = k[0] == k[1]
         depthwise = layer.groups == layer.in_channels == layer.out_channels
-        self.depthwise: bool = depthwise and same and square and d[0] == d[1]
+        self.depthwise: bool = depthwise and s == (1, 1) and (odd or even) and square and d[0] == d[1]
         self.patches: bool = layer.groups == 1 and square and k == s and d == (1, 1) and not any(self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -323,7 +324,13 @@ def converted(leaves: Iterable[Tensor | None], x: Tensor, kernels: Kernels) -> t
 
 
 def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-    """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,)."""
+    """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,).
+
+    Even filters, whose padding is torch's "same", get a row and a column of zeros before the others: the offsets
+    -(k/2 - 1) to k/2 are those of the next odd filter without its first.
+    """
+    if weight.shape[-1] % 2 == 0:
+        weight = F.pad(weight, (1, 0, 1, 0))
     return weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
 
 
