@@ -20,6 +20,7 @@ NETWORKS = {
     "convmixer-relu": lambda: ConvMixer(8, 2, 8, 2, 5, in_channels=1, activation="relu"),
     "convmixer-even-dilated": lambda: ConvMixer(4, 4, 4, 2, 5, in_channels=1, dilations="D"),
     "convnext-even": lambda: ConvNeXt(8, 2, 4, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
+    "convnext-sum": lambda: ConvNeXt((8, 12), (1, 1), 3, 2, 5, in_channels=1, layer_scale=None, learned_sum=0.2),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
     "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
     "cnn": lambda: _cnn(),

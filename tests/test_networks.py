@@ -1,5 +1,6 @@
 """The networks against timm, the thesis' formulas, and the rules that let many of them run as one."""
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Literal
@@ -179,6 +180,27 @@ def test_the_ablations_of_thesis_table_2_3_by_hand(residual: str, norm: str, act
         for layer, added in zip(convolutions, (residual != "none", residual == "both"), strict=True):
             x = normalised(layer(x)) + (x if added else 0)
     torch.testing.assert_close(model(images), model.head(x.mean((2, 3))), rtol=1e-10, atol=1e-12)
+
+
+def test_a_learned_sum_is_the_mlp_papers_baseline() -> None:
+    """Section 3: W1 x + b 1_p 1_n^T x, one parameter per MLP; b = 0.3 s is what mimetic_mlp adds to W1."""
+    plain, summed = ConvNeXt(8, 2, 3, 4, 10), ConvNeXt(8, 2, 3, 4, 10, learned_sum=0.25)
+    assert _parameters(summed) == _parameters(plain) + 2
+    fc1 = summed.stages[0].blocks[0].mlp.fc1
+    x = torch.randn(5, 8)
+    matrix = fc1.weight + 0.25 * torch.ones(32, 1) @ torch.ones(1, 8)
+    torch.testing.assert_close(fc1(x), x @ matrix.T + fc1.bias)
+    with torch.no_grad():
+        fc1.sum_weight.zero_()
+    fc1.reset_parameters()
+    assert fc1.sum_weight.item() == 0.25
+    shifted = copy.deepcopy(summed)
+    with torch.no_grad():
+        for block in shifted.stages[0].blocks:
+            block.mlp.fc1.sum_weight.zero_()
+            block.mlp.fc1.weight += 0.25
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(shifted(images), summed(images))
 
 
 TABLE_3_2 = {

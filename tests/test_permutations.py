@@ -29,6 +29,7 @@ from weightscope.statistics.samples import WeightArray
 NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, expansion=2, layer_scale=0.1),
     "convnext of two stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 10, in_channels=1, expansion=2),
+    "convnext, learned sum": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, learned_sum=0.1),
     "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
     "convmixer, no residual": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="none", norm="layer"),
     "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),

@@ -20,19 +20,26 @@ class ConvNeXtBlock(nn.Module):
         hidden: p, the MLP's hidden units.
         layer_scale: initial value of gamma; None for no gamma.
         drop_path: the layer of stochastic depth, or the identity.
+        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
     """
 
     gamma: nn.Parameter | None
 
     def __init__(
-        self, width: int, kernel_size: int, hidden: int, layer_scale: float | None, drop_path: nn.Module
+        self,
+        width: int,
+        kernel_size: int,
+        hidden: int,
+        layer_scale: float | None,
+        drop_path: nn.Module,
+        learned_sum: float | None,
     ) -> None:
         super().__init__()
         self.layer_scale = layer_scale
         self.register_parameter("gamma", None if layer_scale is None else nn.Parameter(torch.empty(width)))
         self.conv_dw = depthwise(width, kernel_size)
         self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = Mlp(width, hidden)
+        self.mlp = Mlp(width, hidden, learned_sum)
         self.drop_path = drop_path
         self.reset_parameters()
 
@@ -59,6 +66,7 @@ class ConvNeXtStage(nn.Module):
         kernel_size: of the depthwise filters.
         expansion: p / d.
         layer_scale: initial value of gamma; None for no gamma.
+        learned_sum: initial value of the learned number of each fc1; None for none.
     """
 
     def __init__(
@@ -69,13 +77,17 @@ class ConvNeXtStage(nn.Module):
         kernel_size: int,
         expansion: int,
         layer_scale: float | None,
+        learned_sum: float | None,
     ) -> None:
         super().__init__()
         self.downsample = (
             nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
         )
         self.blocks = nn.Sequential(
-            *(ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale, drop_path) for drop_path in drop_paths)
+            *(
+                ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale, drop_path, learned_sum)
+                for drop_path in drop_paths
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,6 +132,8 @@ class ConvNeXt(nn.Module):
         in_channels: c.
         layer_scale: initial value of each block's gamma; None for blocks without gamma.
         drop_path: rate of stochastic depth in the last block, in [0, 1); it rises linearly from 0 in the first.
+        learned_sum: initial value of the learned number b in each `fc1(x) + b sum(x)`, a baseline of the MLP paper
+            (section 3, Fig. 4); None for none.
 
     Raises:
         UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
@@ -141,6 +155,7 @@ class ConvNeXt(nn.Module):
         in_channels: int = 3,
         layer_scale: float | None = 1e-6,
         drop_path: float = 0.0,
+        learned_sum: float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(width, int) != isinstance(depth, int):
@@ -152,7 +167,9 @@ class ConvNeXt(nn.Module):
         paths = iter(drop_paths(drop_path, sum(depths)))
         self.stages = nn.Sequential(
             *(
-                ConvNeXtStage(before, here, list(islice(paths, blocks)), kernel_size, expansion, layer_scale)
+                ConvNeXtStage(
+                    before, here, list(islice(paths, blocks)), kernel_size, expansion, layer_scale, learned_sum
+                )
                 for before, here, blocks in zip((None, *widths), widths, depths, strict=False)
             )
         )

@@ -129,6 +129,34 @@ class TokenPool(nn.Module):
         return x[:, 0] if self.first else x.mean(1)
 
 
+class SumLinear(nn.Linear):
+    """A linear map and a multiple of the inputs' sum: `y = W x + b 1_p 1_n^T x + bias`, with one learned number b.
+
+    The baseline of the MLP paper (section 3, Fig. 4) for its initialisation, which adds the same matrix once. Not a
+    container: its forward adds over channels.
+
+    Args:
+        inputs: n.
+        outputs: p.
+        initial: the initial value of b, the parameter `sum_weight` (1,).
+    """
+
+    def __init__(self, inputs: int, outputs: int, initial: float) -> None:
+        super().__init__(inputs, outputs)
+        self.initial = initial
+        self.sum_weight = nn.Parameter(torch.full((1,), initial))
+
+    def reset_parameters(self) -> None:
+        """Draw the matrix and the bias as `nn.Linear` does, and set b to its initial value."""
+        super().reset_parameters()
+        if hasattr(self, "sum_weight"):  # not yet where the constructor of nn.Linear calls this
+            nn.init.constant_(self.sum_weight, self.initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., n) to (..., p)."""
+        return super().forward(x) + self.sum_weight * x.sum(-1, keepdim=True)
+
+
 class Mlp(nn.Module):
     """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis.
 
@@ -137,11 +165,12 @@ class Mlp(nn.Module):
     Args:
         width: d, channels of input and output.
         hidden: p, hidden units.
+        learned_sum: initial value of the learned number b of fc1, see `SumLinear`; None for a plain linear map.
     """
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, learned_sum: float | None = None) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
+        self.fc1 = nn.Linear(width, hidden) if learned_sum is None else SumLinear(width, hidden, learned_sum)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(hidden, width)
 

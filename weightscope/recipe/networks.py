@@ -17,7 +17,7 @@ from pydantic import (
 
 from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
-from weightscope.recipe.base import Depth, Fraction, Positive, Section, Width, check_numbers
+from weightscope.recipe.base import Depth, Finite, Fraction, Positive, Section, Width, check_numbers
 
 _MOST_STAGES = 16  # each halves the image
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
@@ -54,6 +54,7 @@ class ConvNeXtConfig(Section):
     expansion: Width = 2
     layer_scale: Positive | None = None
     drop_path: Fraction = 0.0
+    learned_sum: Finite | None = None
 
     @field_validator("width", "depth", mode="before")
     @classmethod

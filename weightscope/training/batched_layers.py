@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, TokenPool
+from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
@@ -161,6 +161,12 @@ class BatchedDropPath(BatchedLayer):
 class _Linear(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         return unrows(self.affine(self.leaves["weight"].to(x.dtype), rows_of(x, self.count)), x)
+
+
+class _SumLinear(BatchedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.leaves["weight"] + self.leaves["sum_weight"][:, :, None]  # W + b 1_p 1_n^T
+        return unrows(self.affine(weight.to(x.dtype), rows_of(x, self.count)), x)
 
 
 class Normalisation(BatchedLayer):
@@ -348,6 +354,7 @@ BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     nn.BatchNorm2d: Normalisation,
     Attention: _Attention,
     DropPath: BatchedDropPath,
+    SumLinear: _SumLinear,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
     nn.Flatten: _Flatten,

@@ -184,7 +184,10 @@ class BatchedNetworks(nn.Module):
         return batched
 
     def _fits(self, mlp: Mlp) -> bool:
-        hidden, channels = weight_and_bias(mlp.fc1)[0].shape[1:]
+        fc1: Any = mlp.fc1
+        if type(fc1.layer) is not nn.Linear:
+            return False
+        hidden, channels = weight_and_bias(fc1)[0].shape[1:]
         return self.kernels == "c" or functions.backend("triton").fits(channels, hidden)
 
     def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
