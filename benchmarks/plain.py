@@ -1,14 +1,17 @@
 """One network of a recipe in plain PyTorch, the reference of benchmarks and tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.networks import build_for
+from weightscope.networks.layers import DropPath
 from weightscope.recipe import Recipe
 from weightscope.training.optimiser import schedule_factor
 
@@ -21,7 +24,10 @@ def train_alone(
     data: Dataset | None = None,
     after_epoch: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
-    """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it."""
+    """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it.
+
+    With the recipe's mixup, CutMix, stochastic depth and average of the weights; without its augmentation.
+    """
     data = (load(plan.data.name, train=plan.data.train) if data is None else data).to(device)
     training, root = plan.training, plan.population.seed
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
@@ -29,18 +35,86 @@ def train_alone(
     optimiser = torch.optim.AdamW(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(training.ema)) if training.ema else None
     order = numpy_generator(root, k, Purpose.ORDER)
+    mixtures, paths = _mixtures(plan, k, data), _Paths(network, plan, k, len(data.train_images))
     steps = len(data.train_images) // training.batch_size
     for epoch in range(training.epochs):
         batches = order.permutation(len(data.train_images))[: steps * training.batch_size].reshape(steps, -1)
         for step, index in enumerate(batches):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
             optimiser.param_groups[0]["lr"] = training.learning_rate * factor
-            logits = network(normalise(data.train_images[index], data.mean, data.std))
-            loss = F.cross_entropy(logits, data.train_labels[index], label_smoothing=training.label_smoothing)
+            images, labels = normalise(data.train_images[index], data.mean, data.std), data.train_labels[index]
+            images, share = next(mixtures)(images)
+            paths.next_step()
+            logits, smoothing = network(images), training.label_smoothing
+            loss = share * F.cross_entropy(logits, labels, label_smoothing=smoothing)
+            if share < 1:
+                loss = loss + (1 - share) * F.cross_entropy(logits, labels.flip(0), label_smoothing=smoothing)
             optimiser.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
             optimiser.step()
+            if average is not None:
+                average.update_parameters(network)
         after_epoch()
-    return network
+    return network if average is None else average.module
+
+
+Mixture = Callable[[torch.Tensor], tuple[torch.Tensor, float]]  # images -> mixed images, weight of their own labels
+
+
+def _mixtures(plan: Recipe, k: int, data: Dataset) -> Iterator[Mixture]:
+    """Mixup or CutMix of each step; as in timm, with the batch in reverse order."""
+    training, root, size = plan.training, plan.population.seed, data.info.size
+    steps = len(data.train_images) // training.batch_size
+    mixup, cutmix = (numpy_generator(root, k, purpose) for purpose in (Purpose.MIXUP, Purpose.CUTMIX))
+
+    def mix(share: float) -> Mixture:
+        return lambda images: (share * images + (1 - share) * images.flip(0), share)
+
+    def paste(share: float, centre: np.ndarray) -> Mixture:
+        side, (y, x) = int(size * (1 - share) ** 0.5), (int(size * c) for c in centre)
+        top, left, bottom, right = y - side // 2, x - side // 2, y + (side + 1) // 2, x + (side + 1) // 2
+        top, left, bottom, right = max(top, 0), max(left, 0), min(bottom, size), min(right, size)
+
+        def pasted(images: torch.Tensor) -> tuple[torch.Tensor, float]:
+            mixed = images.clone()
+            mixed[:, :, top:bottom, left:right] = images.flip(0)[:, :, top:bottom, left:right]
+            return mixed, 1 - (bottom - top) * (right - left) / size**2
+
+        return pasted
+
+    while True:
+        shares = mixup.beta(training.mixup, training.mixup, steps) if training.mixup else None
+        if not training.cutmix:
+            yield from ((lambda images: (images, 1.0)) if shares is None else mix(shares[i]) for i in range(steps))
+            continue
+        switch, kept = cutmix.random(steps), cutmix.beta(training.cutmix, training.cutmix, steps)
+        centres = cutmix.random((steps, 2))
+        for i in range(steps):
+            other = shares is not None and switch[i] >= training.mixup_switch
+            yield mix(shares[i]) if other else paste(kept[i], centres[i])
+
+
+class _Paths:
+    """Replaces the layers of stochastic depth by the textbook's, with the network's own numbers."""
+
+    def __init__(self, network: torch.nn.Module, plan: Recipe, k: int, images: int) -> None:
+        self.stream = numpy_generator(plan.population.seed, k, Purpose.DROP_PATH)
+        self.batch = plan.training.batch_size
+        self.steps, self.step, self.numbers = images // self.batch, 0, np.empty(0)
+        self.layers = [layer for layer in network.modules() if isinstance(layer, DropPath)]
+        for at, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda layer, inputs, output, at=at: self.dropped(layer, inputs[0], at))
+
+    def next_step(self) -> None:
+        if self.layers and self.step % self.steps == 0:
+            self.numbers = self.stream.random((self.steps, self.batch, len(self.layers)), dtype=np.float32)
+        self.step += 1
+
+    def dropped(self, layer: DropPath, x: torch.Tensor, at: int) -> torch.Tensor:
+        numbers = self.numbers[(self.step - 1) % self.steps, :, at]
+        return torch.stack(
+            [row / (1 - layer.rate) if u >= layer.rate else 0 * row for row, u in zip(x, numbers, strict=True)]
+        )

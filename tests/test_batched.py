@@ -15,6 +15,12 @@ NETWORKS = {
     "convnext-large-image": lambda: ConvNeXt(4, 1, 7, 1, 5, in_channels=1, layer_scale=None),
     "convmixer": lambda: ConvMixer(8, 2, 5, 2, 5, in_channels=1),
     "convmixer-dilated": lambda: ConvMixer(8, 4, 3, 1, 5, in_channels=1, dilations="D"),
+    "convmixer-none": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="none", norm="layer"),
+    "convmixer-both": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="both"),
+    "convmixer-relu": lambda: ConvMixer(8, 2, 8, 2, 5, in_channels=1, activation="relu"),
+    "convmixer-even-dilated": lambda: ConvMixer(4, 4, 4, 2, 5, in_channels=1, dilations="D"),
+    "convnext-even": lambda: ConvNeXt(8, 2, 4, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
+    "convnext-sum": lambda: ConvNeXt((8, 12), (1, 1), 3, 2, 5, in_channels=1, layer_scale=None, learned_sum=0.2),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
     "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
     "cnn": lambda: _cnn(),
@@ -70,6 +76,7 @@ def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
     return batched
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:
@@ -83,7 +90,7 @@ def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: 
     logits = batched(images)
     batched.backward((logits * direction).sum())
     for t, network in enumerate(plain):
-        getattr(network, mode)()
+        getattr(network, mode)().zero_grad()
         expected = network(images[t])
         torch.testing.assert_close(logits[t], expected, rtol=1e-10, atol=1e-12)
         (expected * direction[t]).sum().backward()
@@ -133,6 +140,33 @@ def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
     gradient = batched.spec.unpack(batched.gradient)
     assert not gradient["stages.0.blocks.0.conv_dw.weight"].any()
     assert gradient["stages.0.blocks.1.conv_dw.weight"].any()
+
+
+@pytest.mark.parametrize("images", [6, 1])
+def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set: str, images: int) -> None:
+    """Logits and gradients of a network with drop path equal those with a branch left out, image by image."""
+    torch.manual_seed(0)
+    plain = [ConvNeXt(8, 3, 3, 2, 5, in_channels=1, layer_scale=0.5, drop_path=0.5).double() for _ in range(2)]
+    batched = batch_in_float64(plain, kernel_set)
+    assert batched.drop_paths == 2
+    draws = torch.rand(2, images, 2, dtype=torch.float64)
+    batched.drop(draws)
+    for network, own in zip(plain, draws, strict=True):
+        for at, block in enumerate(network.stages[0].blocks[1:]):
+            block.drop_path.draws = own[:, at]
+            assert block.drop_path.rate == (0.25, 0.5)[at]
+    check_against_plain(batched, plain, "train", batch=images)
+    check_against_plain(batched, plain, "eval", batch=images)
+    x = torch.randn(2, images, 1, 16, 16, dtype=torch.float64)
+    found = batched.train()(x)
+    for t, network in enumerate(plain):
+        for i in range(images):
+            y = network.stem(x[t, i : i + 1])
+            for at, block in enumerate(network.stages[0].blocks):
+                rate = 0.25 * at
+                branch = block.eval()(y) - y
+                y = y + (branch / (1 - rate) if at == 0 or draws[t, i, at - 1] >= rate else 0)
+            torch.testing.assert_close(found[t, i], network.head(y)[0], rtol=1e-10, atol=1e-12)
 
 
 class _MyLinear(nn.Linear):

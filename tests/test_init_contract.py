@@ -351,6 +351,15 @@ def check_delta_orthogonal(before: nn.Module, after: nn.Module, loose: float) ->
                 torch.testing.assert_close(small, torch.eye(len(small)), atol=1e-4 + 5 * loose, rtol=0)
 
 
+def check_constant_mlp_bias(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
+        assert torch.equal(new.read_bias("fc1"), torch.full_like(old.read_bias("fc1"), 0.25))
+        if old.kind == "plain":
+            x = torch.randn(3, old.width, generator=seeded(0)).to(old.read("fc1"))
+            here, there = (x @ part.read("fc1").T + part.read_bias("fc1") for part in (old, new))
+            torch.testing.assert_close(there - here, (0.25 - old.read_bias("fc1")).expand(3, -1), atol=1e-5, rtol=0)
+
+
 def check_layer_scale(before: nn.Module, after: nn.Module, loose: float) -> None:
     factors = [p for name, p in after.named_parameters() if name.endswith(("gamma", "lambda1", "layer_scale"))]
     if factors:
@@ -515,6 +524,13 @@ CASES = [
     Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_rows, numbers={"mode": "rows", "sigma": 1.5}),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_anticorrelated, numbers={"mode": "anticorrelated"}),
     Case(
+        "constant_mlp_bias",
+        only("mlps", "hf-llama", "hf-phi3", "hf-t5"),  # have no biases
+        lambda m: biases_of(anatomy.mlps(m), "fc1"),
+        check_constant_mlp_bias,
+        {"value": 0.25},
+    ),
+    Case(
         "mimetic_conv_mlp",
         [f for f in MLPS if "depthwise" in f.parts],
         lambda m: names_of(anatomy.filter_mlps(m)),
@@ -612,7 +628,7 @@ def test_the_meta_device_is_refused(name):
 @pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
     quiet = {"box_filters", "sinusoidal_positions", "mimetic_mlp", "mimetic_ssm", "zero_init", "layer_scale_identity"}
-    quiet |= {"mimetic_conv_mlp", "mimetic_first_last_mlp"}
+    quiet |= {"constant_mlp_bias", "mimetic_conv_mlp", "mimetic_first_last_mlp"}
     case = next(case for case in CASES if case.name == name)
     family = case.families[0]
     one, other = case.run(fresh(family), 1), case.run(fresh(family), 2)

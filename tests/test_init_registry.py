@@ -286,6 +286,7 @@ def test_a_matrix_shared_with_an_embedding_is_left_alone():
         (lambda m: wi.mimetic_mlp_(m, gate=1), "true or false"),
         (lambda m: wi.mimetic_mlp_(m, b="0.1"), "finite number"),
         (lambda m: wi.layer_scale_identity_(m, value=0), "value"),
+        (lambda m: wi.constant_mlp_bias_(m, value=float("nan")), "value: expected a finite number"),
         (lambda m: wi.zero_init_(m, parts="all"), "'attention', 'mlp', 'both'"),
         (lambda m: wi.t_fixup_(m, kind="both"), "'encoder', 'decoder'"),
         (lambda m: wi.t_fixup_(m, embeddings=True), "nn.Embedding"),

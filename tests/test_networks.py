@@ -1,5 +1,6 @@
 """The networks against timm, the thesis' formulas, and the rules that let many of them run as one."""
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Literal
@@ -137,6 +138,69 @@ def test_convmixer_has_the_sizes_that_the_thesis_reports() -> None:
     """Thesis 2.1.5: ConvMixer-256/8 with k = 9 has 707K parameters, ConvMixer-256/10 with k = 3 has 698K."""
     assert round(_parameters(ConvMixer(256, 8, 9, 1, 10)) / 1000) == 707
     assert round(_parameters(ConvMixer(256, 10, 3, 1, 10)) / 1000) == 698
+
+
+def test_convmixer_has_the_sizes_of_thesis_table_2_4() -> None:
+    """With even kernels; in thousands, the table has 103 and 672."""
+    assert _parameters(ConvMixer(128, 4, 8, 1, 10)) == 103_434
+    assert _parameters(ConvMixer(256, 8, 8, 1, 10)) == 671_754
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("kernel_size", [2, 4, 8])
+def test_even_kernels_have_torchs_padding(kernel_size: int) -> None:
+    """A filter with one pixel at (k - 1) // 2 changes nothing, as in the odd kernel before it."""
+    for model in (ConvMixer(4, 1, kernel_size, 1, 10), ConvNeXt(4, 1, kernel_size, 1, 10)):
+        filters = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and m.groups > 1)
+        assert filters.padding == "same"
+        with torch.no_grad():
+            filters.weight.zero_()[:, :, (kernel_size - 1) // 2, (kernel_size - 1) // 2] = 1
+            filters.bias.zero_()
+            x = torch.randn(2, 4, 9, 9)
+            torch.testing.assert_close(filters(x), x)
+
+
+@pytest.mark.parametrize("residual", ["none", "first", "both"])
+@pytest.mark.parametrize(("norm", "activation"), [("batch", "gelu"), ("layer", "relu")])
+def test_the_ablations_of_thesis_table_2_3_by_hand(residual: str, norm: str, activation: str) -> None:
+    torch.manual_seed(0)
+    model = ConvMixer(6, 2, 3, 2, 5, residual=residual, norm=norm, activation=activation).double()
+    act = torch.relu if activation == "relu" else torch.nn.functional.gelu
+
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        x = act(x)
+        axes = (0, 2, 3) if norm == "batch" else (1,)
+        mean, variance = x.mean(axes, keepdim=True), x.var(axes, keepdim=True, correction=0)
+        return (x - mean) / torch.sqrt(variance + (1e-5 if norm == "batch" else 1e-6))
+
+    images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    x = normalised(model.stem[0](images))
+    for block in model.blocks:
+        convolutions = [m for m in block.modules() if isinstance(m, nn.Conv2d)]
+        for layer, added in zip(convolutions, (residual != "none", residual == "both"), strict=True):
+            x = normalised(layer(x)) + (x if added else 0)
+    torch.testing.assert_close(model(images), model.head(x.mean((2, 3))), rtol=1e-10, atol=1e-12)
+
+
+def test_a_learned_sum_is_the_mlp_papers_baseline() -> None:
+    """Section 3: W1 x + b 1_p 1_n^T x, one parameter per MLP; b = 0.3 s is what mimetic_mlp adds to W1."""
+    plain, summed = ConvNeXt(8, 2, 3, 4, 10), ConvNeXt(8, 2, 3, 4, 10, learned_sum=0.25)
+    assert _parameters(summed) == _parameters(plain) + 2
+    fc1 = summed.stages[0].blocks[0].mlp.fc1
+    x = torch.randn(5, 8)
+    matrix = fc1.weight + 0.25 * torch.ones(32, 1) @ torch.ones(1, 8)
+    torch.testing.assert_close(fc1(x), x @ matrix.T + fc1.bias)
+    with torch.no_grad():
+        fc1.sum_weight.zero_()
+    fc1.reset_parameters()
+    assert fc1.sum_weight.item() == 0.25
+    shifted = copy.deepcopy(summed)
+    with torch.no_grad():
+        for block in shifted.stages[0].blocks:
+            block.mlp.fc1.sum_weight.zero_()
+            block.mlp.fc1.weight += 0.25
+    images = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(shifted(images), summed(images))
 
 
 TABLE_3_2 = {
@@ -362,7 +426,10 @@ def test_build_makes_what_the_recipe_says() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: ConvMixer(8, 2, 4, 2, 10), "kernel_size must be odd.*found 4"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, residual="second"), "no residual 'second'"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, norm="bach"), "no norm 'bach'; did you mean 'batch'"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, activation="tanh"), "no activation 'tanh'; there are gelu, relu"),
+        (lambda: ConvNeXt(8, 2, drop_path=1.0), r"drop_path: expected a rate in \[0, 1\), found 1.0"),
         (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "no dilation schedule 'Z'; there are A, B"),
         (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
         (lambda: ConvNeXt((8, 8), (2,)), "one entry per stage"),

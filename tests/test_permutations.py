@@ -29,10 +29,18 @@ from weightscope.statistics.samples import WeightArray
 NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, expansion=2, layer_scale=0.1),
     "convnext of two stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 10, in_channels=1, expansion=2),
+    "convnext, learned sum": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, learned_sum=0.1),
     "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
+    "convmixer, no residual": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="none", norm="layer"),
     "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),
     "vit, token": lambda: ViT(8, 2, 24, 1, 2, 10, in_channels=1, pool="token", positions="learned", layer_scale=0.1),
 }
+
+
+def test_a_convmixer_with_two_residuals_is_not_taken_for_the_published_one() -> None:
+    """All its blocks share their channels, so the groups of the published network would change its function."""
+    with pytest.raises(AnatomyError, match=r"nearest is ConvMixer, without `?blocks\.0\.1\.fn\.0\.weight"):
+        permutation_spec(ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="both"))
 
 
 class GatedBlock(nn.Module):

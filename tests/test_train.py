@@ -50,6 +50,55 @@ def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> N
             np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-5)
 
 
+REGULARISED = {
+    "mixup": {"training__mixup": 0.5},
+    "cutmix": {"training__cutmix": 1.0},
+    "either": {"training__mixup": 0.8, "training__cutmix": 1.0, "training__mixup_switch": 0.4},
+    "drop path": {"network__depth": 3, "network__drop_path": 0.5, "network__layer_scale": 0.5},
+    "average": {"training__ema": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", REGULARISED)
+def test_what_regularises_equals_torchs_operations_on_each_network(name: str, kernels: str) -> None:
+    plan = recipe(**REGULARISED[name], training__label_smoothing=0.1, training__kernels=kernels)
+    tile, without = train_tile(plan, 1, device="cpu"), train_tile(recipe(training__label_smoothing=0.1), 1)
+    spec = spec_of(plan)
+    for row, k in zip(tile.weights, (2, 3), strict=True):
+        alone = dict(train_alone(plan, k).named_parameters())
+        for tensor, values in spec.unpack(row).items():
+            np.testing.assert_allclose(values, alone[tensor].detach().numpy(), rtol=2e-3, atol=2e-5, err_msg=tensor)
+    if tile.weights.shape == without.weights.shape:
+        assert np.abs(tile.weights - without.weights).max() > 1e-2, "100 times the tolerance and more"
+
+
+def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others() -> None:
+    """Against a run without averages that is evaluated by hand; with statistics of BatchNorm."""
+    plan, data = recipe(network=NETWORKS["convmixer"]), load("digits", train=96, test=50)
+    run = TileRun(plan.replace({"training.ema": 0.8}), 0, data, torch.device("cpu"))
+    plain = TileRun(plan, 0, data, torch.device("cpu"))
+    for epoch in range(2):
+        run.epoch(epoch)
+        plain.epoch(epoch)
+        found = run.evaluate()
+        trained = run.nets.weights.clone()
+        parameters = np.concatenate(
+            [
+                np.arange(run.nets.spec.size)[run.nets.spec.slices[t.name]]
+                for t in run.nets.spec.tensors
+                if t.role == "parameter"
+            ]
+        )
+        assert torch.equal(trained[:, parameters], plain.nets.weights[:, parameters])
+        other = plain.nets.weights.clone()
+        plain.nets.weights.copy_(run.average)
+        expected = plain.evaluate()
+        assert torch.equal(plain.nets.weights, run.average), "statistics are those of the average"
+        plain.nets.weights.copy_(other)
+        np.testing.assert_array_equal(found["test_loss"], expected["test_loss"])
+        assert not np.array_equal(found["test_loss"], plain.evaluate()["test_loss"])
+
+
 def test_every_step_counts_as_progress() -> None:
     seen: list[float] = []
     train_tile(recipe(), 0, device="cpu", progress=seen.append)
@@ -76,8 +125,10 @@ def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
     """With everything that is random, every metric, and statistics calibrated in the same way."""
     plan = recipe(
         network=NETWORKS[name],
-        data__augment={"crop": 1, "flip": True},
+        data__augment={"crop": 1, "flip": True, "erasing": 0.3},
         training__mixup=0.5,
+        training__cutmix=1.0,
+        training__ema=0.5,
         training__label_smoothing=0.1,
         training__learning_rate=[0.02, 0.01],
         training__frozen=["*head*"],
@@ -97,8 +148,11 @@ def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str, kernels: str) -> None:
-    changes = {"data__augment": {"crop": 1, "flip": True}, "training__mixup": 0.5, "training__kernels": kernels}
-    plan = recipe(network=NETWORKS[name], **changes)
+    augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
+    changes = {"data__augment": augment, "training__mixup": 0.5, "training__cutmix": 1.0, "training__ema": 0.9}
+    plan = recipe(network=NETWORKS[name], **changes, training__kernels=kernels)
+    if name == "convnext":
+        plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
     first = train_tile(plan, 1, device="cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -131,8 +185,11 @@ class NoSynchronisation(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
-    augment = {"crop": 1, "flip": True, "operations": 2, "cutout": 2}
+    augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
     plan = recipe(network=NETWORKS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
+    plan = plan.replace({"training.cutmix": 1.0, "training.ema": 0.9, "data.augment.magnitude_std": 0.1})
+    if name == "convnext":
+        plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
     run = TileRun(plan, 0, load("digits", train=96, test=50), torch.device("cpu"))
     run.epoch(0)  # tables are made once
     with NoSynchronisation():

@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     SWEEP = 5
     FORWARD = 6
     GAIN = 7
+    CUTMIX = 8
+    DROP_PATH = 9
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

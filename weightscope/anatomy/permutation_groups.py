@@ -97,6 +97,7 @@ _CONVNEXT = (
     Rule(_STAGE_BLOCK + r"conv_dw\.weight", ("channels.{s}", None, None, None)),
     Rule(_STAGE_BLOCK + r"mlp\.fc1\.weight", ("hidden.{s}.{b}", "channels.{s}")),
     Rule(_STAGE_BLOCK + r"mlp\.fc1\.bias", ("hidden.{s}.{b}",)),
+    Rule(_STAGE_BLOCK + r"mlp\.fc1\.sum_weight", (None,)),
     Rule(_STAGE_BLOCK + r"mlp\.fc2\.weight", ("channels.{s}", "hidden.{s}.{b}")),
     Rule(r"(norm_pre|head\.norm)\.(weight|bias)", ("channels.{last}",)),
     Rule(r"head\.fc\.weight", (None, "channels.{last}")),

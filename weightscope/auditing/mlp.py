@@ -1,4 +1,4 @@
-"""Expectations of `mimetic_mlp_`: a mean in the first layer's entries, the same for all hidden units."""
+"""Expectations of `mimetic_mlp_`, a mean in the first layer's entries, and of its baseline, a constant bias."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from weightscope.anatomy.matrices import chosen_layers, default_deviation
 from weightscope.auditing.intervals import UNTOUCHED, chi_squared, error_in, f_ratio, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
-from weightscope.errors import AnatomyError
+from weightscope.errors import AnatomyError, UsageError
 
 
 @EXPECTATIONS.register("mimetic_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
@@ -153,3 +153,22 @@ def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
         ("slope", slope, limits, power),
         ("own share of variance", share, (1e-12, 0.999)),  # in packed gates the residuals are tiny, not zero
     ]
+
+
+@EXPECTATIONS.register("constant_mlp_bias", reads=("MLPs",))
+def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: int | list[int] | None) -> list[Check]:
+    """Checks of the entry of each fc1's bias that is farthest from the value; biases usually start around 0."""
+    checks = []
+    for part in chosen_layers(mlps(source), layers):
+        bias = part.read_bias("fc1")
+        if bias is None or not bias.numel():
+            raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
+        entries = bias.cpu().double().flatten()
+        worst = float(entries[(entries - value).abs().argmax()])
+        slack = 0.01 * abs(value) + 1e-6  # rounding of half precision
+        limits = (value - slack, value + slack)
+        power = {UNTOUCHED: outside(limits, 0.0, 0.0), error_in("value"): outside(limits, 1.2 * value, 0.0)}
+        checks.append(
+            Check("constant_mlp_bias", "fc1 bias", part.layer, None, part.name, "farthest", worst, *limits, power)
+        )
+    return checks

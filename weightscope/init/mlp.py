@@ -1,4 +1,4 @@
-"""Mimetic initialisation of MLPs: a non-zero mean in the first layer."""
+"""Mimetic initialisation of MLPs, a non-zero mean in the first layer, and the paper's baseline for it."""
 
 import torch
 from torch import Tensor
@@ -91,4 +91,52 @@ def mimetic_mlp_(
                 part.write(name, shifted(w1, vector.to(w1)))
             else:
                 part.write(name, shifted(w1, b * default_deviation(w1)))
+    return module
+
+
+@INITIALISERS.register("constant_mlp_bias", source="MLP paper, section 3 and Fig. 4", needs="MLPs with biases")
+@reads(("MLPs",))
+def constant_mlp_bias_(
+    module: M,
+    *,
+    value: float = 0.1,
+    layers: int | list[int] | None = None,
+    strict: bool = True,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Set the bias of the first layer of every MLP to a constant.
+
+        b1 <- value 1_p
+
+    The baseline that tells whether `mimetic_mlp` only makes up for a missing bias: "we also attempted to change the
+    init of the bias of the linear layer itself to a small constant". The paper prints no number. The other baseline,
+    a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt`).
+
+    Args:
+        module: changed in place: the biases of the first layers only, of gated MLPs not that of the gate.
+        value: of every entry.
+        layers: which MLPs, counted from 0; None for all.
+        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning
+            lists them and they stay as they are.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has no MLP.
+        UsageError: if an argument is invalid, or an MLP has no bias.
+
+    Source: MLP paper, section 3 and Fig. 4.
+
+    Example:
+        >>> constant_mlp_bias_(convnext, value=0.05)
+    """
+    number("value", value)
+    parts = chosen_layers(mlps(module), layers)
+    biases = []
+    for part in parts:  # all before the first is written
+        bias = part.read_bias("fc1")
+        if bias is None:
+            raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
+        biases.append(torch.full_like(bias, value))
+    for part, bias in zip(parts, biases, strict=True):
+        part.write_bias("fc1", bias)
     return module

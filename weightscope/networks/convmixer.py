@@ -1,10 +1,13 @@
 """ConvMixer: depthwise convolutions mix space, pointwise convolutions mix channels (thesis 2.1.1)."""
 
+from collections import OrderedDict
+from typing import Literal
+
 from torch import Tensor, nn
 
 from weightscope._util.names import unknown
 from weightscope.errors import UsageError
-from weightscope.networks.layers import SpatialMean, depthwise, patchify
+from weightscope.networks.layers import LayerNorm2d, SpatialMean, depthwise, patchify
 from weightscope.networks.registry import NETWORKS
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
@@ -51,9 +54,16 @@ class Residual(nn.Module):
         return self.fn(x) + x
 
 
+_NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm2d, "layer": LayerNorm2d}
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
+
+
 @NETWORKS.register("convmixer", source="Trockman and Kolter 2022; thesis 2.1.1")
 class ConvMixer(nn.Module):
     """ConvMixer-h/d. Images (B, c, S, S) to logits (B, n).
+
+    A block computes `y = norm(act(depthwise(x))) + x` (Eq. 2.2), then `norm(act(pointwise(y)))` (Eq. 2.3). With
+    `residual` "both" y is added to the latter as well, with "none" nothing is added.
 
     It has exactly `h [d (k^2 + h + 6) + c p^2 + n + 3] + n` parameters (thesis Eq. 2.4, where c^2 is printed
     for c p^2). Names and shapes are those of `timm.models.convmixer.ConvMixer`. Weights and biases start
@@ -62,14 +72,17 @@ class ConvMixer(nn.Module):
     Args:
         width: h, channels.
         depth: d, layers.
-        kernel_size: k of the depthwise filters, odd.
+        kernel_size: k of the depthwise filters; even ones have torch's padding "same".
         patch_size: p.
         num_classes: n.
         in_channels: c.
         dilations: the dilation schedule of the depthwise filters, A to H (thesis Table 3.2).
+        residual: where inputs are added (thesis Table 2.3); "first" is the published network.
+        norm: BatchNorm, or LayerNorm over the channels of each pixel (thesis Table 2.3).
+        activation: GELU or ReLU (thesis Table 2.3).
 
     Raises:
-        UsageError: if `kernel_size` is even or the schedule is unknown.
+        UsageError: if the schedule or an option is unknown.
 
     Example:
         >>> ConvMixer(256, 8, kernel_size=5, patch_size=1, num_classes=10)
@@ -85,20 +98,32 @@ class ConvMixer(nn.Module):
         *,
         in_channels: int = 3,
         dilations: str = "A",
+        residual: Literal["none", "first", "both"] = "first",
+        norm: Literal["batch", "layer"] = "batch",
+        activation: Literal["gelu", "relu"] = "gelu",
     ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(patchify(in_channels, width, patch_size), nn.GELU(), nn.BatchNorm2d(width))
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(
-                    Residual(nn.Sequential(depthwise(width, kernel_size, dilation), nn.GELU(), nn.BatchNorm2d(width))),
-                    nn.Conv2d(width, width, 1),
-                    nn.GELU(),
-                    nn.BatchNorm2d(width),
-                )
-                for dilation in dilation_schedule(dilations, depth)
+        if residual not in ("none", "first", "both"):
+            raise UsageError(unknown("residual", residual, ("none", "first", "both")))
+        for what, name, known in (("norm", norm, _NORMS), ("activation", activation, _ACTIVATIONS)):
+            if name not in known:
+                raise UsageError(unknown(what, name, known))
+
+        def normalised(convolution: nn.Conv2d) -> nn.Sequential:
+            return nn.Sequential(convolution, _ACTIVATIONS[activation](), _NORMS[norm](width))
+
+        def block(dilation: int) -> nn.Sequential:
+            space, channels = depthwise(width, kernel_size, dilation), nn.Conv2d(width, width, 1)
+            # the same names of tensors with and without the first residual; others with two, which tie all channels
+            first = (
+                nn.Sequential(OrderedDict(fn=normalised(space))) if residual == "none" else Residual(normalised(space))
             )
-        )
+            if residual == "both":
+                return nn.Sequential(first, Residual(normalised(channels)))
+            return nn.Sequential(first, *normalised(channels))
+
+        self.stem = normalised(patchify(in_channels, width, patch_size))
+        self.blocks = nn.Sequential(*(block(dilation) for dilation in dilation_schedule(dilations, depth)))
         self.pooling = SpatialMean()
         self.head = nn.Linear(width, num_classes)
 

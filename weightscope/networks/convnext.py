@@ -1,34 +1,46 @@
 """ConvNeXt: depthwise convolution, LayerNorm and an MLP in each block (Liu et al. 2022), as in the MLP paper."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, patchify
+from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
 from weightscope.networks.registry import NETWORKS
 
 
 class ConvNeXtBlock(nn.Module):
-    """`x -> x + gamma * mlp(norm(conv_dw(x)))` on images (B, d, S, S).
+    """`x -> x + drop_path(gamma * mlp(norm(conv_dw(x))))` on images (B, d, S, S).
 
     Args:
         width: d.
-        kernel_size: of the depthwise filters, odd.
+        kernel_size: of the depthwise filters.
         hidden: p, the MLP's hidden units.
         layer_scale: initial value of gamma; None for no gamma.
+        drop_path: the layer of stochastic depth, or the identity.
+        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
     """
 
     gamma: nn.Parameter | None
 
-    def __init__(self, width: int, kernel_size: int, hidden: int, layer_scale: float | None) -> None:
+    def __init__(
+        self,
+        width: int,
+        kernel_size: int,
+        hidden: int,
+        layer_scale: float | None,
+        drop_path: nn.Module,
+        learned_sum: float | None,
+    ) -> None:
         super().__init__()
         self.layer_scale = layer_scale
         self.register_parameter("gamma", None if layer_scale is None else nn.Parameter(torch.empty(width)))
         self.conv_dw = depthwise(width, kernel_size)
         self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = Mlp(width, hidden)
+        self.mlp = Mlp(width, hidden, learned_sum)
+        self.drop_path = drop_path
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -41,7 +53,7 @@ class ConvNeXtBlock(nn.Module):
         y = self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
         if self.gamma is not None:
             y = y * self.gamma
-        return x + y.permute(0, 3, 1, 2)
+        return x + self.drop_path(y).permute(0, 3, 1, 2)
 
 
 class ConvNeXtStage(nn.Module):
@@ -50,21 +62,32 @@ class ConvNeXtStage(nn.Module):
     Args:
         before: the previous stage's width; None for the first stage.
         width: d.
-        depth: blocks.
+        drop_paths: a layer for each block.
         kernel_size: of the depthwise filters.
         expansion: p / d.
         layer_scale: initial value of gamma; None for no gamma.
+        learned_sum: initial value of the learned number of each fc1; None for none.
     """
 
     def __init__(
-        self, before: int | None, width: int, depth: int, kernel_size: int, expansion: int, layer_scale: float | None
+        self,
+        before: int | None,
+        width: int,
+        drop_paths: Sequence[nn.Module],
+        kernel_size: int,
+        expansion: int,
+        layer_scale: float | None,
+        learned_sum: float | None,
     ) -> None:
         super().__init__()
         self.downsample = (
             nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
         )
         self.blocks = nn.Sequential(
-            *(ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale) for _ in range(depth))
+            *(
+                ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale, drop_path, learned_sum)
+                for drop_path in drop_paths
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,15 +125,18 @@ class ConvNeXt(nn.Module):
     Args:
         width: d, or the stages' widths.
         depth: blocks, or the stages' blocks.
-        kernel_size: of the depthwise filters, odd.
+        kernel_size: of the depthwise filters; even ones have torch's padding "same".
         patch_size: side length of the stem's patches.
         num_classes: n.
         expansion: the MLP's hidden units per channel, p / d.
         in_channels: c.
         layer_scale: initial value of each block's gamma; None for blocks without gamma.
+        drop_path: rate of stochastic depth in the last block, in [0, 1); it rises linearly from 0 in the first.
+        learned_sum: initial value of the learned number b in each `fc1(x) + b sum(x)`, a baseline of the MLP paper
+            (section 3, Fig. 4); None for none.
 
     Raises:
-        UsageError: if `width` and `depth` do not match, or `kernel_size` is even.
+        UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
 
     Example:
         >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)
@@ -128,6 +154,8 @@ class ConvNeXt(nn.Module):
         expansion: int = 4,
         in_channels: int = 3,
         layer_scale: float | None = 1e-6,
+        drop_path: float = 0.0,
+        learned_sum: float | None = None,
     ) -> None:
         super().__init__()
         if isinstance(width, int) != isinstance(depth, int):
@@ -136,9 +164,12 @@ class ConvNeXt(nn.Module):
         if len(widths) != len(depths) or not widths:
             raise UsageError(f"width and depth need one entry per stage, found {widths} and {depths}")
         self.stem = nn.Sequential(patchify(in_channels, widths[0], patch_size), LayerNorm2d(widths[0]))
+        paths = iter(drop_paths(drop_path, sum(depths)))
         self.stages = nn.Sequential(
             *(
-                ConvNeXtStage(before, here, blocks, kernel_size, expansion, layer_scale)
+                ConvNeXtStage(
+                    before, here, list(islice(paths, blocks)), kernel_size, expansion, layer_scale, learned_sum
+                )
                 for before, here, blocks in zip((None, *widths), widths, depths, strict=False)
             )
         )

@@ -56,6 +56,55 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+class DropPath(nn.Module):
+    """Stochastic depth: in training the branch of an image is 0 with probability r, and divided by 1 - r otherwise.
+
+    Attributes:
+        draws: uniform numbers (B,) in [0, 1), one per image; the branch is dropped below r. None: from torch's global
+            generator. Whoever trains sets them before a forward pass.
+
+    Args:
+        rate: r.
+
+    Source: Huang et al., Deep networks with stochastic depth, 2016, Eq. 2; scaled as in timm.
+    """
+
+    draws: Tensor | None
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.draws = rate, None
+
+    def extra_repr(self) -> str:
+        """The rate."""
+        return f"rate={self.rate}"
+
+    def factors(self, draws: Tensor, dtype: torch.dtype) -> Tensor:
+        """0 or 1 / (1 - r) for each uniform number."""
+        return (draws >= self.rate).to(dtype) / (1 - self.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop branches (B, ..., C)."""
+        if not self.training:
+            return x
+        draws = torch.rand(len(x), device=x.device) if self.draws is None else self.draws
+        return x * self.factors(draws, x.dtype).view(-1, *(1 for _ in x.shape[1:]))
+
+
+def drop_paths(rate: float, depth: int) -> list[nn.Module]:
+    """One layer for each block i = 0 .. depth - 1, of rate `rate * i / (depth - 1)`; the identity if that is 0.
+
+    Raises:
+        UsageError: if the rate is not in [0, 1).
+
+    Source: Huang et al. 2016, Eq. 4, with the rates of ConvNeXt and timm, which begin with 0.
+    """
+    if not 0 <= rate < 1:
+        raise UsageError(f"drop_path: expected a rate in [0, 1), found {rate}")
+    rates = [rate * i / max(depth - 1, 1) for i in range(depth)]
+    return [DropPath(r) if r > 0 else nn.Identity() for r in rates]
+
+
 class SpatialMean(nn.Module):
     """Average over the pixels of images: (B, C, S, S) to (B, C)."""
 
@@ -80,6 +129,34 @@ class TokenPool(nn.Module):
         return x[:, 0] if self.first else x.mean(1)
 
 
+class SumLinear(nn.Linear):
+    """A linear map and a multiple of the inputs' sum: `y = W x + b 1_p 1_n^T x + bias`, with one learned number b.
+
+    The baseline of the MLP paper (section 3, Fig. 4) for its initialisation, which adds the same matrix once. Not a
+    container: its forward adds over channels.
+
+    Args:
+        inputs: n.
+        outputs: p.
+        initial: the initial value of b, the parameter `sum_weight` (1,).
+    """
+
+    def __init__(self, inputs: int, outputs: int, initial: float) -> None:
+        super().__init__(inputs, outputs)
+        self.initial = initial
+        self.sum_weight = nn.Parameter(torch.full((1,), initial))
+
+    def reset_parameters(self) -> None:
+        """Draw the matrix and the bias as `nn.Linear` does, and set b to its initial value."""
+        super().reset_parameters()
+        if hasattr(self, "sum_weight"):  # not yet where the constructor of nn.Linear calls this
+            nn.init.constant_(self.sum_weight, self.initial)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., n) to (..., p)."""
+        return super().forward(x) + self.sum_weight * x.sum(-1, keepdim=True)
+
+
 class Mlp(nn.Module):
     """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis.
 
@@ -88,11 +165,12 @@ class Mlp(nn.Module):
     Args:
         width: d, channels of input and output.
         hidden: p, hidden units.
+        learned_sum: initial value of the learned number b of fc1, see `SumLinear`; None for a plain linear map.
     """
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, learned_sum: float | None = None) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
+        self.fc1 = nn.Linear(width, hidden) if learned_sum is None else SumLinear(width, hidden, learned_sum)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(hidden, width)
 
@@ -129,11 +207,10 @@ class Attention(nn.Module):
 def depthwise(width: int, kernel_size: int, dilation: int = 1) -> nn.Conv2d:
     """A depthwise convolution, one kernel_size x kernel_size filter per channel, that keeps the image's size.
 
-    Raises:
-        UsageError: if the kernel size is even, so that a filter has no central pixel.
+    Even kernels, which have no central pixel, have torch's padding "same": one more pixel after the image than before.
     """
     if kernel_size % 2 == 0:
-        raise UsageError(f"kernel_size must be odd, so that a filter has a central pixel, found {kernel_size}")
+        return nn.Conv2d(width, width, kernel_size, padding="same", dilation=dilation, groups=width)
     return nn.Conv2d(width, width, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation, groups=width)
 
 

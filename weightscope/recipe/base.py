@@ -10,6 +10,7 @@ from weightscope._util.names import shortened
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 # Far beyond what is used, so that a typing error is an error at once and not hours later, out of memory.

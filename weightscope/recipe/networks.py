@@ -17,7 +17,7 @@ from pydantic import (
 
 from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
-from weightscope.recipe.base import Depth, Positive, Section, Width, check_numbers
+from weightscope.recipe.base import Depth, Finite, Fraction, Positive, Section, Width, check_numbers
 
 _MOST_STAGES = 16  # each halves the image
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
@@ -32,6 +32,9 @@ class ConvMixerConfig(Section):
     kernel_size: Width = 7
     patch_size: Width = 2
     dilations: Literal["A", "B", "C", "D", "E", "F", "G", "H"] = "A"
+    residual: Literal["none", "first", "both"] = "first"
+    norm: Literal["batch", "layer"] = "batch"
+    activation: Literal["gelu", "relu"] = "gelu"
 
 
 class ConvNeXtConfig(Section):
@@ -50,6 +53,8 @@ class ConvNeXtConfig(Section):
     patch_size: Width = 2
     expansion: Width = 2
     layer_scale: Positive | None = None
+    drop_path: Fraction = 0.0
+    learned_sum: Finite | None = None
 
     @field_validator("width", "depth", mode="before")
     @classmethod

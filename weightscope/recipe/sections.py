@@ -102,6 +102,10 @@ class TrainingConfig(Section):
     `learning_rate` and `weight_decay` may be a number, a list (network k takes entry k mod its length) or a range
     `{low, high}`, so a sweep is a population, too. `clip_norm = 0` disables clipping.
 
+    `mixup` and `cutmix` are the parameters alpha of Beta(alpha, alpha), 0 for none. With both, each batch has CutMix
+    with probability `mixup_switch` and mixup otherwise. `ema` is the decay of an exponential moving average of the
+    weights, 0 for none; the averages are evaluated and stored in place of the weights.
+
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
     `kernels = "compiled"` selects kernels in C on a CPU, and Triton kernels with CUDA graphs on a GPU; "torch" selects
@@ -119,6 +123,9 @@ class TrainingConfig(Section):
     label_smoothing: Fraction = 0.0
     clip_norm: NonNegative = 1.0
     mixup: NonNegative = 0.0
+    cutmix: NonNegative = 0.0
+    mixup_switch: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    ema: Fraction = 0.0
     frozen: tuple[str, ...] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
     kernels: Literal["auto", "torch", "compiled"] = "auto"

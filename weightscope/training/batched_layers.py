@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerNorm2d, SpatialMean, TokenPool
+from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
@@ -140,9 +140,33 @@ class _TokenPool(BatchedLayer):
         return (inner[:, 0] if self.layer.first else inner.mean(1)).t()
 
 
+class BatchedDropPath(BatchedLayer):
+    """Stochastic depth of tokens (B, ..., T*C).
+
+    Attributes:
+        draws: uniform numbers (T, B); without them nothing is dropped.
+    """
+
+    draws: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop the branches of some images of some networks."""
+        if self.draws is None or not self.training:
+            return x
+        factors = self.layer.factors(self.draws, x.dtype)[:, None, None]  # (T, 1, 1, B)
+        rows = rows_of(x, self.count)
+        return unrows((rows.view(*rows.shape[:2], -1, len(x)) * factors).view_as(rows), x)
+
+
 class _Linear(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         return unrows(self.affine(self.leaves["weight"].to(x.dtype), rows_of(x, self.count)), x)
+
+
+class _SumLinear(BatchedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.leaves["weight"] + self.leaves["sum_weight"][:, :, None]  # W + b 1_p 1_n^T
+        return unrows(self.affine(weight.to(x.dtype), rows_of(x, self.count)), x)
 
 
 class Normalisation(BatchedLayer):
@@ -220,10 +244,11 @@ class _Conv2d(BatchedLayer):
         else:
             before = after = [0, 0] if isinstance(layer.padding, str) else list(layer.padding)
         self.padding = before[1], after[1], before[0], after[0]  # as F.pad takes it: left, right, top, bottom
-        same = s == (1, 1) and all(2 * b == e * (n - 1) and n % 2 for b, e, n in zip(before, d, k, strict=True))
+        odd = all(2 * b == e * (n - 1) and n % 2 for b, e, n in zip(before, d, k, strict=True))
+        even = layer.padding == "same" and d == (1, 1)  # computed as the next odd size, see `filters_of`
         square = k[0] == k[1]
         depthwise = layer.groups == layer.in_channels == layer.out_channels
-        self.depthwise: bool = depthwise and same and square and d[0] == d[1]
+        self.depthwise: bool = depthwise and s == (1, 1) and (odd or even) and square and d[0] == d[1]
         self.patches: bool = layer.groups == 1 and square and k == s and d == (1, 1) and not any(self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -305,7 +330,13 @@ def converted(leaves: Iterable[Tensor | None], x: Tensor, kernels: Kernels) -> t
 
 
 def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-    """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,)."""
+    """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,).
+
+    Even filters, whose padding is torch's "same", get a row and a column of zeros before the others: the offsets
+    -(k/2 - 1) to k/2 are those of the next odd filter without its first.
+    """
+    if weight.shape[-1] % 2 == 0:
+        weight = F.pad(weight, (1, 0, 1, 0))
     return weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
 
 
@@ -322,6 +353,8 @@ BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     LayerNorm2d: Normalisation,
     nn.BatchNorm2d: Normalisation,
     Attention: _Attention,
+    DropPath: BatchedDropPath,
+    SumLinear: _SumLinear,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
     nn.Flatten: _Flatten,

@@ -23,6 +23,7 @@ from weightscope.networks.vit import Block
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_layers import (
     BATCHED_LAYERS,
+    BatchedDropPath,
     BatchedLayer,
     Elementwise,
     Normalisation,
@@ -83,6 +84,11 @@ class _NormResidual(nn.Module):
         return self.norm(self.first(x), x)
 
 
+def _fused_mlp(norm: nn.Module, mlp: Mlp) -> tuple[Any, Any]:
+    """What takes the place of an MLP and of the norm before it."""
+    return _NormMlp(norm, mlp), nn.Identity()
+
+
 _CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -93,6 +99,7 @@ class BatchedNetworks(nn.Module):
         weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
         gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
         spec: the `WeightSpec` of one network.
+        drop_paths: L, how many DropPath layers one network has.
 
     Args:
         template: a module of the architecture; its weights are not used.
@@ -123,6 +130,8 @@ class BatchedNetworks(nn.Module):
                 leaf.requires_grad_()
             self.leaves[name] = leaf
         self.network = self._batch(copy.deepcopy(template), "")
+        self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
+        self.drop_paths: int = len(self._drop_paths)
 
     def _batch(self, module: nn.Module, path: str) -> nn.Module:
         """Replace the leaf layers of `module` by batched ones, and fused blocks where the kernels have them."""
@@ -152,11 +161,11 @@ class BatchedNetworks(nn.Module):
         """One module in place of several batched layers that one kernel computes."""
         # exact types: a derived class may have a forward of its own
         if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and self._fits(batched.mlp):
-            return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
+            if isinstance(batched.drop_path, nn.Identity):
+                return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
+            batched.mlp, batched.norm = _fused_mlp(batched.norm, batched.mlp)
         if type(module) is Block and isinstance(batched, Block) and self._fits(batched.mlp):
-            mlp: Any = _NormMlp(batched.norm2, batched.mlp)
-            identity: Any = nn.Identity()
-            batched.mlp, batched.norm2 = mlp, identity
+            batched.mlp, batched.norm2 = _fused_mlp(batched.norm2, batched.mlp)
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             for k, (before, layer) in enumerate(pairwise(batched)):
                 if (
@@ -175,7 +184,10 @@ class BatchedNetworks(nn.Module):
         return batched
 
     def _fits(self, mlp: Mlp) -> bool:
-        hidden, channels = weight_and_bias(mlp.fc1)[0].shape[1:]
+        fc1: Any = mlp.fc1
+        if type(fc1.layer) is not nn.Linear:
+            return False
+        hidden, channels = weight_and_bias(fc1)[0].shape[1:]
         return self.kernels == "c" or functions.backend("triton").fits(channels, hidden)
 
     def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
@@ -208,6 +220,11 @@ class BatchedNetworks(nn.Module):
         for name in names:
             self.leaves[name].requires_grad_(False)
 
+    def drop(self, draws: Tensor | None) -> None:
+        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of the network's modules."""
+        for at, layer in enumerate(self._drop_paths):
+            layer.draws = None if draws is None else draws[:, :, at]
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         if images.ndim == 4:
@@ -231,6 +248,7 @@ class BatchedNetworks(nn.Module):
         if not layers:
             return
         self.train()
+        self.drop(None)
         for layer in layers:
             layer.calibrating = 1
         with torch.no_grad():

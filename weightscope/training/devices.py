@@ -108,7 +108,7 @@ def _key(recipe: Recipe, device: torch.device) -> tuple[Any, ...]:
     network = plugins.imported(recipe.network.type) if plugins.is_reference(recipe.network.type) else None
     training = recipe.training
     settings = [recipe.network.model_dump(mode="json"), recipe.data.model_dump(mode="json"), training.batch_size]
-    settings += [training.betas, training.precision, training.mixup > 0]
+    settings += [training.betas, training.precision, training.mixup > 0, training.cutmix > 0]
     return network, str(device), os.environ.get("CC"), json.dumps(settings)
 
 

@@ -21,18 +21,19 @@ from weightscope import networks
 from weightscope._util.plugins import is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
-from weightscope.data.augment import draws_needed, normalise
+from weightscope.data.augment import normalise
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
-from weightscope.training.images import load_images
+from weightscope.training.images import fused, label_shares, load_images
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels import functions
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.optimiser import BatchedAdamW, schedule_factor
+from weightscope.training.random_numbers import RandomNumbers
 
 DEFAULT_TILE = 32
 _EVALUATION_IMAGES = 250
@@ -142,10 +143,15 @@ class TileRun:
             betas=training.betas,
             kernels=kernels,
         )
-        self.streams = {
-            purpose: [numpy_generator(population.seed, k, purpose) for k in self.ids]
-            for purpose in (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP)
-        }
+        self.random = RandomNumbers(
+            recipe,
+            self.ids,
+            images=len(self.images),
+            size=self.images.shape[-1],
+            batch=self.batch,
+            drop_paths=self.nets.drop_paths,
+        )
+        self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
@@ -173,7 +179,7 @@ class TileRun:
                 found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
             for name, values in found.items():
                 history.setdefault(name, []).append(values)
-        weights = self.nets.weights.cpu().numpy().copy()
+        weights = (self.nets.weights if self.average is None else self.average).cpu().numpy().copy()
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
         finite = (
@@ -191,7 +197,7 @@ class TileRun:
         """
         training = self.recipe.training
         self.nets.train()
-        self._upload({**(self.ready or self._draw()), "scalars": self._scalars(epoch)})
+        self._upload({**(self.ready or self.random.draw()), **self._scalars(epoch)})
         step = self._step
         if self.device.type == "cuda" and self.nets.kernels == "triton":
             step = (self.graph or self._capture()).replay
@@ -201,7 +207,7 @@ class TileRun:
             step()
             if progress is not None:
                 progress((done + 1) / (self.steps_per_epoch * training.epochs))
-        self.ready = self._draw() if epoch + 1 < training.epochs else None
+        self.ready = self.random.draw() if epoch + 1 < training.epochs else None
         loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
         return {"train_loss": loss, "train_accuracy": right}
 
@@ -219,7 +225,8 @@ class TileRun:
         Warm-up and capture use one stream of this run, because workspaces and gradient nodes belong to streams.
         """
         gc.collect()  # or the graph of an earlier run might be freed between here and the last replay
-        state = (self.nets.weights, self.optimiser.first, self.optimiser.second)
+        state = [self.nets.weights, self.optimiser.first, self.optimiser.second]
+        state += [] if self.average is None else [self.average]
         before = [tensor.clone() for tensor in state]
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream(self.device))
@@ -245,64 +252,63 @@ class TileRun:
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
         labels = self.labels[numbers["order"]]  # (T, B)
         targets = smooth(labels, training.label_smoothing, self.classes)  # (T, B, K)
-        if "shares" in numbers:  # mixup of each image with the one at the mirrored place of its batch
-            share = numbers["shares"][:, None, None]  # (T, 1, 1)
+        if "shares" in numbers:  # each image is mixed with the one at the mirrored place of its batch
+            share = label_shares(numbers["shares"], numbers.get("boxes"), self.images.shape[-1])[:, None, None]
             targets = share * targets + (1 - share) * targets.flip(1)
-        logits = self._logits(numbers["order"], numbers.get("draws"), numbers.get("shares")).float()  # (T, B, K)
+        if "paths" in numbers:
+            self.nets.drop(numbers["paths"])
+        logits = self._logits(numbers).float()  # (T, B, K)
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
         self.nets.backward(losses.sum())  # the gradient of each row of weights is that of its own loss
         self.optimiser.step(numbers["scalars"], training.clip_norm)
+        if self.average is not None:
+            self.average.lerp_(self.nets.weights, numbers["new"])
         self.sums[0] += losses.detach()
         self.sums[1] += (logits.detach().argmax(2) == labels).float().mean(1)
         self.now += 1
 
-    def _scalars(self, epoch: int) -> Tensor:
-        """(steps, 3), the arguments of the optimiser in each step."""
+    def _scalars(self, epoch: int) -> dict[str, Tensor]:
+        """What each step of an epoch has of its own, whatever the network.
+
+        `scalars` (steps, 3): the arguments of the optimiser.
+        `new` (steps,): the weight of the new weights in their average, if there is one; 1 in the first step.
+        """
         training, steps = self.recipe.training, self.steps_per_epoch
         rows = []
         for step in range(epoch * steps, (epoch + 1) * steps):
             factor = schedule_factor(training.schedule, step, training.epochs * steps, training.warmup)
             rows.append(self.optimiser.scalars(step + 1, factor))
-        return torch.tensor(rows, dtype=torch.float32)
+        found = {"scalars": torch.tensor(rows, dtype=torch.float32)}
+        if self.average is not None:
+            found["new"] = torch.full((steps,), 1 - training.ema)
+            if epoch == 0:
+                found["new"][0] = 1
+        return found
 
-    def _draw(self) -> dict[str, Tensor]:
-        """The random numbers of an epoch.
-
-        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
-        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
-        `shares` (steps, T): draws from Beta(mixup, mixup), if mixup > 0.
-        """
-        steps, kept = self.steps_per_epoch, self.steps_per_epoch * self.batch
-        needed, alpha = draws_needed(self.recipe.data.augment), self.recipe.training.mixup
-        numbers: dict[str, list[np.ndarray]] = {
-            "order": [
-                stream.permutation(len(self.images))[:kept].reshape(steps, self.batch)
-                for stream in self.streams[Purpose.ORDER]
-            ]
-        }
-        if needed:
-            shape = (steps, self.batch, needed)
-            numbers["draws"] = [stream.random(shape, dtype=np.float32) for stream in self.streams[Purpose.AUGMENT]]
-        if alpha:
-            numbers["shares"] = [
-                stream.beta(alpha, alpha, steps).astype(np.float32) for stream in self.streams[Purpose.MIXUP]
-            ]
-        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
-
-    def _logits(self, index: Tensor, draws: Tensor | None, shares: Tensor | None) -> Tensor:
-        """Logits (T, B, K) of the training images `index` (T, B), augmented and mixed."""
-        config = self.recipe.data.augment
-        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and not config.operations:
-            found = functions.backend("triton").load_images(
-                self.images, index, draws, shares, (self.mean, self.std), config, self.dtype
-            )
-            return self.nets.of_channels(found)
-        found = load_images(self.images, index, draws, shares, (self.mean, self.std), config)
+    def _logits(self, numbers: dict[str, Tensor]) -> Tensor:
+        """Logits (T, B, K) of the training images `order` (T, B), augmented and mixed."""
+        index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
+        assert index is not None
+        moments, config = (self.mean, self.std), self.recipe.data.augment
+        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and fused(self.recipe):
+            load = functions.backend("triton").load_images
+            return self.nets.of_channels(load(self.images, index, draws, shares, moments, config, self.dtype))
+        found = load_images(self.images, index, draws, shares, moments, config, numbers.get("boxes"))
         return self.nets(found.to(self.dtype))
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
-        """Returns `test_accuracy` and `test_loss`, each (T,)."""
+        """Returns `test_accuracy` and `test_loss`, each (T,); of the averaged weights, if there are any."""
+        if self.average is None:
+            return self._evaluate()
+        trained = self.nets.weights.clone()
+        self.nets.weights.copy_(self.average)
+        found = self._evaluate()
+        self.average.copy_(self.nets.weights)  # with the statistics of BatchNorm
+        self.nets.weights.copy_(trained)
+        return found
+
+    def _evaluate(self) -> dict[str, np.ndarray]:
         calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()

@@ -25,7 +25,7 @@ from weightscope.errors import UsageError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.images import load_images
+from weightscope.training.images import fused, load_images
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.optimiser import BatchedAdamW
@@ -62,7 +62,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     with functions.recorded() as calls, torch.no_grad():
         batched(torch.zeros(_NETWORKS, batch, info.channels, info.size, info.size))
     found: Plan = [["adamw", [_NETWORKS, batched.spec.size], {"betas": list(recipe.training.betas)}]]
-    if kernels == "triton" and not recipe.data.augment.operations:
+    if kernels == "triton" and fused(recipe):
         shape = [_NETWORKS, batch, info.channels, info.size, info.size]
         augmentation = recipe.data.augment.model_dump(mode="json")
         found.append(["load_images", shape, {"augment": augmentation, "mixup": recipe.training.mixup > 0}])

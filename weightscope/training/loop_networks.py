@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weightscope._util.seeding import kept_generators, seed_generators
 from weightscope.errors import UsageError
+from weightscope.networks.layers import DropPath
 from weightscope.spec import WeightSpec
 from weightscope.training.kernels.functions import Kernels
 
@@ -20,6 +21,7 @@ class LoopNetworks(nn.Module):
         weights: (T, D) float32, one row per network in the order of `spec`; parameters and statistics are views of it.
         gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
         spec: the `WeightSpec` of one network.
+        drop_paths: L, how many DropPath layers one network has.
 
     Args:
         template: a module of the architecture, copied T times; its weights are not used.
@@ -44,6 +46,8 @@ class LoopNetworks(nn.Module):
         self.gradient = torch.zeros_like(self.weights)
         self.device, self.seeds, self.passes = torch.device(device), list(seeds), 0
         self.networks = nn.ModuleList(copy.deepcopy(template).to(device) for _ in range(count))
+        self._drop_paths = [[m for m in network.modules() if isinstance(m, DropPath)] for network in self.networks]
+        self.drop_paths: int = len(self._drop_paths[0])
         self.parameters_of: list[dict[str, nn.Parameter]] = []
         for row, network in zip(self.weights, self.networks, strict=True):
             parameters = dict(network.named_parameters())
@@ -60,6 +64,12 @@ class LoopNetworks(nn.Module):
             for name in names:
                 if name in parameters:
                     parameters[name].requires_grad_(False)
+
+    def drop(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of each network's modules."""
+        for layers, numbers in zip(self._drop_paths, draws, strict=True):
+            for at, layer in enumerate(layers):
+                layer.draws = numbers[:, at]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
