@@ -362,6 +362,12 @@ def test_rotated_and_normalised_attention_is_left_out_by_name():
         attention_maps(model, images())
 
 
+@pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map"])
+def test_maps_with_gates_or_convolutions_are_not_taken_for_those_of_queries_and_keys(kind):
+    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`: gates or convolutions enter its map"):
+        attention_maps(ViT(32, 8, 48, 2, 3, 10, attention=kind), images())
+
+
 def test_attention_in_windows_is_refused():
     families.shims.timm()
     from timm.models.swin_transformer import SwinTransformer

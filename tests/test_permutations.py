@@ -30,6 +30,7 @@ NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 5, 2, 10, in_channels=1, expansion=2, layer_scale=0.1),
     "convnext of two stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 10, in_channels=1, expansion=2),
     "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
+    "vit, skip": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1, layer_scale=0.5, layer_scale_on="skip"),
     "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),
     "vit, token": lambda: ViT(8, 2, 24, 1, 2, 10, in_channels=1, pool="token", positions="learned", layer_scale=0.1),
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import AttentionPart, NamedTensors, positions
+from weightscope.anatomy.attention_part import chosen_heads
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.token_grid import Offset, TokenGrid
@@ -88,6 +89,7 @@ def impulse_attention_checks(
     normalise: bool,
     grid: int | Sequence[int] | None,
     layers: int | list[int] | None,
+    heads: int | list[int] | None,
     adam_steps: int | None,
 ) -> list[Check]:
     """Checks of every head's attention map on the position codes.
@@ -113,12 +115,14 @@ def impulse_attention_checks(
     for i, part in enumerate(found):
         kind = pseudo_input if i == 0 or following is None else following
         if part in wanted and kind == "positions":
+            if part.positional:
+                raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
             codes, tokens = position_codes(part, nearest_table(part, tables), grid)
             every = filter_offsets(filter_size, tokens.rows > 1)
             known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
             known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
             x = normalised(codes) if normalise else codes.double()
-            checks += _maps(part, x, tokens, known, minimised=adam_steps is None)
+            checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
@@ -154,7 +158,7 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
             doubled = {f"logits {n} times too {what}": outside(FACTOR, f, 0.1 * f) for n, what, f in _WRONG_LOGITS}
             rows.append(("logit factor", factor, FACTOR, doubled))
         name = f"{part.name} {known[best]}"
-        checks += checks_of("impulse_attention", "map", part.layer, head, name, rows)
+        checks += checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
     return checks
 
 

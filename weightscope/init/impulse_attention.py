@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
-from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
@@ -50,6 +50,7 @@ def impulse_attention_(
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     layers: int | list[int] | None = None,
+    heads: int | list[int] | None = None,
     adam_steps: int | None = None,
     strict: bool = True,
     generator: torch.Generator | None = None,
@@ -79,6 +80,7 @@ def impulse_attention_(
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         layers: which layers, counted from 0; None for all.
+        heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once, in less than a second.
         strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
@@ -88,7 +90,8 @@ def impulse_attention_(
     Raises:
         AnatomyError: if the module has no attention, or no position embedding and no `grid` is given.
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.
-        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised.
+        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised, or the
+            map has terms of its own (gates, convolutions).
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
@@ -102,7 +105,7 @@ def impulse_attention_(
     flag("normalise", normalise)
     if adam_steps is not None:
         count("adam_steps", adam_steps)
-    for tower in _towers(module, chosen_layers(self_attention(module), layers), grid):
+    for tower in _towers(module, chosen_heads(chosen_layers(self_attention(module), layers), heads), grid):
         assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
         plans = [assignment.plan(part) for part in tower.parts]
         split = len(plans) if following is None else sum(plan.part.name == tower.first for plan in plans)
@@ -134,6 +137,11 @@ def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Seq
         if part.rotary or part.normalised:
             why = "rotated by position (RoPE)" if part.rotary else "normalised"
             raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
+        if part.positional:
+            raise UsageError(
+                f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
+                "impulse_attention is for attention without them"
+            )
         table = nearest_table(part, tables)
         key = (table.name if table else f"width {part.width}", bool(part.causal))
         if key not in towers:
