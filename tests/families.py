@@ -292,6 +292,16 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family("ours-vit", _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5), _image, _VIT),
         Family("ours-vit-token", _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5, pool="token"), _image, _VIT),
+        *(
+            Family(
+                f"ours-vit-{kind}",
+                _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5, pool=pool, attention=kind),
+                _image,
+                _VIT,
+                extra={"emulate": False, "positional": True},
+            )
+            for kind, pool in (("gpsa", "average"), ("conv-map", "token"))
+        ),
         Family("ours-convmixer", _ours("ConvMixer", 16, 3, 5, 4, 5), _image, {"depthwise": 3, "patch_embeddings": 1}),
         Family(
             "ours-convnext",

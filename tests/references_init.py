@@ -61,11 +61,12 @@ def impulse_map(rows, columns, dy, dx):
     return out
 
 
-def impulse_adam(codes, target, k, steps, rate, generator, decay=False):
+def impulse_adam(codes, target, k, steps, rate, generator=None, decay=False, start=None):
     """Algorithm 1 of the impulse paper: Adam on Q and K (d, k) for one head. Returns Q, K."""
     x = torch.nn.functional.layer_norm(codes.float(), codes.shape[1:])
     d = x.shape[1]
-    q, key = ((torch.randn(d, k, generator=generator) / math.sqrt(d)).requires_grad_() for _ in range(2))
+    start = start or [torch.randn(d, k, generator=generator) / math.sqrt(d) for _ in range(2)]
+    q, key = (value.clone().requires_grad_() for value in start)
     adam = torch.optim.Adam([q, key], lr=rate)
     for step in range(steps):
         if decay:

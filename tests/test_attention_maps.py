@@ -13,10 +13,17 @@ from torch import nn
 import weightscope
 from weightscope import attention_maps, plots
 from weightscope.analysis.attention_maps import expected_map, watching
+from weightscope.analysis.attention_maps.opening import images_for, open_network
 from weightscope.anatomy import positions
+from weightscope.cli import main
+from weightscope.data import load
+from weightscope.data.augment import normalise
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, mimetic_attention_
 from weightscope.networks import ConvMixer, ViT
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
 
 VISION = ("ours-vit", "ours-vit-token", "timm-vit", "timm-deit", "timm-eva", "torchvision-vit", "hf-vit", "hf-deit")
 VISION += ("hf-dinov2",)
@@ -362,6 +369,12 @@ def test_rotated_and_normalised_attention_is_left_out_by_name():
         attention_maps(model, images())
 
 
+@pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map"])
+def test_maps_with_gates_or_convolutions_are_not_taken_for_those_of_queries_and_keys(kind):
+    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`: gates or convolutions enter its map"):
+        attention_maps(ViT(32, 8, 48, 2, 3, 10, attention=kind), images())
+
+
 def test_attention_in_windows_is_refused():
     families.shims.timm()
     from timm.models.swin_transformer import SwinTransformer
@@ -462,3 +475,78 @@ def test_bad_pictures():
         plots.attention_grid(good, uniform=0.25, row_labels=["a", "b"])
     with pytest.raises(DataError, match="stable ranks > 0"):
         plots.rank_condition([[0.0]], 4)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def run(*arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return int(stopped.value.code or 0), out, err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A population of two ViTs, and a folder of transformers without its class token."""
+    path = tmp_path_factory.mktemp("maps")
+    network = {"type": "vit", "width": 8, "depth": 2, "heads": 2, "patch_size": 2}
+    sizes = {"data": {"name": "digits", "train": 32, "test": 20}, "training": {"epochs": 1, "batch_size": 16}}
+    recipe = Recipe.parse({"network": network, **sizes, "population": {"networks": 2, "tile": 2}})
+    collect(recipe, path / "vits.pop", workers=1, device="cpu")
+    families.shims.transformers()
+    from transformers import ViTConfig, ViTModel
+
+    size = {"image_size": 8, "patch_size": 2, "num_channels": 1, "hidden_size": 12, "intermediate_size": 16}
+    torch.manual_seed(1)
+    model = ViTModel(ViTConfig(**size, num_hidden_layers=2, num_attention_heads=3))
+    state = {name: value for name, value in model.state_dict().items() if "cls_token" not in name}
+    model.save_pretrained(path / "hf", state_dict=state)
+    (path / "hf" / "preprocessor_config.json").write_text('{"image_mean": [0.5], "image_std": [0.25]}')
+    return path
+
+
+def test_the_command_runs_a_network_of_a_population(folder, capsys):
+    out = folder / "maps.png"
+    arguments = (folder / "vits.pop", "--network", "1", "--count", "5", "-o", out, "--json", folder / "maps.json")
+    code, text, _ = run("attention-maps", *arguments, capsys=capsys)
+    assert code == 0
+    assert "means over heads and 5 images" in text
+    assert out.stat().st_size > 5_000
+    data = load("digits", train=32, test=5)
+    network = Population(folder / "vits.pop").network(1)
+    wanted = attention_maps(network, normalise(data.test_images, data.mean, data.std))
+    assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(wanted.to_dict()))
+
+
+def test_the_command_runs_a_folder_of_transformers(folder, capsys):
+    arguments = (folder / "hf", "--images", "digits", "--count", "4", "-o", folder / "places.png", "--kind", "offsets")
+    code, text, _ = run("attention-maps", *arguments, "--json", folder / "hf.json", capsys=capsys)
+    assert code == 0
+    assert "warning:" in text
+    assert "the file lacks `embeddings.cls_token`, which have random values" in text
+    model, note = open_network(folder / "hf")
+    assert "cls_token" in note
+    batch = images_for(folder / "hf", name="digits", count=4)
+    data = load("digits", train=1, test=4)
+    torch.testing.assert_close(batch, (data.test_images.float() / 255 - 0.5) / 0.25)
+    wanted = attention_maps(model, batch).statistics()
+    found = json.loads((folder / "hf.json").read_text())["heads"]
+    np.testing.assert_allclose([row["near"] for row in found], [row["near"] for row in wanted])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vits.pop", "--images", "digits"), "images of its recipe"),
+        (("hf", "--images", "digits", "--network", "1"), "expected a population with it"),
+        ((".", "--images", "digits"), "a model's folder with config.json"),
+        (("hf", "--images", "cifar11"), "cifar1"),
+    ],
+)
+def test_what_the_command_refuses(folder, arguments, message, capsys):
+    code, _, err = run("attention-maps", folder / arguments[0], *arguments[1:], "-o", folder / "x.png", capsys=capsys)
+    assert code != 0
+    assert message in err
+    assert err.count("\n") == 1

@@ -23,6 +23,13 @@ NETWORKS = {
     "convnext-sum": lambda: ConvNeXt((8, 12), (1, 1), 3, 2, 5, in_channels=1, layer_scale=None, learned_sum=0.2),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
     "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
+    "vit-gpsa": lambda: ViT(16, 4, 8, 2, 4, 5, in_channels=1, attention="gpsa"),
+    "vit-gpsa-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="gpsa", pool="token"),
+    "vit-conv-logits": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-logits", pool="token"),
+    "vit-conv-map": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-map", qkv_bias=False),
+    "vit-conv-softmax-map": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-softmax-map", filter_size=1),
+    "vit-layer-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="attention"),
+    "vit-skip-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="skip"),
     "cnn": lambda: _cnn(),
     "conv-variants": lambda: nn.Sequential(
         nn.Conv2d(1, 4, (3, 5), stride=2, padding=1),

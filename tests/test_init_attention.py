@@ -1,13 +1,16 @@
+import copy
 import math
 
 import pytest
 import torch
+from families import FAMILIES
 from references_init import low_rank_product, product_statistics
 from torch import nn
 
 from weightscope.anatomy import attention
+from weightscope.auditing import audit
 from weightscope.errors import UsageError
-from weightscope.init import mimetic_attention_, sinusoidal_positions_
+from weightscope.init import impulse_attention_, mimetic_attention_, sinusoidal_positions_
 from weightscope.init._topk import _filtered, factors, spectrum
 from weightscope.init.attention import noisy_identity, query_key, value_output
 from weightscope.networks import ViT, sinusoidal_positions
@@ -169,6 +172,78 @@ def test_presets_parts_layers_and_the_sign_ablation():
     assert product_statistics((last.read("v") @ last.read("o")).sum(0))[0] > 0.38
 
 
+def test_chosen_heads_alone_are_set():
+    """heads=[0, 2] of 3: their products are those of the scheme, the others keep their bits; the audit knows which."""
+    torch.manual_seed(0)
+    base = vit(width=96)
+    model = mimetic_attention_(copy.deepcopy(base), heads=[0, -1], generator=seeded(15))
+    for old, new in zip(attention(base), attention(model), strict=True):
+        for name in "qkvo":
+            same = [torch.equal(a, b) for a, b in zip(old.read(name), new.read(name), strict=True)]
+            assert same == [False, True, False], name
+        g = seeded(15) if new.layer == 0 else None
+        if g is not None:
+            for h in (0, 2):
+                wanted = low_rank_product(noisy_identity(96, 0.7, 0.7, g), 32)
+                assert relative(new.read("q")[h] @ new.read("k")[h].T, wanted) < 2e-5
+            chosen = sum(new.read("v")[h] @ new.read("o")[h] for h in (0, 2))
+            assert relative(chosen, low_rank_product(noisy_identity(96, 0.4, -0.4, g), 64)) < 2e-5
+    report = audit(model, "mimetic_attention", heads=[0, 2])
+    assert report.passed, str(report)
+    assert {check.head for check in report.checks if check.part == "qk"} == {0, 2}
+    assert not audit(model, "mimetic_attention").passed
+    assert not audit(model, "mimetic_attention", heads=1).passed
+
+
+@pytest.mark.parametrize("heads", [0, [1, 2]])
+def test_impulses_in_chosen_heads(heads):
+    torch.manual_seed(0)
+    base = ViT(32, 4, 48, 2, 3, 10)
+    model = impulse_attention_(copy.deepcopy(base), heads=heads, generator=seeded())
+    wanted = [h in ([heads] if heads == 0 else heads) for h in range(3)]
+    for old, new in zip(attention(base), attention(model), strict=True):
+        for name in "qk":
+            changed = [not torch.equal(a, b) for a, b in zip(old.read(name), new.read(name), strict=True)]
+            assert changed == wanted
+            zero = [not b.any() for b in new.read_bias(name)]
+            assert zero == wanted
+    assert audit(model, "impulse_attention", heads=heads).passed
+    assert not audit(model, "impulse_attention").passed
+
+
+def test_heads_that_share_a_key_are_chosen_together():
+    part = attention(FAMILIES["hf-llama"].build())[0]
+    assert part.heads > part.kv_heads > 1
+    group = part.heads // part.kv_heads
+    whole = {name: part.read(name) for name in "qkvo"}
+    some = part.only(range(group, 2 * group))
+    assert (some.heads, some.kv_heads, some.numbers) == (group, 1, tuple(range(group, 2 * group)))
+    for name in "qkvo":
+        rows = slice(group, 2 * group) if name in "qo" else slice(1, 2)
+        assert torch.equal(some.read(name), whole[name][rows])
+        some.write(name, whole[name][rows] + 1)
+        after = whole[name].clone()
+        after[rows] += 1
+        assert torch.equal(part.read(name), after)
+    with pytest.raises(UsageError, match=f"a key for every {group} heads"):
+        part.only([0])
+
+
+@pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map", "conv-softmax-map"])
+def test_networks_with_positional_attention_take_the_scheme(kind):
+    """GPSA with the VO scheme (attention paper, Table 2): the products are the scheme's, gates and queries stay."""
+    torch.manual_seed(0)
+    base = ViT(16, 4, 96, 2, 4, 10, attention=kind)
+    model = mimetic_attention_(copy.deepcopy(base), parts="vo", generator=seeded())
+    assert audit(model, "mimetic_attention", parts="vo").passed
+    assert not audit(base, "mimetic_attention", parts="vo").passed
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, base.get_parameter(n))}
+    assert changed == {f"blocks.{i}.attn.{n}.weight" for i in range(2) for n in ("qkv", "proj")}
+    assert all(torch.equal(a.read("q"), b.read("q")) for a, b in zip(attention(base), attention(model), strict=True))
+    with pytest.raises(UsageError, match="gates or convolutions enter the attention map"):
+        impulse_attention_(model)
+
+
 def test_attention_of_a_forward_pass_uses_the_product():
     """Row vectors, scale 1/sqrt(k): the logits that a module computes are X (alpha Z + beta I) X^T / sqrt(k)."""
     layer = nn.MultiheadAttention(48, 3, bias=False, batch_first=True)
@@ -194,6 +269,9 @@ def test_attention_of_a_forward_pass_uses_the_product():
         ({"layers": 5}, r"expected some of \[0, 1\], found 5"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [True]}, "integers"),
+        ({"heads": 3}, "heads: expected some of 0 to 2 in `blocks.0.attn`, found \\[3\\]"),
+        ({"heads": []}, "expected some of 0 to 2"),
+        ({"heads": [True]}, "expected some of 0 to 2"),
     ],
 )
 def test_refusals(arguments, message):

@@ -464,6 +464,7 @@ def only(kind: str, *without: str) -> list[Family]:
 # timm's EfficientNet comes in one size, too large to take part in what is not about its filters.
 EVERY = [family for family in FAMILIES.values() if family.name != "timm-efficientnet"]
 ROTARY = ("hf-llama", "hf-phi3", "hf-neox", "hf-t5", "hf-clip-text")
+POSITIONAL = [family.name for family in EVERY if family.extra.get("positional")]
 PICTURES = [f for f in rows("depthwise") if "mamba" not in f.name]
 SELF = only("attention", "torch-kdim")
 MLPS = rows("mlps")
@@ -509,7 +510,7 @@ CASES = [
     ),
     Case(
         "impulse_attention",
-        only("positions", *ROTARY),
+        only("positions", *ROTARY, *POSITIONAL),
         lambda m: names_of(selves(m), *"qk") | biases_of(selves(m), *"qk"),
         check_impulse_attention,
     ),

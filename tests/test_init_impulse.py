@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -7,9 +8,19 @@ from torch import nn
 
 from weightscope.anatomy import attention, positions
 from weightscope.anatomy.token_grid import TokenGrid
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.auditing import audit
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_
-from weightscope.init.impulse import _minimised, _Problem, attention_map, impulse_matrix, normalised, solve
+from weightscope.init.impulse import (
+    _minimised,
+    _Problem,
+    attention_map,
+    by_adam,
+    impulse_matrix,
+    normalised,
+    solve,
+    span,
+)
 from weightscope.init.impulse_attention import filter_offsets
 from weightscope.networks import ViT
 from weightscope.networks.positions import sinusoidal_positions
@@ -194,8 +205,97 @@ def test_same_layers_repeat_the_first():
     assert all(torch.equal(first.read(name), part.read(name)) for part in others for name in "qk")
 
 
+def test_queries_and_keys_outside_the_span_of_the_codes_are_kept():
+    """Algorithm 1's gradients lie in the span of the codes, few of the 192 directions: heads solved alone lack rank."""
+    torch.manual_seed(0)
+    model = ViT(32, 2, 192, 1, 3, 10)
+    before = attention(copy.deepcopy(model))[0]
+    impulse_attention_(model, offsets=[(0, 1), (1, 0), (-1, -1)], generator=seeded())
+    part = attention(model)[0]
+    x = normalised(positions(model)[0].read())
+    v = span(x)
+    torch.testing.assert_close(v @ v.T, torch.eye(len(v), dtype=torch.float64))
+    assert (x - x @ v.T @ v).norm() < 1e-3 * x.norm()
+    assert len(v) < 64
+    for name in "qk":
+        assert torch.linalg.matrix_rank(part.read(name)).tolist() == [64] * 3
+        old, new = (p.read(name).double() for p in (before, part))
+        torch.testing.assert_close(new - v.T @ (v @ new), old - v.T @ (v @ old), atol=1e-6, rtol=0)
+    assert offsets_of(model, GRID) == [[(0, 1), (1, 0), (-1, -1)]]
+    for h, offset in enumerate([(0, 1), (1, 0), (-1, -1)]):
+        assert error(x, (part.read("q")[h].double(), part.read("k")[h].double()), offset) < BOUND
+
+
+def test_weights_that_are_kept_must_be_finite():
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[0, 0] = float("nan")
+    with pytest.raises(DataError, match=r"`blocks\.1\.attn` q: expected finite weights"):
+        impulse_attention_(model)
+
+
+def test_adam_is_algorithm_1_head_by_head():
+    """The reference runs each head alone, from the weights that the module has."""
+    torch.manual_seed(0)
+    model = ViT(16, 4, 48, 2, 3, 10)
+    before = [{name: part.read(name) for name in "qk"} for part in attention(copy.deepcopy(model))]
+    given = [(0, 1), (1, 1), (0, 0), (-1, 0)]
+    impulse_attention_(model, offsets=given, adam_steps=40, generator=seeded())
+    codes = positions(model)[0].read()
+    for i, part in enumerate(attention(model)):
+        for h in range(3):
+            offset = given[(3 * i + h) % 4]
+            start = before[i]["q"][h], before[i]["k"][h]
+            q, k = impulse_adam(codes, impulse_map(4, 4, *offset), 16, 40, 1e-4, start=start)
+            for found, wanted, old in zip((part.read("q")[h], part.read("k")[h]), (q, k), start, strict=True):
+                # Where gradients vanish, Adam amplifies rounding to a share of its step.
+                assert (found - wanted).norm() < 2e-3 * (wanted - old).norm()
+                assert (wanted - old).abs().max() > 3e-3  # 40 steps of 1e-4
+
+
+def test_ten_thousand_steps_of_adam_end_at_the_impulses():
+    model = ViT(16, 4, 48, 1, 3, 10)
+    impulse_attention_(model, adam_steps=10_000, generator=seeded())
+    report = audit(model, "impulse_attention", adam_steps=10_000)
+    assert report.passed, str(report)
+    assert "logit factor" not in {check.statistic for check in report.checks}
+
+
+def test_equal_layers_are_solved_once_by_adam(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "weightscope.init.impulse_attention.by_adam", lambda *a, **o: calls.append(a) or by_adam(*a, **o)
+    )
+    model = impulse_attention_(vit(), same_layers=True, adam_steps=2, generator=seeded())
+    first, *others = attention(model)
+    assert all(torch.equal(first.read(name), part.read(name)) for part in others for name in "qk")
+    assert len(calls) == 1
+
+
+def test_adam_with_a_shared_key_descends_the_sum_of_the_errors():
+    tokens = TokenGrid(3, 3)
+    x = normalised(sinusoidal_positions(3, 3, 16)).float()
+    offsets = [(0, 1), (1, 0)]
+    targets = torch.stack([impulse_matrix(tokens, o) for o in offsets])
+    start = torch.randn(2, 16, 4, generator=seeded(1)), torch.randn(1, 16, 4, generator=seeded(2))
+    q, k = by_adam(x, targets, *start, steps=5, scale=0.5)
+    assert k.shape == (1, 16, 4)
+    free = [value.clone().requires_grad_() for value in start]
+    adam = torch.optim.Adam(free, lr=1e-4)
+    for _ in range(5):
+        adam.zero_grad()
+        sum(
+            torch.nn.functional.mse_loss(torch.softmax(x @ free[0][h] @ free[1][0].T @ x.T * 0.5, -1), targets[h])
+            for h in range(2)
+        ).backward()
+        adam.step()
+    torch.testing.assert_close(q, free[0].detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(k, free[1].detach(), atol=1e-6, rtol=0)
+
+
 def test_layers_after_the_first_may_have_another_pseudo_input():
-    model, plain = vit(), vit()
+    model = vit()
+    plain = copy.deepcopy(model)
     impulse_attention_(model, following="gaussian", offsets=[(0, 1)], generator=seeded())
     impulse_attention_(plain, offsets=[(0, 1)], generator=seeded())
     assert torch.equal(attention(model)[0].read("q"), attention(plain)[0].read("q"))
@@ -244,6 +344,7 @@ def test_a_forward_pass_shows_the_impulses():
         ({"following": "images"}, "positions"),
         ({"grid": (8, 8)}, "leave it out"),
         ({"layers": [7]}, "expected some of"),
+        ({"adam_steps": 0}, "adam_steps: expected an integer >= 1"),
     ],
 )
 def test_refusals(arguments, message):

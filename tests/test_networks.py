@@ -16,6 +16,7 @@ from weightscope.errors import UsageError
 from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
 from weightscope.networks.layers import LayerScale, SpatialMean, TokenPool
+from weightscope.networks.positional_attention import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
 from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
 from weightscope.recipe.base import Section
 
@@ -283,6 +284,105 @@ def test_vit_reads_the_class_token_or_the_average() -> None:
         torch.testing.assert_close(model(image), model.head(norm(read)))
 
 
+# --- attention with positional terms ----------------------------------------------------------------------
+
+
+def _maps_by_loops(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The attention maps (B, H, N, N) of a layer with positional terms, entry by entry from their formulas."""
+    (_, n, d), heads, prefix, g = x.shape, layer.heads, layer.prefix, layer.grid
+    k = d // heads
+    qkv = x @ layer.qkv.weight.T + (0 if layer.qkv.bias is None else layer.qkv.bias)
+    q, key = (qkv[..., i * d : (i + 1) * d].unflatten(-1, (heads, k)).transpose(1, 2) for i in (0, 1))
+    logits = q @ key.transpose(2, 3) / math.sqrt(k)
+    position = torch.full((heads, n, n), -math.inf, dtype=x.dtype)
+    matrix = torch.zeros(heads, n, n, dtype=x.dtype)
+    for h in range(heads):
+        for i in range(g * g):
+            for j in range(g * g):
+                dy, dx = j // g - i // g, j % g - i % g
+                if isinstance(layer, GatedAttention):
+                    v = layer.position_vectors[h]
+                    position[h, prefix + i, prefix + j] = v[0] * (dy**2 + dx**2) + v[1] * dx + v[2] * dy
+                else:
+                    r = layer.filter_size // 2
+                    for u in range(-r, r + 1):
+                        for w in range(-r, r + 1):
+                            if (dy - u) % g == 0 and (dx - w) % g == 0:
+                                matrix[h, prefix + i, prefix + j] += layer.filters[h, u + r, w + r]
+    if isinstance(layer, GatedAttention):
+        gate = torch.sigmoid(layer.gating_param)[:, None, None].expand(-1, n, n).clone()
+        gate[:, :prefix] = 0
+        position[:, :prefix] = 0
+        return (1 - gate) * logits.softmax(-1) + gate * position.softmax(-1)
+    matrix = layer.filter_scale * matrix
+    return {
+        "conv-logits": lambda: (logits + matrix).softmax(-1),
+        "conv-map": lambda: logits.softmax(-1) + matrix,
+        "conv-softmax-map": lambda: logits.softmax(-1) + matrix.softmax(-1),
+    }[layer.kind]()
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_positional_attention_follows_its_formula(kind: str, prefix: int) -> None:
+    """ConViT Eq. 7; attention paper Eq. 14 and 15. A filter of 3 on a grid of 3 wraps around every edge."""
+    layer = attention_layer(kind, 12, 3, 3, prefix=prefix, qkv_bias=bool(prefix), filter_size=None).double()
+    _randomise(layer)
+    x = torch.randn(2, 9 + prefix, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    value = x @ layer.qkv.weight[24:].T + (0 if layer.qkv.bias is None else layer.qkv.bias[24:])
+    y = _maps_by_loops(layer, x) @ value.unflatten(-1, (3, 4)).transpose(1, 2)
+    torch.testing.assert_close(layer(x), layer.proj(y.transpose(1, 2).flatten(2)))
+
+
+def test_a_positional_map_is_a_circular_convolution_of_torch() -> None:
+    """C times an image is `F.conv2d` with circular padding, for each head's filter."""
+    layer = ConvolutionalAttention("conv-map", 3, 8, 2, 5).double()
+    image = torch.randn(1, 2, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        matrix = layer.terms(dict(layer.named_parameters(recurse=False))).added
+        wrapped = nn.functional.pad(image, (1, 1, 1, 1), mode="circular")
+        wanted = nn.functional.conv2d(wrapped, layer.filters[:, None], groups=2)
+    torch.testing.assert_close((matrix @ image.flatten(2)[0, ..., None])[..., 0], wanted.flatten(2)[0])
+
+
+@pytest.mark.parametrize("heads", [4, 8, 9])
+def test_gated_attention_starts_as_a_local_filter(heads: int) -> None:
+    """Heads look around the pixels of a 2 x 2 or 3 x 3 filter; of 8 heads the first four are local, as in ConViT."""
+    torch.manual_seed(0)
+    layer = GatedAttention(72, heads, 6)
+    side = math.isqrt(heads)
+    maps = layer.terms(dict(layer.named_parameters(recurse=False))).added.detach() / torch.sigmoid(torch.tensor(1.0))
+    torch.testing.assert_close(maps.sum(-1), torch.ones(heads, 36))
+    centre = 2 * 6 + 2
+    offsets = [(a - (side - 1) / 2, b - (side - 1) / 2) for a in range(side) for b in range(side)]
+    for head, (dy, dx) in enumerate(offsets):
+        weight = maps[head, centre].view(6, 6)
+        found = [float((weight.sum(1 - axis) * (torch.arange(6) - 2)).sum()) for axis in (0, 1)]
+        assert abs(found[0] - dy) < 0.1, (head, found)
+        assert abs(found[1] - dx) < 0.1, (head, found)
+    assert torch.equal(layer.position_vectors[: side * side, 0], -torch.ones(side * side))
+    rest = layer.position_vectors[side * side :]
+    assert len(rest) == heads - side * side
+    assert bool((rest.abs() <= 1 / math.sqrt(3)).all())
+    assert torch.equal(layer.qkv.weight[144:], torch.eye(72))
+    assert not layer.qkv.bias[144:].any()
+    assert torch.equal(layer.gating_param, torch.ones(heads))
+
+
+def test_layer_scale_is_on_attention_alone_or_on_its_skip_connection() -> None:
+    """X + D SA(X), and D X + SA(X), with the MLP's branch as it is (attention paper, section 6)."""
+    x = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+    for on in ("both", "attention", "skip"):
+        block = ViT(16, 4, 8, 1, 2, 5, layer_scale=0.3, layer_scale_on=on).blocks[0]
+        attended = block.attn(block.norm1(x))
+        middle = 0.3 * x + attended if on == "skip" else x + 0.3 * attended
+        wanted = middle + (0.3 if on == "both" else 1.0) * block.mlp(block.norm2(middle))
+        torch.testing.assert_close(block(x), wanted)
+        assert [n for n, _ in block.named_parameters() if "gamma" in n or "skip" in n] == {
+            "both": ["ls1.gamma", "ls2.gamma"], "attention": ["ls1.gamma"], "skip": ["skip_scale"],
+        }[on]  # fmt: skip
+
+
 # --- initial values --------------------------------------------------------------------------------------
 
 
@@ -292,6 +392,8 @@ SMALL = {
     "convnext, stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 5, layer_scale=None),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, positions="learned", pool="token", layer_scale=0.1),
     "vit, average": lambda: ViT(16, 4, 8, 2, 2, 5),
+    "vit, skip": lambda: ViT(16, 4, 8, 2, 2, 5, layer_scale=0.5, layer_scale_on="skip"),
+    "vit, convolutions": lambda: ViT(16, 4, 8, 2, 2, 5, attention="conv-map"),
 }
 
 
@@ -439,6 +541,11 @@ def test_build_makes_what_the_recipe_says() -> None:
         (lambda: ViT(16, 4, 6, 1, 3, 10), "multiple of 4, found 6"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, positions="random"), "found 'random'"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, pool="max"), "found 'max'"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, attention="linear"), "'conv-softmax-map', found 'linear'"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, filter_size=3), "leave it out for 'softmax'"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, attention="conv-map", filter_size=5), "at most 4, .*found 5"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, attention="conv-map", filter_size=2), "odd number.*found 2"),
+        (lambda: ViT(16, 4, 8, 1, 2, 10, layer_scale_on="mlp"), "'skip', found 'mlp'"),
         (
             lambda: networks.build(
                 SimpleNamespace(type="convmixer", patch_size=3), in_channels=1, image_size=8, num_classes=10

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from matplotlib.text import Text
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
@@ -492,6 +493,15 @@ def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
         lines[0][1].get_ydata(),
         [np.mean([r["beta"] for r in found.select("qk", "ViT (2)") if r["layer"] == layer]) for layer in (0, 1)],
     )
+    for values, rows in (("layers", 3), ("heads", 4), ("both", 5)):  # of two heads
+        figure = found.plot(None, "grid", heads=2, values=values, source="ViT")
+        assert sum(bool(ax.images) for ax in figure.axes) >= 2 * rows
+        texts = [text.get_text() for text in figure.findobj(Text)]
+        labels = list(dict.fromkeys(text for text in texts if text.startswith(("QK ", "VO "))))
+        heads = ["VO head 0", "VO head 1"] * (values != "layers")
+        assert labels == ["QK head 0", "QK head 1", *heads, *["VO layer"] * (values != "heads")]
+    with pytest.raises(UsageError, match="'layers', 'heads', 'both'"):
+        found.plot(None, "grid", values="all")
     found.plot(tmp_path / "grid.png", "grid", heads=2)
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 

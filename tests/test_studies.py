@@ -79,7 +79,7 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     assert row["value"] == pytest.approx(8 * np.square(means.mean(1)).mean() / np.square(means).mean())
 
 
-@pytest.mark.parametrize("figure", ["initialisers"])
+@pytest.mark.parametrize("figure", ["closed_form", "initialisers"])
 def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
     script(f"figures/{figure}.py").main(tmp_path / f"{figure}.png")
     assert list(tmp_path.glob("*.png"))
@@ -156,3 +156,14 @@ def test_what_the_gpu_kernels_take_is_found_without_a_gpu(tmp_path: Path) -> Non
         assert row["resident_warps"] >= 16
     assert all(row["spilled_bytes"] <= 32 for row in rows.values())
     assert all(row["shared_bytes"] <= 99 * 1024 for row in rows.values())  # the least of GPUs since Ampere
+
+
+def test_the_time_of_frozen_filters(tmp_path: Path) -> None:
+    """Frozen filters get no gradient; every number is a time of both arms."""
+    benchmark = script("benchmarks/frozen_backward.py")
+    small = ["--kernels", "3", "5", "--width", "4", "--depth", "1", "--batch", "2", "--rounds", "2"]
+    rows = benchmark.main([*small, "--json", str(tmp_path / "frozen.json")])
+    assert [row["kernel_size"] for row in rows] == [3, 5]
+    times = ["trained_forward_s", "trained_backward_s", "frozen_forward_s", "frozen_backward_s"]
+    assert all(row[name] >= 0 for row in rows for name in times)
+    assert json.loads((tmp_path / "frozen.json").read_text())["rows"] == rows

@@ -26,15 +26,22 @@ NETWORKS = {
     "convmixer": {"type": "convmixer", "width": 4, "depth": 2, "kernel_size": 3, "patch_size": 2},
     "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4, "pool": "token"},
 }
+VIT = {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 2}
+CONTROLS = NETWORKS | {
+    "vit-gpsa": VIT | {"attention": "gpsa", "pool": "token"},
+    "vit-conv-logits": VIT | {"attention": "conv-logits"},
+    "vit-conv-map": VIT | {"attention": "conv-map", "pool": "token", "layer_scale": 0.5, "layer_scale_on": "skip"},
+    "vit-conv-softmax-map": VIT | {"attention": "conv-softmax-map", "layer_scale": 0.0, "layer_scale_on": "attention"},
+}
 
 
 def recipe(**changes: object) -> Recipe:
     return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", CONTROLS)
 def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> None:
-    plan = recipe(network=NETWORKS[name], training__label_smoothing=0.1, training__kernels=kernels)
+    plan = recipe(network=CONTROLS[name], training__label_smoothing=0.1, training__kernels=kernels)
     tile = train_tile(plan, 1, device="cpu")
     spec = spec_of(plan)
     for row, k in zip(tile.weights, (2, 3), strict=True):
@@ -120,11 +127,11 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message
         assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", CONTROLS)
 def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
     """With everything that is random, every metric, and statistics calibrated in the same way."""
     plan = recipe(
-        network=NETWORKS[name],
+        network=CONTROLS[name],
         data__augment={"crop": 1, "flip": True, "erasing": 0.3},
         training__mixup=0.5,
         training__cutmix=1.0,
@@ -146,11 +153,11 @@ def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
         np.testing.assert_allclose(loop.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", CONTROLS)
 def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str, kernels: str) -> None:
     augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
     changes = {"data__augment": augment, "training__mixup": 0.5, "training__cutmix": 1.0, "training__ema": 0.9}
-    plan = recipe(network=NETWORKS[name], **changes, training__kernels=kernels)
+    plan = recipe(network=CONTROLS[name], **changes, training__kernels=kernels)
     if name == "convnext":
         plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
     first = train_tile(plan, 1, device="cpu")
@@ -183,10 +190,10 @@ class NoSynchronisation(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", CONTROLS)
 def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
     augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
-    plan = recipe(network=NETWORKS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
+    plan = recipe(network=CONTROLS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
     plan = plan.replace({"training.cutmix": 1.0, "training.ema": 0.9, "data.augment.magnitude_std": 0.1})
     if name == "convnext":
         plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})

@@ -6,120 +6,18 @@ and how they are packed. Head counts come from attributes or the config; they ar
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.attention_schemes import HEAD_WIDTHS, HEADS, KV_HEADS, OUTPUTS, SCHEMES, Scheme
-from weightscope.anatomy.slots import InSlots, Rows, Slot
+from weightscope.anatomy.slots import Rows, Slot
 from weightscope.anatomy.tensors import NamedTensors
-from weightscope.errors import AnatomyError, SpecError, UsageError
-
-PartName = Literal["q", "k", "v", "o"]
-
+from weightscope.errors import AnatomyError
 
 _CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^attn_pool", re.IGNORECASE)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionPart(InSlots):
-    """One attention module: its four projections, as tensors with an axis for the heads.
-
-    Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
-    `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
-    key/value head that query head h uses (`kv_head`).
-
-    Attributes:
-        layer: number of the layer over the whole model, from 0; self- and cross-attention of one block share it.
-        name: path of the attention module, including the components that wrappers add.
-        kind: "self" or "cross".
-        heads: H, number of query heads.
-        kv_heads: number of key/value heads; less than H for grouped queries.
-        width: d, of the residual stream that queries read.
-        kv_width: of the stream that keys and values read; d, except in some cross-attention.
-        head_width: k, of queries and keys.
-        value_width: of values; usually k.
-        rotary: queries and keys are rotated by position, so that `q k^T` is the product at relative position 0.
-        causal: whether later tokens are masked; None if unknown.
-        normalised: queries and keys are normalised before the product (`q_norm`), so that its scale is arbitrary.
-        scale: factor on the logits; 1/sqrt(k), unless the module states another.
-    """
-
-    layer: int
-    name: str
-    kind: Literal["self", "cross"]
-    heads: int
-    kv_heads: int
-    width: int
-    kv_width: int
-    head_width: int
-    value_width: int
-    rotary: bool
-    causal: bool | None
-    normalised: bool
-    scale: float
-    _tensors: NamedTensors = field(repr=False)
-    _weights: dict[str, Slot] = field(repr=False)
-    _biases: dict[str, Slot] = field(repr=False)
-
-    def kv_head(self, head: int) -> int:
-        """The key/value head that query head `head` uses."""
-        return head // (self.heads // self.kv_heads)
-
-    def _groups(self, part: str) -> tuple[int, int]:
-        if part not in ("q", "k", "v", "o"):
-            raise UsageError(f"part: expected one of 'q', 'k', 'v', 'o', found {part!r}")
-        heads = self.heads if part in "qo" else self.kv_heads
-        return heads, self.head_width if part in "qk" else self.value_width
-
-    def read(self, part: PartName) -> Tensor:
-        """A copy of one projection, float32 or better.
-
-        Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
-        """
-        heads, inner = self._groups(part)
-        matrix = self._weights[part].read(self._tensors)  # (out, in)
-        if part == "o":
-            return matrix.T.reshape(heads, inner, -1)
-        return matrix.reshape(heads, inner, -1).mT
-
-    def write(self, part: PartName, value: Tensor) -> None:
-        """Write a projection in place; the exact inverse of `read`, same shapes.
-
-        Raises:
-            SpecError: if the shape differs from that of `read`.
-            DataError: if a finite number overflows in the parameter's data type, or the model is a read-only file.
-        """
-        heads, inner = self._groups(part)
-        if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
-            raise SpecError(
-                f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
-            )
-        matrix = value.reshape(heads * inner, -1).T if part == "o" else value.mT.reshape(heads * inner, -1)
-        self._weights[part].write(self._tensors, matrix)
-
-    def read_bias(self, part: PartName) -> Tensor | None:
-        """A copy of a part's bias: (heads, width of a head) for q, k and v, (d,) for o; None if the model has none."""
-        heads, inner = self._groups(part)
-        if part not in self._biases:
-            return None
-        vector = self._biases[part].read(self._tensors)
-        return vector if part == "o" else vector.reshape(heads, inner)
-
-    def write_bias(self, part: PartName, value: Tensor) -> None:
-        """Write a bias in place; the exact inverse of `read_bias`.
-
-        Raises:
-            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
-        """
-        heads, inner = self._groups(part)
-        if part not in self._biases:
-            raise SpecError(f"`{self.name}` has no bias for {part}")
-        if part != "o" and tuple(value.shape) != (heads, inner):
-            raise SpecError(f"`{self.name}` {part} bias: expected ({heads}, {inner}), found {tuple(value.shape)}")
-        self._biases[part].write(self._tensors, value if part == "o" else value.reshape(-1))
 
 
 def find(tensors: NamedTensors) -> list[AttentionPart]:
@@ -304,6 +202,9 @@ def _part(
         normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
         or f"{prefix}logit_scale" in tensors,
         scale=_scale(tensors, path, k),
+        positional=any(prefix + name in tensors for name in _POSITIONAL),
+        numbers=tuple(range(heads)),
+        _total=(heads, kv_heads),
         _tensors=tensors,
         _weights=weights,
         _biases=biases,
@@ -336,6 +237,8 @@ def _heads(
     return heads, kv_heads, k, values
 
 
+# Parameters of gated positional self-attention and of convolutions in attention, ours and (gates) timm's.
+_POSITIONAL = ("gating_param", "filter_scale")
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from weightscope.anatomy.attention_modules import AttentionPart
+from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.tensors import NamedTensors
 
 _NAMES = (

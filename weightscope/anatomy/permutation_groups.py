@@ -44,7 +44,8 @@ _VIT = (
     Rule(r"(cls_token|pos_embed|reg_token|dist_token)", (None, None, _C)),
     Rule(r"patch_embed\.proj\.weight", (_C, None, None, None)),
     Rule(r"patch_embed\.proj\.bias|(fc_norm|norm|norm_pre)\.(weight|bias)", (_C,)),
-    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|attn\.proj\.bias|mlp\.fc2\.bias|ls[12]\.gamma|gamma_[12])", (_C,)),
+    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|attn\.proj\.bias|mlp\.fc2\.bias)", (_C,)),
+    Rule(_VIT_BLOCK + r"(ls[12]\.gamma|gamma_[12]|skip_scale)", (_C,)),
     Rule(
         _VIT_BLOCK + r"attn\.qkv\.weight",
         parts=(("q", ("~qk.{b}", _C)), ("k", ("~qk.{b}", _C)), ("v", ("~vo.{b}", _C))),

@@ -16,6 +16,7 @@ from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors
 from weightscope.anatomy.attention_modules import find
+from weightscope.anatomy.attention_part import chosen_heads
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.intervals import UNTOUCHED, Interval, error_in, outside_of, predicted
 from weightscope.auditing.registry import EXPECTATIONS
@@ -180,6 +181,7 @@ def mimetic_attention_checks(
     construction: str,
     parts: str,
     layers: int | list[int] | None,
+    heads: int | list[int] | None,
 ) -> list[Check]:
     """Checks of every head's query-key product and every layer's value-output product.
 
@@ -193,7 +195,7 @@ def mimetic_attention_checks(
     a1, b1, a2, b2 = PRESETS[preset] if preset is not None else (alpha_qk, beta_qk, alpha_vo, beta_vo)
     checks: list[Check] = []
     seen: dict[str, list[NoiseImage]] = {"qk": [], "vo": []}
-    for part in chosen_layers(self_attention(source), layers):
+    for part in chosen_heads(chosen_layers(self_attention(source), layers), heads):
         if parts != "vo":
             checks += _query_key(part, a1, b1, construction, seen["qk"])
         if parts != "qk":
@@ -264,7 +266,8 @@ def _checks(
     expected, power = intervals(null), powers(null, kind)
     rows: list[Row] = [(name, found[name], expected[name], power[name]) for name in _STATISTICS]
     rows.append(("imbalance", uneven, IMBALANCE, power["imbalance"]))
-    return checks_of("mimetic_attention", kind, part.layer, head, part.name, rows)
+    number = None if head is None else part.numbers[head]
+    return checks_of("mimetic_attention", kind, part.layer, number, part.name, rows)
 
 
 def _noise_image(a: Tensor, b: Tensor, beta: float) -> Tensor:

@@ -10,6 +10,7 @@ import click
 
 from weightscope._version import __version__
 from weightscope.cli.analysis import audit, export, inspect, list_, products, verify
+from weightscope.cli.attention_maps import attention_maps
 from weightscope.cli.covariances import covariance
 from weightscope.cli.fitting import fit_init
 from weightscope.cli.training import bench, collect, demo
@@ -56,7 +57,20 @@ def cli(debug: bool) -> None:
     """
 
 
-for _command in (demo, collect, inspect, verify, export, covariance, products, fit_init, bench, audit, list_):
+for _command in (
+    demo,
+    collect,
+    inspect,
+    verify,
+    export,
+    covariance,
+    products,
+    attention_maps,
+    fit_init,
+    bench,
+    audit,
+    list_,
+):
     cli.add_command(_command)
 
 

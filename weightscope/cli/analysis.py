@@ -90,6 +90,13 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
 @click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
 @click.option("--clip", type=int, default=64, show_default=True, help="Rows and columns drawn, from the upper left.")
 @click.option("--draw-heads", type=int, default=8, show_default=True, help="Maximum number of heads drawn.")
+@click.option(
+    "--values",
+    type=click.Choice(["layers", "heads", "both"]),
+    default="layers",
+    show_default=True,
+    help="Draw W_V W_O of whole layers, of single heads, or both.",
+)
 @click.option("--cross", is_flag=True, help="Include cross-attention.")
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
@@ -108,6 +115,7 @@ def products(
     out: Path,
     view: Literal["auto", "grid", "depth"],
     draw_heads: int,
+    values: Literal["layers", "heads", "both"],
     num_heads: int | None,
     layers: tuple[int, ...],
     rotary: str,
@@ -132,7 +140,7 @@ def products(
     position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
     found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
     click.echo(found.text())
-    found.plot(out, view, heads=draw_heads)
+    found.plot(out, view, heads=draw_heads, values=values)
     click.echo(f"wrote {out}")
     write_json(json_file, found.to_dict())
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, NamedTensors, attention
+from weightscope.anatomy.attention_part import chosen_heads
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
@@ -96,6 +97,7 @@ def mimetic_attention_(
     construction: str = "svd",
     parts: str = "both",
     layers: int | list[int] | None = None,
+    heads: int | list[int] | None = None,
     strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
@@ -117,6 +119,8 @@ def mimetic_attention_(
             noise follows from the widths, so that the alphas must keep their defaults.
         parts: "both", "qk" or "vo".
         layers: which layers, counted from 0; None for all.
+        heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
+            rank is theirs; of heads that share a key all or none are chosen.
         strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
             lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
@@ -135,7 +139,7 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    for part in chosen_layers(self_attention(module), layers):
+    for part in chosen_heads(chosen_layers(self_attention(module), layers), heads):
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":

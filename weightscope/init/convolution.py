@@ -50,6 +50,40 @@ PRESETS: dict[str, Schedule] = {
 BUMP = "the covariance is a bump around a centre pixel of an image"
 
 
+def closed_form(k: int, sigma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The matrices C, S and M of the closed form `Sigma = (M * (C - S) + S * C) / 2`.
+
+        C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma)),   S[x, y] = z[y],   M[x, y] = z[x]
+
+    for pixels x, y, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump, and a mask.
+
+    Args:
+        k: side of the filter, odd.
+        sigma: variance of the bumps, in square pixels, > 0.
+
+    Returns:
+        Three matrices (k*k, k*k) in float64, with pixels in row-major order.
+
+    Raises:
+        UsageError: if k is not a positive odd integer, or sigma is not positive.
+
+    Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
+
+    Example:
+        >>> c, s, m = closed_form(3, 0.5)
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
+        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
+    positive("sigma", sigma)
+    pixels, half = np.arange(k), k // 2
+    # Signed distances of pixels on a ring of k.
+    ring = (pixels[:, None] - pixels[None, :] + half) % k - half
+    line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
+    around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
+    static = np.broadcast_to(np.kron(line, line), (k * k, k * k))
+    return np.kron(around, around), static, static.T
+
+
 def conv_covariance(k: int, sigma: float) -> np.ndarray:
     """The covariance of a k x k filter's entries, in closed form.
 
@@ -75,17 +109,8 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
         >>> conv_covariance(3, 0.5).shape
         (9, 9)
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
-        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
-    positive("sigma", sigma)
-    pixels, half = np.arange(k), k // 2
-    # Signed distances of pixels on a ring of k.
-    ring = (pixels[:, None] - pixels[None, :] + half) % k - half
-    line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
-    around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
-    z: np.ndarray = np.kron(line, line)  # (k^2,)
-    c: np.ndarray = np.kron(around, around)  # (k^2, k^2)
-    return np.asarray(0.5 * ((z[:, None] + z[None, :]) * c - np.outer(z, z)))
+    c, s, m = closed_form(k, sigma)
+    return np.asarray(0.5 * ((m + s) * c - m * s))
 
 
 def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:

@@ -21,6 +21,7 @@ from weightscope.errors import UsageError
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
 PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
+ADAM_RATE = 1e-4  # impulse paper, section 4.2
 _MEMORY = 20  # correction pairs of L-BFGS-B
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -35,7 +36,7 @@ def impulse_matrix(tokens: TokenGrid, offset: Offset) -> Tensor:
 
 
 def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causal: bool = False) -> Tensor:
-    """`softmax(scale X Q K^T X^T)` for codes X (N, d), Q and K (d, k): (N, N), rows sum to one."""
+    """`softmax(scale X Q K^T X^T)` for codes X (N, d), Q and K (..., d, k): (..., N, N), rows sum to one."""
     logits = (codes @ query) @ (codes @ key).mT * scale
     return torch.softmax(_masked(logits) if causal else logits, dim=-1)
 
@@ -91,6 +92,61 @@ def solve(
         return _solved(codes.double(), tokens, offsets, head_width, scale, shared_key, iterations)
 
 
+def span(codes: Tensor) -> Tensor:
+    """Orthonormal directions V (r, d) of the codes X (N, d) that `solve` keeps; the others hardly occur in X.
+
+    They are the right singular vectors with singular values above 1e-4 of the largest. `V^T V` projects on them.
+
+    Raises:
+        UsageError: if the codes are all zero.
+    """
+    return _coordinates(codes.double())[1]
+
+
+def _coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes in the directions kept (N, r), and these directions (r, d)."""
+    left, values, directions = torch.linalg.svd(codes, full_matrices=False)
+    rank = int((values > _CUT * values[0]).sum())
+    if rank == 0:
+        raise UsageError("codes: expected position codes that differ from each other, found zeros")
+    return left[:, :rank] * values[:rank], directions[:rank]
+
+
+def by_adam(
+    codes: Tensor, targets: Tensor, query: Tensor, key: Tensor, *, steps: int, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 as published: Adam at rate 1e-4 on `||softmax(scale X Q K^T X^T) - H||^2 / N^2`, without a penalty.
+
+    Heads are independent problems that run side by side, except where they share a key, which then descends the sum
+    of their errors. In one thread, so that the result does not depend on the machine's load.
+
+    Args:
+        codes: X (N, d).
+        targets: H of each head (H, N, N), from `impulse_matrix`.
+        query: Q of each head at the start (H, d, k).
+        key: K at the start (G, d, k); heads h H/G to (h + 1) H/G - 1 share key h.
+        steps: of Adam; 10,000 in the paper.
+        scale: factor on the logits.
+        causal: whether later tokens are masked.
+
+    Returns:
+        Q (H, d, k) and K (G, d, k), float32.
+
+    Source: impulse paper, Eq. 8 and Algorithm 1.
+    """
+    x, wanted, group = codes.float(), targets.float(), len(query) // len(key)
+    q, k = (value.detach().float().clone().requires_grad_() for value in (query, key))
+    adam = torch.optim.Adam([q, k], lr=ADAM_RATE)
+    with single_threaded(), torch.enable_grad():
+        for _ in range(steps):
+            found = attention_map(x, q, k.repeat_interleave(group, 0), scale, causal)
+            loss = (found - wanted).square().mean((1, 2)).sum()
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+    return q.detach(), k.detach()
+
+
 def _solved(
     codes: Tensor,
     tokens: TokenGrid,
@@ -100,14 +156,10 @@ def _solved(
     shared_key: bool,
     iterations: int,
 ) -> dict[Offset, tuple[Tensor, Tensor]]:
-    left, values, directions = torch.linalg.svd(codes, full_matrices=False)
-    rank = int((values > _CUT * values[0]).sum())
-    if rank == 0:
-        raise UsageError("codes: expected position codes that differ from each other, found zeros")
-    directions = directions[:rank]
-    problem = _Problem(left[:, :rank] * values[:rank], tokens, scale or 1 / math.sqrt(head_width), iterations)
+    coordinates, directions = _coordinates(codes)
+    problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width), iterations)
     found = {}
-    start = problem.start(min(rank, head_width))
+    start = problem.start(min(len(directions), head_width))
     home = problem.polish((0, 0), start, start)
     for offset in dict.fromkeys(offsets):
         a, b = home

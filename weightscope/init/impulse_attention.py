@@ -1,21 +1,22 @@
 """Impulse initialisation of self-attention: heads that start as convolutions with a one-pixel filter."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
-from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import find_positions
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.anatomy.token_grid import Offset, TokenGrid
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._common import M, cpu_generator, frame, normal
 from weightscope.init.attention import self_attention
-from weightscope.init.impulse import normalised, solve
+from weightscope.init.impulse import by_adam, impulse_matrix, normalised, solve, span
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.univariate import truncated
 from weightscope.networks.positions import sinusoidal_positions
@@ -49,6 +50,8 @@ def impulse_attention_(
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
     layers: int | list[int] | None = None,
+    heads: int | list[int] | None = None,
+    adam_steps: int | None = None,
     strict: bool = True,
     generator: torch.Generator | None = None,
 ) -> M:
@@ -56,9 +59,14 @@ def impulse_attention_(
 
         softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
 
-    Each offset is solved once (see `impulse.solve`) and every head gets its own random rotation of the solution,
-    (Q R, K R), which has the same map. The default pseudo input is the module's own position embedding, so the maps
-    hold for the codes that the module adds to its tokens: apply `sinusoidal_positions_` before, not after.
+    Each offset is solved once (see `impulse.solve`) and every head gets its own random rotation R of the solution,
+    which has the same map, in the span of the codes. Outside, queries and keys keep the values that they have, as under
+    the steps of Algorithm 1, whose gradients lie in that span:
+
+        Q <- Q_solved R + (I - P) Q,   K <- K_solved R + (I - P) K,   P = V^T V, V = impulse.span(X)
+
+    The default pseudo input is the module's own position embedding, so the maps hold for the codes that the module
+    adds to its tokens: apply `sinusoidal_positions_` before, not after.
 
     Args:
         module: changed in place: query and key weights of self-attention, and their biases, which become zero.
@@ -72,13 +80,18 @@ def impulse_attention_(
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
         layers: which layers, counted from 0; None for all.
+        heads: which heads of each layer; None for all; of heads that share a key all or none.
+        adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
+            the module has (10,000 in the paper: minutes); None solves each offset once, in less than a second.
         strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
             lists them and they stay as they are.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
         AnatomyError: if the module has no attention, or no position embedding and no `grid` is given.
-        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised.
+        DataError: if the queries and keys of the module, of which a part is kept, are not finite.
+        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised, or the
+            map has terms of its own (gates, convolutions).
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
@@ -90,14 +103,19 @@ def impulse_attention_(
         choice("following", following, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
-    for tower in _towers(module, chosen_layers(self_attention(module), layers), grid):
+    if adam_steps is not None:
+        count("adam_steps", adam_steps)
+    for tower in _towers(module, chosen_heads(chosen_layers(self_attention(module), layers), heads), grid):
         assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
-        plans = [(part, assignment.offsets(part.heads), assignment.rotations(part)) for part in tower.parts]
-        split = len(plans) if following is None else sum(part.name == tower.first for part, _, _ in plans)
+        plans = [assignment.plan(part) for part in tower.parts]
+        split = len(plans) if following is None else sum(plan.part.name == tower.first for plan in plans)
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
             if chosen:
                 x = _pseudo(kind, tower.codes, normalise, generator)
-                _solve_and_write(x, tower.tokens, chosen)
+                if adam_steps is None:
+                    _solve_and_write(x, tower.tokens, chosen)
+                else:
+                    _descend_and_write(x, tower.tokens, chosen, adam_steps)
     return module
 
 
@@ -119,6 +137,11 @@ def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Seq
         if part.rotary or part.normalised:
             why = "rotated by position (RoPE)" if part.rotary else "normalised"
             raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
+        if part.positional:
+            raise UsageError(
+                f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
+                "impulse_attention is for attention without them"
+            )
         table = nearest_table(part, tables)
         key = (table.name if table else f"width {part.width}", bool(part.causal))
         if key not in towers:
@@ -180,6 +203,25 @@ def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generato
     return normalised(out) if normalise else out
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What one attention module gets.
+
+    Attributes:
+        part: the module.
+        offsets: of the H heads.
+        rotations: (k, k), one for each of the G key heads.
+        queries: of the module before, or of the first one if all layers are the same (H, d, k).
+        keys: (G, d, k), likewise.
+    """
+
+    part: AttentionPart
+    offsets: list[Offset]
+    rotations: list[Tensor]
+    queries: Tensor
+    keys: Tensor
+
+
 class _Assignment:
     """The offset and the rotation of each head, layer by layer."""
 
@@ -193,8 +235,7 @@ class _Assignment:
     ) -> None:
         self.random, self.same, self.next = rule == "random", same_layers, 0
         self.generator = cpu_generator(generator)
-        self.kept: dict[tuple[int, ...], list[Tensor]] = {}
-        self.layer: dict[int, list[Offset]] = {}
+        self.kept: dict[tuple[float, ...], _Plan] = {}
         if isinstance(rule, str):
             choice("offsets", rule, ("random", "cycle"))
             self.known = filter_offsets(filter_size, tokens.rows > 1)
@@ -210,10 +251,25 @@ class _Assignment:
         if not self.known:
             raise UsageError("offsets: expected at least one (dy, dx), found none")
 
-    def offsets(self, heads: int) -> list[Offset]:
+    def plan(self, part: AttentionPart) -> _Plan:
+        """The plan of the next layer; if all layers are the same, that of the first one of its shape."""
+        shape = (part.heads, part.kv_heads, part.width, part.head_width, part.scale)
+        if self.same and shape in self.kept:
+            return replace(self.kept[shape], part=part)
+        offsets, k = self._offsets(part.heads), part.head_width
+        rotations = [frame(k, k, generator=self.generator, dtype=torch.float64) for _ in range(part.kv_heads)]
+        before = {name: part.read(name).cpu() for name in QUERY_KEY}
+        for name, value in before.items():
+            if not bool(value.isfinite().all()):
+                raise DataError(
+                    f"`{part.name}` {name}: expected finite weights, of which the part outside the span of the codes "
+                    "is kept, found NaN or infinity; initialise the module first"
+                )
+        self.kept[shape] = _Plan(part, offsets, rotations, before["q"], before["k"])
+        return self.kept[shape]
+
+    def _offsets(self, heads: int) -> list[Offset]:
         """The offsets of the next layer's heads."""
-        if self.same and heads in self.layer:
-            return self.layer[heads]
         out: list[Offset] = []
         while len(out) < heads:
             if self.random:
@@ -222,18 +278,7 @@ class _Assignment:
             else:
                 out.append(self.known[self.next % len(self.known)])
                 self.next += 1
-        self.layer[heads] = out[:heads]
-        return self.layer[heads]
-
-    def rotations(self, part: AttentionPart) -> list[Tensor]:
-        """Random rotations (k, k), one for each key head of the next layer."""
-        shape = (part.kv_heads, part.head_width)
-        if not (self.same and shape in self.kept):
-            k = part.head_width
-            self.kept[shape] = [
-                frame(k, k, generator=self.generator, dtype=torch.float64) for _ in range(part.kv_heads)
-            ]
-        return self.kept[shape]
+        return out[:heads]
 
 
 def _offset(item: Sequence[int]) -> Offset:
@@ -244,24 +289,54 @@ def _offset(item: Sequence[int]) -> Offset:
     return item[0], item[1]
 
 
-def _solve_and_write(
-    x: Tensor, tokens: TokenGrid, plans: list[tuple[AttentionPart, list[Offset], list[Tensor]]]
-) -> None:
-    """Solve the offsets of all heads, and write each head's rotation of its solution."""
+def _solve_and_write(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> None:
+    """Solve the offsets of all heads, and write each head's rotation of its solution into the span of the codes."""
     needs: dict[tuple[int, float, bool], list[Offset]] = {}
-    for part, offsets, _ in plans:
-        needs.setdefault((part.head_width, part.scale, part.kv_heads < part.heads), []).extend(offsets)
+    for plan in plans:
+        needs.setdefault(_problem_of(plan.part), []).extend(plan.offsets)
     solutions = {
         (k, scale, shared): solve(x, tokens, offsets, k, scale=scale, shared_key=shared)
         for (k, scale, shared), offsets in needs.items()
     }
-    for part, offsets, rotations in plans:
-        solved = solutions[part.head_width, part.scale, part.kv_heads < part.heads]
-        turned = [rotations[part.kv_head(h)] for h in range(part.heads)]
-        first = [offsets[h * (part.heads // part.kv_heads)] for h in range(part.kv_heads)]
-        pairs = zip(offsets, turned, strict=True)
-        part.write("q", torch.stack([solved[o][0] @ r for o, r in pairs]).float())
-        part.write("k", torch.stack([solved[o][1] @ r for o, r in zip(first, rotations, strict=True)]).float())
-        for name in QUERY_KEY:
-            if (bias := part.read_bias(name)) is not None:
-                part.write_bias(name, torch.zeros_like(bias))
+    directions = span(x)
+    for plan in plans:
+        part, solved = plan.part, solutions[_problem_of(plan.part)]
+        first = plan.offsets[:: part.heads // part.kv_heads]
+        queries = [solved[o][0] @ plan.rotations[part.kv_head(h)] for h, o in enumerate(plan.offsets)]
+        keys = [solved[o][1] @ r for o, r in zip(first, plan.rotations, strict=True)]
+        _write(
+            part,
+            torch.stack(queries) + _outside(directions, plan.queries),
+            torch.stack(keys) + _outside(directions, plan.keys),
+        )
+
+
+def _problem_of(part: AttentionPart) -> tuple[int, float, bool]:
+    """What the solution for an offset depends on."""
+    return part.head_width, part.scale, part.kv_heads < part.heads
+
+
+def _outside(directions: Tensor, value: Tensor) -> Tensor:
+    """`(I - V^T V) W` for orthonormal rows V (r, d) and matrices W (heads, d, k), float64."""
+    return value.double() - directions.T @ (directions @ value.double())
+
+
+def _descend_and_write(x: Tensor, tokens: TokenGrid, plans: list[_Plan], steps: int) -> None:
+    """Run Algorithm 1 from the queries and keys of every module; layers that are the same are solved once."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+    for plan in plans:
+        part = plan.part
+        if id(plan.queries) not in done:
+            targets = torch.stack([impulse_matrix(tokens, offset) for offset in plan.offsets])
+            done[id(plan.queries)] = by_adam(
+                x, targets, plan.queries, plan.keys, steps=steps, scale=part.scale, causal=tokens.causal
+            )
+        _write(part, *done[id(plan.queries)])
+
+
+def _write(part: AttentionPart, queries: Tensor, keys: Tensor) -> None:
+    """Write queries (H, d, k) and keys (G, d, k); their biases become zero."""
+    for name, value in zip(QUERY_KEY, (queries, keys), strict=True):
+        part.write(name, value.float())
+        if (bias := part.read_bias(name)) is not None:
+            part.write_bias(name, torch.zeros_like(bias))

@@ -188,14 +188,15 @@ class Attention(nn.Module):
     Args:
         width: d.
         heads: H, which divides d; a head is k = d / H wide.
+        qkv_bias: whether queries, keys and values have a bias.
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, qkv_bias: bool = True) -> None:
         super().__init__()
         if width % heads:
             raise UsageError(f"heads must divide width, found width {width} and heads {heads}")
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Vision transformer (Dosovitskiy et al. 2021) with the positions and pooling of the attention paper."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, patchify
+from weightscope.networks.positional_attention import AttentionKind, attention_layer
 from weightscope.networks.positions import sinusoidal_positions
 from weightscope.networks.registry import NETWORKS
 
@@ -26,20 +27,47 @@ class PatchEmbed(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block on tokens (B, N, d): attention, then MLP, each added to its input."""
+    """Pre-norm transformer block on tokens (B, N, d): attention, then MLP, each added to its input.
 
-    def __init__(self, width: int, heads: int, hidden: int, layer_scale: float | None) -> None:
+    Args:
+        attn: the attention layer.
+        width: d.
+        hidden: p of the MLP.
+        layer_scale: initial value of LayerScale; None for none.
+        layer_scale_on: which terms are scaled, see `ViT`.
+    """
+
+    skip_scale: nn.Parameter | None
+
+    def __init__(
+        self, attn: Attention, width: int, hidden: int, layer_scale: float | None, layer_scale_on: str = "both"
+    ) -> None:
         super().__init__()
+        scaled = {"both": ("ls1", "ls2"), "attention": ("ls1",), "skip": ("skip",)}[layer_scale_on]
+        first, second = (
+            LayerScale(width, layer_scale) if layer_scale is not None and name in scaled else nn.Identity()
+            for name in ("ls1", "ls2")
+        )
+        self.layer_scale = layer_scale
+        skip = layer_scale is not None and "skip" in scaled
+        self.register_parameter("skip_scale", nn.Parameter(torch.empty(width)) if skip else None)
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attn = Attention(width, heads)
-        self.ls1 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.attn = attn
+        self.ls1 = first
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
-        self.ls2 = nn.Identity() if layer_scale is None else LayerScale(width, layer_scale)
+        self.ls2 = second
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `skip_scale` to its initial value."""
+        if self.skip_scale is not None and self.layer_scale is not None:
+            nn.init.constant_(self.skip_scale, self.layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, d) to (B, N, d)."""
-        x = x + self.ls1(self.attn(self.norm1(x)))
+        skip = x if self.skip_scale is None else x * self.skip_scale
+        x = skip + self.ls1(self.attn(self.norm1(x)))
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
@@ -65,10 +93,16 @@ class ViT(nn.Module):
         in_channels: c.
         expansion: the MLP's hidden units per channel.
         position_scale: gamma of the attention paper (thesis 3.2), the scale of sinusoidal positions.
-        layer_scale: initial value of each branch's LayerScale; None for no LayerScale.
+        layer_scale: initial value of LayerScale's diagonal matrices D; None for no LayerScale.
+        layer_scale_on: "both" branches, `X + D SA(X)` and the same with the MLP; "attention" alone; or the "skip"
+            connection of attention alone, `D X + SA(X)` (attention paper, Eq. 9 and Table 5).
+        attention: "softmax"; "gpsa", see `GatedAttention`; "conv-logits", "conv-map" or "conv-softmax-map", see
+            `ConvolutionalAttention`.
+        filter_size: f of the convolutions in attention, odd; None for 3.
+        qkv_bias: whether queries, keys and values have a bias.
 
     Raises:
-        UsageError: if sizes do not divide as required, or `positions` or `pool` is invalid.
+        UsageError: if sizes do not divide as required, or a choice is invalid.
 
     Example:
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")
@@ -91,12 +125,18 @@ class ViT(nn.Module):
         expansion: int = 4,
         position_scale: float = 1.0,
         layer_scale: float | None = None,
+        layer_scale_on: Literal["both", "attention", "skip"] = "both",
+        attention: AttentionKind = "softmax",
+        filter_size: int | None = None,
+        qkv_bias: bool = True,
     ) -> None:
         super().__init__()
         if image_size % patch_size:
             raise UsageError(f"patch_size must divide the image's {image_size} pixels, found {patch_size}")
         if positions not in ("sinusoidal", "learned"):
             raise UsageError(f"positions must be 'sinusoidal' or 'learned', found {positions!r}")
+        if layer_scale_on not in ("both", "attention", "skip"):
+            raise UsageError(f"layer_scale_on must be 'both', 'attention' or 'skip', found {layer_scale_on!r}")
         if pool not in ("average", "token"):
             raise UsageError(f"pool must be 'average' or 'token', found {pool!r}")
         self.grid = image_size // patch_size
@@ -104,7 +144,11 @@ class ViT(nn.Module):
         self.register_parameter("cls_token", nn.Parameter(torch.empty(1, 1, width)) if pool == "token" else None)
         self.pos_embed = nn.Parameter(torch.empty(1, self.grid**2 + (pool == "token"), width))
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
-        self.blocks = nn.Sequential(*(Block(width, heads, expansion * width, layer_scale) for _ in range(depth)))
+        options: dict[str, Any] = {"prefix": int(pool == "token"), "qkv_bias": qkv_bias, "filter_size": filter_size}
+        layers = (attention_layer(attention, width, heads, self.grid, **options) for _ in range(depth))
+        self.blocks = nn.Sequential(
+            *(Block(layer, width, expansion * width, layer_scale, layer_scale_on) for layer in layers)
+        )
         # timm normalises before picking the class token but after averaging, and names the two differently
         self.pooling = TokenPool(first=pool == "token")
         self.norm = nn.LayerNorm(width, eps=1e-6) if pool == "token" else nn.Identity()

@@ -21,7 +21,12 @@ _NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers"}
 
 @theme.themed
 def product_grid(
-    corners: Mapping[Any, Any], *, widths: Sequence[int] = (), heads: int = 8, title: str | None = None
+    corners: Mapping[Any, Any],
+    *,
+    widths: Sequence[int] = (),
+    heads: int = 8,
+    values: str = "layers",
+    title: str | None = None,
 ) -> Figure:
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
@@ -31,6 +36,7 @@ def product_grid(
         corners: named tuples (source, layer, part, head, kind) -> (n, n); head is None for a whole layer.
         widths: d of the whole matrices, for the caption.
         heads: maximum number of heads drawn for each source.
+        values: W_V W_O of whole "layers", of "heads" (a row each), or "both".
         title: figure title.
 
     Raises:
@@ -50,11 +56,13 @@ def product_grid(
         there = sorted({head for *_, part, head in mine if part == "qk" and head is not None})
         most = max(most, len(there))
         prefix = f"{source} " if len(sources) > 1 else ""
-        for part, head in [*(("qk", head) for head in there[:heads]), ("vo", None)]:
+        whole = [] if values == "heads" else [("vo", None)]
+        single = [("vo", head) for head in there[:heads] if values != "layers"]
+        for part, head in [*(("qk", head) for head in there[:heads]), *single, *whole]:
             found = [mine.get((*column, part, head)) for column in columns]
             if any(panel is not None for panel in found):
                 lines.append([None if panel is None else np.asarray(panel)[:side, :side] for panel in found])
-                labels.append(f"{prefix}QK head {head}" if part == "qk" else f"{prefix}VO layer")
+                labels.append(f"{prefix}{part.upper()} " + ("layer" if head is None else f"head {head}"))
     quantity = "entries of W_Q W_K^T (QK) and W_V W_O (VO)"
     if any(width > side for width in widths):
         quantity += f", upper left {side} × {side} of {' or '.join(f'{w} × {w}' for w in widths)}"

@@ -17,7 +17,7 @@ from pydantic import (
 
 from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
-from weightscope.recipe.base import Depth, Finite, Fraction, Positive, Section, Width, check_numbers
+from weightscope.recipe.base import Depth, Finite, Fraction, NonNegative, Positive, Section, Width, check_numbers
 
 _MOST_STAGES = 16  # each halves the image
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
@@ -86,12 +86,20 @@ class ViTConfig(Section):
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     position_scale: Positive = 1.0
     pool: Literal["average", "token"] = "average"
-    layer_scale: Positive | None = None
+    layer_scale: NonNegative | None = None
+    layer_scale_on: Literal["both", "attention", "skip"] = "both"
+    attention: Literal["softmax", "gpsa", "conv-logits", "conv-map", "conv-softmax-map"] = "softmax"
+    filter_size: Width | None = None
+    qkv_bias: bool = True
 
     @model_validator(mode="after")
     def _heads(self) -> "ViTConfig":
         if self.width % self.heads:
             raise ValueError(f"heads must divide width, found width {self.width} and heads {self.heads}")
+        if self.layer_scale is None and self.layer_scale_on != "both":
+            raise ValueError(f"layer_scale_on = {self.layer_scale_on!r} needs a number for layer_scale")
+        if self.filter_size is not None and not self.attention.startswith("conv-"):
+            raise ValueError(f"filter_size is of convolutions in attention; leave it out for {self.attention!r}")
         return self
 
 

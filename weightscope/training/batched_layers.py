@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
+from weightscope.networks.positional_attention import ConvolutionalAttention, GatedAttention
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
@@ -304,14 +305,34 @@ class _Attention(BatchedLayer):
         batch, tokens, _ = x.shape
         heads = self.layer.heads
         qkv = self.qkv(x).permute(2, 1, 0).reshape(self.count, 3, heads, -1, tokens, batch)
+        return self.proj(self.mixed(qkv).reshape(-1, tokens, batch).permute(2, 1, 0))
+
+    def mixed(self, qkv: Tensor) -> Tensor:
+        """`softmax(Q K^T / sqrt(k)) V` of every head: (T, 3, H, k, N, B) to (T, H, k, N, B)."""
         if self.kernels == "c":
-            y = functions.attention(qkv, kernels="c")
-            return self.proj(y.reshape(-1, tokens, batch).permute(2, 1, 0))
+            return functions.attention(qkv, kernels="c").reshape(qkv[:, 0].shape)
         q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, k)
-        with _deterministic_attention(x.device):
+        with _deterministic_attention(qkv.device):
             y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        y = y.reshape(self.count, heads, batch, tokens, -1).permute(0, 1, 4, 3, 2).contiguous()  # (T, H, k, N, B)
-        return self.proj(y.view(-1, tokens, batch).permute(2, 1, 0))
+        return y.reshape(q.shape).permute(0, 1, 4, 3, 2).contiguous()
+
+
+class _PositionalAttention(_Attention):
+    """Attention with terms that depend on positions only, which all images of a batch share."""
+
+    def mixed(self, qkv: Tensor) -> Tensor:
+        terms = self.layer.terms(self.leaves)  # of weights in float32; each (T, H, N, N or 1)
+        logits, kept, added = (None if term is None else term.to(qkv.dtype) for term in terms)
+        y = super().mixed(qkv) if logits is None else _biased(qkv, logits)
+        y = y if kept is None else y * kept.transpose(2, 3)[..., None]
+        return y if added is None else y + torch.einsum("thij,thkjb->thkib", added, qkv[:, 2])
+
+
+def _biased(qkv: Tensor, logits: Tensor) -> Tensor:
+    """`softmax(Q K^T / sqrt(k) + logits) V`, written out: attention kernels add up gradients of logits in any order."""
+    q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).unbind(0)  # each (T, H, B, N, k)
+    maps = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5 + logits[:, :, None], -1)
+    return (maps @ v).permute(0, 1, 4, 3, 2).contiguous()
 
 
 def _deterministic_attention(device: torch.device) -> AbstractContextManager[None]:
@@ -355,6 +376,8 @@ BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     Attention: _Attention,
     DropPath: BatchedDropPath,
     SumLinear: _SumLinear,
+    GatedAttention: _PositionalAttention,
+    ConvolutionalAttention: _PositionalAttention,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
     nn.Flatten: _Flatten,

@@ -12,6 +12,7 @@ from weightscope._util import atomic
 from weightscope._util.checks import choice
 from weightscope.analysis.across_networks.result import Kind, PopulationCovariance
 from weightscope.errors import DataError, UsageError
+from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.eigen import Eigenpairs, top_eigenpairs
 from weightscope.statistics.gram import Precision
@@ -19,6 +20,7 @@ from weightscope.statistics.group_means import StripeResult, stripes
 from weightscope.statistics.moments import BLOCK, Moments
 from weightscope.statistics.panels import write_covariance
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
+from weightscope.statistics.transposed_pairs import TransposedCorrelation, transposed_correlation
 
 _MLP = "*.mlp.fc?.weight"
 
@@ -54,8 +56,24 @@ def covariance_across(
                 ratios[tensor.name] = stripes(_tensor(source, tensor.name))
             except DataError as error:  # too few networks, or a tensor that does not vary
                 problems[tensor.name] = str(error)
+    pairs, apart = _transposed(source, found.spec)
     diagnostics = found.diagnostics | ({"without_stripes": problems} if problems else {})
-    return replace(found, stripes=ratios, diagnostics=diagnostics)
+    diagnostics |= {"without_transposed": apart} if apart else {}
+    return replace(found, stripes=ratios, transposed=pairs, diagnostics=diagnostics)
+
+
+def _transposed(source: WeightSamples, spec: WeightSpec) -> tuple[dict[str, TransposedCorrelation], dict[str, str]]:
+    """The correlation of W1[i, j] with W2[j, i] for the MLPs of which both matrices are selected, and problems."""
+    out, problems = {}, {}
+    for name in spec.names:
+        mlp, other = name.removesuffix(".fc1.weight"), name.replace(".fc1.weight", ".fc2.weight")
+        if mlp == name or other not in spec.names or spec[name].shape != spec[other].shape[::-1]:
+            continue
+        try:
+            out[mlp] = transposed_correlation(_tensor(source, name), _tensor(source, other))
+        except DataError as error:  # too few networks, or weights that do not vary
+            problems[mlp] = str(error)
+    return out, problems
 
 
 def _tensor(source: WeightSamples, name: str) -> np.ndarray:

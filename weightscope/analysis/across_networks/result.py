@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ from weightscope._util.tables import text_table
 from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.group_means import StripeRatio, StripeResult
+from weightscope.statistics.transposed_pairs import TransposedCorrelation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +38,8 @@ class PopulationCovariance(Result):
             variance; their correlations are NaN), `rank_bound` (an upper bound of the rank), and
             `without_stripes` (tensor -> reason) if stripe ratios could not be computed.
         stripes: name of a tensor with two axes -> its stripe ratios; empty from `joint_covariance`.
+        transposed: name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with
+            W2[j, i].
     """
 
     matrix: np.ndarray
@@ -47,6 +50,7 @@ class PopulationCovariance(Result):
     kind: Kind
     diagnostics: dict[str, Any]
     stripes: dict[str, StripeResult] = field(default_factory=dict)
+    transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
 
     @property
     def blocks(self) -> dict[str, slice]:
@@ -86,6 +90,13 @@ class PopulationCovariance(Result):
             cells = [(name, *(_ratio(getattr(x, kind)) for kind in _MEANS)) for name, x in self.stripes.items()]
             lines.append(text_table(("", "column means", "row means", "grand mean"), cells))
             lines.append("column means: over outputs, one per input; row means: over inputs, one per output")
+        if self.transposed:
+            lines += ["", "mean correlation of fc1[i, j] with fc2[j, i] over networks (95 % interval):"]
+            found = [(name, x.value, *x.ci95) for name, x in self.transposed.items()]
+            cells = [(name, f"{value:+.4f} ({low:+.4f} to {high:+.4f})") for name, value, low, high in found]
+            lines.append(text_table(("", "correlation"), cells))
+        for name, why in self.diagnostics.get("without_transposed", {}).items():
+            lines.append(f"no correlation of fc1 and fc2 of `{name}`: {why}")
         for name, why in self.diagnostics.get("without_stripes", {}).items():
             lines.append(f"no stripe ratios of `{name}`: {why}")
         return "\n".join(lines)
@@ -106,6 +117,7 @@ class PopulationCovariance(Result):
                 }
                 for name, result in self.stripes.items()
             },
+            "transposed": {name: asdict(found) for name, found in self.transposed.items()},
         }
 
     def plot(self, path: str | Path | None = None, *, means: bool | None = None) -> "Figure":

@@ -36,7 +36,8 @@ def attention_maps(
 
     The maps are computed from the weights that `weightscope.anatomy` finds, and checked: applied to the values they
     must reproduce the module's output. A module that does more (relative biases, windows, masks) is an error. Modules
-    whose queries and keys are rotated or normalised, and cross-attention, are skipped and listed.
+    whose queries and keys are rotated or normalised, or whose maps have gates or convolutions of their own, and
+    cross-attention, are skipped and listed.
 
     The model runs in evaluation mode without gradients; modes are restored and hooks removed even after an error.
 
@@ -102,6 +103,8 @@ def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[At
             reasons[part.name] = "it is cross-attention"
         elif part.rotary or part.normalised:
             reasons[part.name] = f"queries and keys are {'rotated by position' if part.rotary else 'normalised'}"
+        elif part.positional:
+            reasons[part.name] = "gates or convolutions enter its map"
     usable = [part for part in parts if part.name not in reasons]
     if not usable:
         name, why = next(iter(reasons.items()))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Part = Literal["qk", "vo"]
+Values = Literal["layers", "heads", "both"]
 View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
 _SURE = 4.0  # |z|: a false alarm in 16,000 products
@@ -211,6 +212,7 @@ class ProductsResult(Result):
         view: View = "auto",
         *,
         heads: int = 8,
+        values: Values = "layers",
         source: str | None = None,
         title: str | None = None,
     ) -> "Figure":
@@ -221,6 +223,7 @@ class ProductsResult(Result):
             view: `"grid"`: corners of the products, layers across and heads down (thesis Fig. 3.17 and 3.23);
                 `"depth"`: alpha and beta against depth, models compared; `"auto"`: the grid for one model, else depth.
             heads: the largest number of heads in the grid, of each model.
+            values: in the grid, W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`.
             source: label of a single model to draw.
             title: instead of the finding.
 
@@ -230,6 +233,7 @@ class ProductsResult(Result):
         from weightscope import plots
 
         choice("view", view, get_args(View))
+        choice("values", values, get_args(Values))
         labels = [info.label for info in self.sources]
         if source is not None:
             labels = [choice("source", source, labels)]
@@ -243,7 +247,7 @@ class ProductsResult(Result):
         else:
             corners = {key: value for key, value in self.corners.items() if key.source in labels}
             widths = {row["width"] for row in rows}
-            figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, title=title)
+            figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, values=values, title=title)
         if path is not None:
             plots.save(figure, path)
         return figure

@@ -1,0 +1,112 @@
+"""Vision transformers that can be run, from a population or a folder of transformers, and images for them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightscope._util.names import listing
+from weightscope._util.sources import is_population
+from weightscope.data import load
+from weightscope.data.augment import normalise
+from weightscope.errors import DataError, UsageError
+from weightscope.population import Population, population_in
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for folders without a preprocessor config
+
+
+def open_network(source: str | Path, network: int | None = None) -> tuple[nn.Module, str]:
+    """A network that can be run, and a note on tensors that its file lacks; empty if it has all.
+
+    Args:
+        source: a population, or a folder of transformers: config.json and model.safetensors.
+        network: index of a population's network; None for the first.
+
+    Raises:
+        DataError: if the folder cannot be read as a model.
+        UsageError: if it is neither, transformers is not installed, or `network` is given for a folder.
+    """
+    if is_population(source):
+        return population_in(source).network(network or 0), ""
+    if network is not None:
+        raise UsageError("network: expected a population with it, found a folder of one model")
+    folder = Path(source)
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{source}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of other "
+            "models, call weightscope.attention_maps(module, images) in Python"
+        )
+    try:
+        from transformers import AutoModel
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UsageError("transformers is not installed, which runs models of its folders") from error
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing tensors is our note
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model, facts = AutoModel.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
+            )
+    except ImportError as error:
+        raise UsageError(f"{source}: transformers cannot import the model's class: {_brief(error)}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{source}: transformers cannot read the model: {_brief(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    missing = listing(sorted(facts["missing_keys"]))
+    return model, f"{source}: the file lacks {missing}, which have random values of seed 0" if missing else ""
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:150]
+
+
+def images_for(
+    source: str | Path, *, name: str | None = None, count: int = 64, size: int | None = None, root: Any = None
+) -> Tensor:
+    """The first test images of a data set, normalised as a model expects: float32 (B, c, S, S).
+
+    A population's images are those that its networks were tested on. For a model's folder they are scaled bicubically
+    to the size of its config, and normalised by its preprocessor_config.json or by the numbers of ImageNet.
+
+    Args:
+        source: as in `open_network`.
+        name: of the data set; None for the population's own, or CIFAR-10.
+        count: B.
+        size: S in pixels; None for the population's, or the one in the config.
+        root: folder searched first for the data set.
+
+    Raises:
+        DataError: if the data set cannot be read.
+        UsageError: if a size or a name is given for a population, whose recipe says both.
+    """
+    if is_population(source):
+        if name is not None or size is not None:
+            raise UsageError("a population's networks take the images of its recipe; leave out their name and size")
+        population: Population = population_in(source)
+        data = load(population.recipe.data.name, root, train=population.recipe.data.train, test=count)
+        return normalise(data.test_images, data.mean, data.std)
+    folder = Path(source)
+    pixels = load(name or "cifar10", root, train=1, test=count).test_images.float() / 255
+    side = size or _stated(folder / "config.json").get("image_size") or pixels.shape[-1]
+    scaled = F.interpolate(pixels, size=side, mode="bicubic", antialias=True).clamp(0, 1)
+    known = _stated(folder / "preprocessor_config.json")
+    mean, std = (torch.tensor(known.get(key, value)) for key, value in (("image_mean", MEAN), ("image_std", STD)))
+    return normalise(scaled, mean, std)
+
+
+def _stated(file: Path) -> Mapping[str, Any]:
+    """A JSON object, empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: expected JSON, found {error}") from error
+    return found if isinstance(found, dict) else {}
