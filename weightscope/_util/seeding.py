@@ -23,6 +23,8 @@ class Purpose(IntEnum):
     SWEEP = 5
     FORWARD = 6
     GAIN = 7
+    PROJECTION = 8
+    PROBE = 9
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
