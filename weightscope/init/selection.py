@@ -1,7 +1,6 @@
 """Weight selection: initialise a small network with a subset of the weights of a larger one of the same family."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,26 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope._util.names import listing, unwrapped
-from weightscope.anatomy import attention, mlps, positions
+from weightscope.anatomy import attention, mlps
+from weightscope.anatomy import positions as position_tables
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator, put
+from weightscope.init._counterparts import counterparts, end_to_end, spaced
+from weightscope.init._family_names import Place, Source
+from weightscope.init._position_tables import PositionTable, interpolated, selected_tokens
 from weightscope.init.registry import INITIALISERS
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
+POSITIONS = ("select", "interpolate")
 _DEFAULT = ("embedding", "attention", "mlp", "convolution", "norm", "other")
-
-
-def spaced(large: int, small: int) -> Tensor:
-    """`floor(i * large / small)` for i = 0 .. small - 1."""
-    return torch.arange(small) * large // small
-
-
-def end_to_end(large: int, small: int) -> Tensor:
-    """`round(i * (large - 1) / (small - 1))` for i = 0 .. small - 1: from the first to the last."""
-    return torch.linspace(0, large - 1, small, dtype=torch.float64).round().long()
 
 
 def squeezed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -48,6 +41,7 @@ def select_weights_(
     elements: str = "uniform",
     components: str | Sequence[str] = _DEFAULT,
     exclude: str | None = None,
+    positions: str = "select",
     generator: torch.Generator | None = None,
 ) -> M:
     """Initialise a network with selected layers and selected elements of a larger one.
@@ -66,16 +60,22 @@ def select_weights_(
 
     The first four select the same indices in every tensor that reads or writes one residual stream. Queries, keys and
     values in one tensor (and gates with the layers that they gate) are selected separately. Position embeddings of
-    images are selected by rows and columns of the grid, those of sequences from the start.
+    images are selected by rows and columns of the grid, those of sequences from the start; or they are interpolated to
+    a smaller or larger grid (bicubic, as in timm) before channels are selected.
+
+    Tensors are matched by name. Vision transformers and ConvNeXts with the names of Hugging Face's transformers match
+    those with timm's (and ours), 1 x 1 convolutions match linear layers.
 
     Args:
         module: the student, changed in place: parameters and floating-point buffers of the components.
-        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
+            `"PATH.pop::k"`.
         layers: "first", "spaced" or "linspace".
         elements: one of the seven above.
         components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other"; by
             default all but the head, since the classes rarely agree.
         exclude: shell patterns of student tensors to leave unchanged, comma-separated.
+        positions: "select" or "interpolate", where the student has other positions than the teacher.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -89,14 +89,16 @@ def select_weights_(
     """
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
+    choice("positions", positions, POSITIONS)
     student = _trained.weights(module)
     wanted = _included(module, student, components, exclude)
-    source, layout = _trained.tensors(teacher), _Layout(module, teacher)
-    selection = _Selection(elements, cpu_generator(generator))
-    selected = {
-        name: selection.select(name, torch.as_tensor(source[other]).cpu(), tuple(wanted[name].shape), layout)
-        for name, other in _counterparts(wanted, student, source, layers).items()
-    }
+    teacher = _trained.opened(teacher)
+    source = Source(_trained.tensors(teacher))
+    selection = _Selection(elements, cpu_generator(generator), _Layout(module, teacher, source), positions)
+    selected = {}
+    for name, place in counterparts(wanted, student, source, layers).items():
+        shape = tuple(wanted[name].shape)
+        selected[name] = selection.select(name, place, source.read(place, shape), shape)
     for name, value in selected.items():
         put(wanted[name], value)
     return module
@@ -123,76 +125,10 @@ def _included(
     return out
 
 
-def _counterparts(
-    wanted: Mapping[str, Tensor], student: Mapping[str, Tensor], source: Mapping[str, Any], rule: str
-) -> dict[str, str]:
-    """Student tensor -> teacher tensor: the same name, with layer numbers mapped where the teacher has more layers.
-
-    Raises:
-        SpecError: if the teacher has no such tensor, or the student has more layers.
-    """
-    theirs = {unwrapped(name): name for name in source}
-    mine, large = _numbered(map(unwrapped, student)), _numbered(theirs)
-    out = {}
-    missing = []
-    for name in wanted:
-        path = _path(unwrapped(name), mine, large, rule)
-        if path not in theirs:
-            missing.append(name)
-        else:
-            out[name] = theirs[path]
-    if missing:
-        raise SpecError(
-            f"the teacher has no counterpart of {listing(missing)}; leave them out with exclude= or components="
-        )
-    return out
-
-
-def _numbered(names: Any) -> dict[str, list[int]]:
-    """Path -> the numbers that follow it in any name: `blocks` -> [0, 1, 2]."""
-    found: dict[str, set[int]] = {}
-    for name in names:
-        words = name.split(".")
-        for i, word in enumerate(words):
-            if word.isdigit():
-                found.setdefault(".".join(words[:i]), set()).add(int(word))
-    return {path: sorted(numbers) for path, numbers in found.items()}
-
-
-def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int]], rule: str) -> str:
-    """A student tensor's name with its layer numbers replaced by the teacher's."""
-    here: list[str] = []
-    there: list[str] = []
-    for word in name.split("."):
-        mapped = word
-        if word.isdigit():
-            small, big = mine[".".join(here)], large.get(".".join(there), [])
-            if len(small) > len(big):
-                raise SpecError(
-                    f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    "the teacher must be the larger network"
-                )
-            pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
-            order = pick.get(rule, end_to_end(len(big), len(small)))
-            mapped = str(big[int(order[small.index(int(word))])])
-        here.append(word)
-        there.append(mapped)
-    return ".".join(there)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
-
-    prefix: int
-    rows: int
-    columns: int
-
-
 class _Layout:
     """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
 
-    def __init__(self, student: nn.Module, teacher: Any) -> None:
+    def __init__(self, student: nn.Module, teacher: Any, source: Source) -> None:
         self.blocks: dict[str, int] = {}
         self.uneven: set[str] = set()
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -205,8 +141,8 @@ class _Layout:
             for named in (part.parameters, part.bias_parameters):
                 inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: _table(p) for p in _found(positions, student)}
-        self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
+        self.tables = {p.name: PositionTable.of(p) for p in _found(position_tables, student)}
+        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in _found(position_tables, teacher)}
 
 
 def _uneven(part: Any, student: nn.Module) -> str | None:
@@ -228,19 +164,18 @@ def _found(finder: Any, model: Any) -> list[Any]:
         return []
 
 
-def _table(part: Any) -> _Table:
-    return _Table(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
-
-
 class _Selection:
     """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
-    def __init__(self, rule: str, generator: torch.Generator | None) -> None:
-        self.rule, self.generator = rule, generator
+    def __init__(self, rule: str, generator: torch.Generator | None, layout: _Layout, positions: str) -> None:
+        self.rule, self.generator, self.layout, self.positions = rule, generator, layout, positions
         self.kept: dict[tuple[int, int], Tensor] = {}
 
-    def select(self, name: str, tensor: Tensor, shape: tuple[int, ...], layout: _Layout) -> Tensor:
-        """The selected elements of a teacher's tensor, in the shape of the student's."""
+    def select(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The selected elements of the teacher's tensor at `place`, in the shape of the student's."""
+        layout = self.layout
+        if len(tensor.shape) == len(shape):
+            tensor = self._tokens(name, place, tensor)
         large = tuple(tensor.shape)
         if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
             raise SpecError(
@@ -254,11 +189,6 @@ class _Selection:
             raise SpecError(
                 f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
             )
-        table, bigger = layout.tables.get(name), layout.larger.get(unwrapped(name))
-        tokens = None
-        if table is not None and bigger is not None and table != bigger:
-            tokens = _tokens(name, table, bigger)
-            tensor = tensor.index_select(len(shape) - 2, tokens)
         if self.rule == "magnitude":
             return squeezed(tensor, shape)
         blocks = layout.blocks.get(name, 1)
@@ -267,6 +197,15 @@ class _Selection:
         for i, pick in enumerate(picks):
             tensor = tensor if pick is None else tensor.index_select(i, pick)
         return tensor
+
+    def _tokens(self, name: str, place: Place, tensor: Tensor) -> Tensor:
+        """A position embedding with the student's tokens; another tensor as it is."""
+        mine, theirs = self.layout.tables.get(name), self.layout.theirs.get(place.name)
+        if mine is None or theirs is None or mine == theirs:
+            return tensor
+        if self.positions == "interpolate":
+            return interpolated(name, tensor, theirs, mine)
+        return tensor.index_select(tensor.ndim - 2, selected_tokens(name, mine, theirs))
 
     def _axis(self, tensor: Tensor, axis: int, small: int, blocks: int) -> Tensor | None:
         """The selected indices of one axis of the teacher's tensor; None for all."""
@@ -296,16 +235,3 @@ class _Selection:
         if (large, small) not in self.kept:
             self.kept[large, small] = torch.randperm(large, generator=self.generator)[:small].sort().values
         return self.kept[large, small]
-
-
-def _tokens(name: str, small: _Table, large: _Table) -> Tensor:
-    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
-    if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
-        raise SpecError(f"`{name}`: expected at most the teacher's tokens {large}, found {small}")
-    if large.rows == 1:
-        places = torch.arange(small.columns)
-    else:
-        places = (
-            spaced(large.rows, small.rows)[:, None] * large.columns + spaced(large.columns, small.columns)
-        ).reshape(-1)
-    return torch.cat([torch.arange(small.prefix), places + large.prefix])
