@@ -1,6 +1,7 @@
 """Weight selection: initialise a small network with a subset of the weights of a larger one of the same family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import attention, mlps
+from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors
 from weightscope.anatomy import positions as position_tables
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
@@ -90,22 +91,67 @@ def select_weights_(
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
     choice("positions", positions, POSITIONS)
-    student = _trained.weights(module)
-    wanted = _included(module, student, components, exclude)
-    teacher = _trained.opened(teacher)
-    source = Source(_trained.tensors(teacher))
-    selection = _Selection(elements, cpu_generator(generator), _Layout(module, teacher, source), positions)
-    selected = {}
-    for name, place in counterparts(wanted, student, source, layers).items():
-        shape = tuple(wanted[name].shape)
-        selected[name] = selection.select(name, place, source.read(place, shape), shape)
-    for name, value in selected.items():
-        put(wanted[name], value)
+    cpu_generator(generator)
+    options = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
+    pairs = matched(module, teacher, **options)
+    selection = _Selection(elements, generator)
+    for pair, value in [(pair, selection.select(pair)) for pair in pairs]:
+        put(pair.value, value)
     return module
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of the student and its counterpart in the teacher.
+
+    Attributes:
+        name: of the student's.
+        value: the student's.
+        teacher: the teacher's with the student's positions, and no axis shorter than the student's.
+        blocks: number of matrices (queries, keys, values) that the tensors pack along `packed`.
+        packed: the axis.
+    """
+
+    name: str
+    value: Tensor
+    teacher: Tensor
+    blocks: int
+    packed: int
+
+
+def matched(
+    student: Any,
+    teacher: Any,
+    *,
+    layers: str = "first",
+    components: str | Sequence[str] = _DEFAULT,
+    exclude: str | None = None,
+    positions: str = "select",
+) -> Iterator[Pair]:
+    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there.
+
+    Args:
+        student: a module, or a `NamedTensors` of a mapping, whose components are known by name only.
+        teacher: see `select_weights_`.
+        layers: see `select_weights_`.
+        components: see `select_weights_`.
+        exclude: see `select_weights_`.
+        positions: see `select_weights_`.
+    """
+    everything = _trained.weights(student)
+    wanted = _included(student, everything, components, exclude)
+    teacher = _trained.opened(teacher)
+    source = Source(_trained.tensors(teacher))
+    layout = _Layout(student, teacher, source)
+    for name, place in counterparts(wanted, everything, source, layers).items():
+        shape = tuple(wanted[name].shape)
+        tensor = layout.fitted(name, place, source.read(place, shape), shape, positions)
+        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
+        yield Pair(name, wanted[name], tensor, layout.blocks.get(name, 1), packed)
+
+
 def _included(
-    module: nn.Module, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
+    module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
 ) -> dict[str, Tensor]:
     """The student's tensors of the components that are not excluded.
 
@@ -128,11 +174,12 @@ def _included(
 class _Layout:
     """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
 
-    def __init__(self, student: nn.Module, teacher: Any, source: Source) -> None:
+    def __init__(self, student: Any, teacher: Any, source: Source) -> None:
         self.blocks: dict[str, int] = {}
         self.uneven: set[str] = set()
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        self.filters = {f"{n}.weight".lstrip(".") for n, m in student.named_modules() if isinstance(m, convolutions)}
+        modules = student.named_modules() if isinstance(student, nn.Module) else ()
+        self.filters = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, convolutions)}
         layers = _found(attention, student)
         for part in layers:
             if (name := _uneven(part, student)) is not None:
@@ -145,13 +192,46 @@ class _Layout:
         self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in _found(position_tables, teacher)}
 
 
-def _uneven(part: Any, student: nn.Module) -> str | None:
+    def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
+        """The teacher's tensor at `place` with the student's positions, checked to be selectable.
+
+        Raises:
+            SpecError: if it is not.
+        """
+        if len(tensor.shape) == len(shape):
+            tensor = self._tokens(name, place, tensor, positions)
+        large = tuple(tensor.shape)
+        if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
+            raise SpecError(
+                f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
+            )
+        if name in self.filters and shape[2:] != large[2:]:
+            raise SpecError(
+                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
+            )
+        if shape != large and name in self.uneven:
+            raise SpecError(
+                f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
+            )
+        return tensor
+
+    def _tokens(self, name: str, place: Place, tensor: Tensor, positions: str) -> Tensor:
+        """A position embedding with the student's tokens; another tensor as it is."""
+        mine, theirs = self.tables.get(name), self.theirs.get(place.name)
+        if mine is None or theirs is None or mine == theirs:
+            return tensor
+        if positions == "interpolate":
+            return interpolated(name, tensor, theirs, mine)
+        return tensor.index_select(tensor.ndim - 2, selected_tokens(name, mine, theirs))
+
+
+def _uneven(part: Any, student: Any) -> str | None:
     """The tensor of a part that packs queries, keys and values, unless as three equal blocks of rows; else None."""
     (name,), inputs = part.parameters["q"], part.read("q").shape[1]
     sharing = [key for key in "kv" if part.parameters[key] == (name,)]
     if not sharing:
         return None
-    tensor = student.state_dict()[name].float()
+    tensor = named_tensors(student).get(name).float()
     blocks = (tensor if tensor.shape[1] == inputs else tensor.T).chunk(1 + len(sharing))
     query = part.read("q").mT.reshape(-1, inputs).to(tensor)
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
@@ -159,7 +239,7 @@ def _uneven(part: Any, student: nn.Module) -> str | None:
 
 def _found(finder: Any, model: Any) -> list[Any]:
     try:
-        return finder(model if isinstance(model, nn.Module) else _trained.tensors(model))
+        return finder(model if isinstance(model, nn.Module | NamedTensors) else _trained.tensors(model))
     except AnatomyError:
         return []
 
@@ -167,45 +247,19 @@ def _found(finder: Any, model: Any) -> list[Any]:
 class _Selection:
     """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
-    def __init__(self, rule: str, generator: torch.Generator | None, layout: _Layout, positions: str) -> None:
-        self.rule, self.generator, self.layout, self.positions = rule, generator, layout, positions
+    def __init__(self, rule: str, generator: torch.Generator | None) -> None:
+        self.rule, self.generator = rule, generator
         self.kept: dict[tuple[int, int], Tensor] = {}
 
-    def select(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The selected elements of the teacher's tensor at `place`, in the shape of the student's."""
-        layout = self.layout
-        if len(tensor.shape) == len(shape):
-            tensor = self._tokens(name, place, tensor)
-        large = tuple(tensor.shape)
-        if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
-            raise SpecError(
-                f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
-            )
-        if name in layout.filters and shape[2:] != large[2:]:
-            raise SpecError(
-                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
-            )
-        if shape != large and name in layout.uneven:
-            raise SpecError(
-                f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
-            )
+    def select(self, pair: Pair) -> Tensor:
+        """The selected elements of the teacher's tensor, in the shape of the student's."""
+        tensor, shape = pair.teacher, tuple(pair.value.shape)
         if self.rule == "magnitude":
             return squeezed(tensor, shape)
-        blocks = layout.blocks.get(name, 1)
-        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
-        picks = [self._axis(tensor, i, n, blocks if i == packed else 1) for i, n in enumerate(shape)]
+        picks = [self._axis(tensor, i, n, pair.blocks if i == pair.packed else 1) for i, n in enumerate(shape)]
         for i, pick in enumerate(picks):
             tensor = tensor if pick is None else tensor.index_select(i, pick)
         return tensor
-
-    def _tokens(self, name: str, place: Place, tensor: Tensor) -> Tensor:
-        """A position embedding with the student's tokens; another tensor as it is."""
-        mine, theirs = self.layout.tables.get(name), self.layout.theirs.get(place.name)
-        if mine is None or theirs is None or mine == theirs:
-            return tensor
-        if self.positions == "interpolate":
-            return interpolated(name, tensor, theirs, mine)
-        return tensor.index_select(tensor.ndim - 2, selected_tokens(name, mine, theirs))
 
     def _axis(self, tensor: Tensor, axis: int, small: int, blocks: int) -> Tensor | None:
         """The selected indices of one axis of the teacher's tensor; None for all."""
