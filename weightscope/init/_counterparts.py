@@ -10,6 +10,9 @@ from weightscope.errors import SpecError
 from weightscope.init._family_names import Place, Source, places
 
 
+_REPEATED = ("blocks", "layers", "layer", "h")
+
+
 def spaced(large: int, small: int) -> Tensor:
     """`floor(i * large / small)` for i = 0 .. small - 1."""
     return torch.arange(small) * large // small
@@ -68,12 +71,12 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
         if word.isdigit():
             small, big = mine[".".join(here)], large.get(".".join(there), [])
             i = small.index(int(word))
-            if rule == "cycle" and big:
+            if rule == "cycle" and big and (len(small) <= len(big) or here[-1] in _REPEATED):
                 mapped = str(big[i % len(big)])
             elif len(small) > len(big):
                 raise SpecError(
                     f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    "the teacher must be the larger network"
+                    + ("only blocks can be added" if rule == "cycle" else "the teacher must be the larger network")
                 )
             else:
                 pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}

@@ -139,10 +139,10 @@ def matched(
         positions: see `select_weights_`.
     """
     everything = _trained.weights(student)
-    wanted = _included(student, everything, components, exclude)
+    wanted = included(student, everything, components, exclude)
     teacher = _trained.opened(teacher)
     source = Source(_trained.tensors(teacher))
-    layout = _Layout(student, teacher, source)
+    layout = Layout(student, teacher, source)
     for name, place in counterparts(wanted, everything, source, layers).items():
         shape = tuple(wanted[name].shape)
         tensor = layout.fitted(name, place, source.read(place, shape), shape, positions)
@@ -150,7 +150,7 @@ def matched(
         yield Pair(name, wanted[name], tensor, layout.blocks.get(name, 1), packed)
 
 
-def _included(
+def included(
     module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
 ) -> dict[str, Tensor]:
     """The student's tensors of the components that are not excluded.
@@ -171,7 +171,7 @@ def _included(
     return out
 
 
-class _Layout:
+class Layout:
     """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
 
     def __init__(self, student: Any, teacher: Any, source: Source) -> None:
@@ -180,16 +180,16 @@ class _Layout:
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
         modules = student.named_modules() if isinstance(student, nn.Module) else ()
         self.filters = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, convolutions)}
-        layers = _found(attention, student)
+        layers = found_parts(attention, student)
         for part in layers:
             if (name := _uneven(part, student)) is not None:
                 self.uneven |= {name, name.removesuffix("weight") + "bias"}
-        for part in [*layers, *_found(mlps, student)]:
+        for part in [*layers, *found_parts(mlps, student)]:
             for named in (part.parameters, part.bias_parameters):
                 inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: PositionTable.of(p) for p in _found(position_tables, student)}
-        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in _found(position_tables, teacher)}
+        self.tables = {p.name: PositionTable.of(p) for p in found_parts(position_tables, student)}
+        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
 
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
@@ -198,8 +198,8 @@ class _Layout:
         Raises:
             SpecError: if it is not.
         """
-        if len(tensor.shape) == len(shape):
-            tensor = self._tokens(name, place, tensor, positions)
+        if tensor.ndim == len(shape):
+            tensor = self.with_positions(name, place, tensor, positions)
         large = tuple(tensor.shape)
         if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
             raise SpecError(
@@ -215,7 +215,7 @@ class _Layout:
             )
         return tensor
 
-    def _tokens(self, name: str, place: Place, tensor: Tensor, positions: str) -> Tensor:
+    def with_positions(self, name: str, place: Place, tensor: Tensor, positions: str) -> Tensor:
         """A position embedding with the student's tokens; another tensor as it is."""
         mine, theirs = self.tables.get(name), self.theirs.get(place.name)
         if mine is None or theirs is None or mine == theirs:
@@ -237,7 +237,8 @@ def _uneven(part: Any, student: Any) -> str | None:
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
-def _found(finder: Any, model: Any) -> list[Any]:
+def found_parts(finder: Any, model: Any) -> list[Any]:
+    """The parts of a model, none if it has no such parts or they cannot be read."""
     try:
         return finder(model if isinstance(model, nn.Module | NamedTensors) else _trained.tensors(model))
     except AnatomyError:
