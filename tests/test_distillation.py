@@ -1,4 +1,4 @@
-"""Distillation: equal to training each network alone with torch's own losses, in recipes, populations and benchmarks."""
+"""Distillation: equal to training each network alone with torch's own losses; in populations and benchmarks."""
 
 import json
 import re
@@ -66,7 +66,8 @@ def alone(plan: Recipe, k: int) -> nn.Module:
     teacher.get_submodule(head_of(teacher)).register_forward_pre_hook(keep("teacher"))
     template = build_for(plan)
     torch.manual_seed(torch_seed(plan.population.seed, k, Purpose.PROJECTION))
-    mlp = nn.Sequential(nn.Linear(template.get_submodule(head_of(template)).in_features, 12), nn.GELU(), nn.Linear(12, 12))
+    width = template.get_submodule(head_of(template)).in_features
+    mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 12))
     divergence, l1 = nn.KLDivLoss(reduction="batchmean"), nn.L1Loss()
 
     def term(network: nn.Module, images: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -348,7 +348,8 @@ def test_timms_femto_to_a_smaller_one(linear_student):
     equal_slices(mine, mine, lambda name: theirs[name].reshape(theirs[name].shape[: mine[name].ndim]))
     back = timm.create_model("convnext_femto", dims=(8, 8, 8, 8), depths=(1, 1, 1, 1), num_classes=5)
     select_weights_(back, small)  # linear layers to convolutions
-    assert torch.equal(back.stages[0].blocks[0].mlp.fc1.weight[:, :, 0, 0], select_uniform(mine["stages.0.blocks.0.mlp.fc1.weight"].flatten(1), (32, 8)))
+    wanted = select_uniform(mine["stages.0.blocks.0.mlp.fc1.weight"].flatten(1), (32, 8))
+    assert torch.equal(back.stages[0].blocks[0].mlp.fc1.weight[:, :, 0, 0], wanted)
 
 
 def hugging_face_vit(width, depth, heads, seed):
@@ -514,7 +515,8 @@ def test_noise_breaks_the_symmetry_of_copies():
         large = net2net_(vit(64, 1, 4), small, noise=noise, generator=seeded())
         large(torch.randn(2, 3, 16, 16)).square().sum().backward()
         gradient = large.blocks[0].mlp.fc1.weight.grad
-        assert torch.allclose(gradient[:128], gradient[128:], rtol=1e-3, atol=1e-4 * float(gradient.abs().max())) == equal
+        same = torch.allclose(gradient[:128], gradient[128:], rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        assert same == equal
 
 
 def test_stacked_blocks_are_whole_copies():
@@ -543,5 +545,5 @@ def test_growing_refuses(large, arguments, error, message):
 
 
 def test_stages_cannot_be_added():
-    with pytest.raises(SpecError, match="the student has 3 layers in `stages`, the teacher 2; only blocks can be added"):
+    with pytest.raises(SpecError, match="student has 3 layers in `stages`, the teacher 2; only blocks can be added"):
         net2net_(convnexts((8, 12, 16), (1, 1, 1)), convnexts((8, 12), (1, 1)))

@@ -44,7 +44,10 @@ def lars(parameters: list[nn.Parameter], momenta: list[torch.Tensor], rate: floa
 def test_heads_equal_torchs_layers_one_by_one() -> None:
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([1.0, 30.0, 0.1])[:, None, None]
-    features, labels = torch.randn(3, 40, 6, generator=generator) * scale + 2, torch.randint(4, (3, 40), generator=generator)
+    features, labels = (
+        torch.randn(3, 40, 6, generator=generator) * scale + 2,
+        torch.randint(4, (3, 40), generator=generator),
+    )
     probe = Probe(6, 4, [5, 6, 7])
     plain = [nn.Sequential(nn.BatchNorm1d(6, affine=False, eps=1e-6), nn.Linear(6, 4)) for _ in range(3)]
     for t, network in enumerate(plain):

@@ -127,7 +127,7 @@ def gain(model: nn.Module) -> None:
 ROWS = {"mode": "rows", "correlation": -0.8}
 THAWED = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
 with torch.random.fork_rng():
-    TEACHER = vit(128, 0)
+    RANDOM = {"teacher": vit(128, 0), "elements": "random"}
 DEVIATION = error_in("the standard deviation")
 LARGER = {key: 1.2 * value for key, value in THAWED.items()}
 V, C = (16, 32, 64), (16, 48, 128)
@@ -161,9 +161,7 @@ CASES = {
     "t_fixup": Case("t_fixup", vit, V, DEVIATION, gain),
     "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "q", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
-    "select_weights": Case(
-        "select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, {"teacher": TEACHER, "elements": "random"}
-    ),
+    "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
     "layer_scale_identity": Case("layer_scale_identity", convnext, C, error_in("value"), {"value": 0.12}),
 }
 

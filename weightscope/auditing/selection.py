@@ -54,7 +54,8 @@ def select_weights_checks(
     for part, axes in zip(parts, found, strict=True):
         wanted = [agreed.get(sizes) for sizes in part.sizes]
         rows: list[Row] = [("entries", part.equal(axes, wanted), _ALL, part.power())]
-        known = [(mine, right) for mine, right in zip(axes, wanted, strict=True) if right is not None and (mine >= 0).any()]
+        both = zip(axes, wanted, strict=True)
+        known = [(mine, right) for mine, right in both if right is not None and (mine >= 0).any()]
         if known and elements not in _FREE:
             rows.append(("indices", _share(known), _ALL, {INCONSISTENT: part.inconsistent()}))
         checks += part.checks(rows)
@@ -67,7 +68,7 @@ class _Part:
     def __init__(self, pair: Pair, block: int | None, mine: Tensor, theirs: Tensor) -> None:
         self.name, self.block = pair.name, block
         self.mine = mine.detach().cpu().double()
-        self.theirs = theirs.to(mine.dtype).double()  # rounded as the student's
+        self.exact, self.theirs = theirs, theirs.to(mine.dtype).double()  # rounded as the student's
         self.sizes = list(zip(self.theirs.shape, self.mine.shape, strict=True))
 
     def checks(self, rows: list[Row]) -> list[Check]:
@@ -89,30 +90,32 @@ class _Part:
             out.append(torch.where(indices < 0, torch.arange(small), indices) if large == small else indices)
         unknown = [axis for axis, indices in enumerate(out) if bool((indices < 0).any())]
         if len(unknown) == 1:
-            out[unknown[0]] = self._matching(unknown[0], out)
+            same = self._matching(unknown[0], out)
+            out[unknown[0]] = torch.where(same.sum(1) == 1, same.int().argmax(1), out[unknown[0]])
         return out
 
     def _matching(self, axis: int, known: list[Tensor]) -> Tensor:
-        """The teacher's slices along an axis that equal the student's, the indices of the other axes being known."""
+        """(s, t), which slices along an axis equal the teacher's, the indices of the other axes being known."""
         value = self.theirs
         for other, indices in enumerate(known):
             value = value if other == axis else value.index_select(other, indices)
         mine, theirs = (tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1) for tensor in (self.mine, value))
-        same = torch.stack([(row == theirs).all(1) for row in mine])
-        return torch.where(same.sum(1) == 1, same.int().argmax(1), known[axis])
+        return torch.stack([(row == theirs).all(1) for row in mine])
 
     def equal(self, axes: list[Tensor], wanted: list[Tensor | None]) -> float:
         """The share of entries that equal the teacher's at the indices, those agreed on where none is recovered."""
         value = self.theirs
         for axis, (mine, right) in enumerate(zip(axes, wanted, strict=True)):
             other = torch.arange(len(mine)) if right is None else right
+            if right is None and not any((rest < 0).any() for i, rest in enumerate(axes) if i != axis):
+                other = self._matching(axis, axes).int().argmax(1)  # slices that the teacher has twice
             value = value.index_select(axis, torch.where(mine >= 0, mine, other))
         return float((value == self.mine).double().mean())
 
     def largest(self) -> float:
         """The share of entries, in the order of size, that are the teacher's of largest magnitude."""
-        wanted = self.theirs.flatten()
-        wanted = wanted[wanted.abs().topk(self.mine.numel()).indices].sort().values
+        kept = self.exact.flatten().abs().topk(self.mine.numel()).indices
+        wanted = self.theirs.flatten()[kept].sort().values
         return float((self.mine.flatten().sort().values == wanted).double().mean())
 
     def power(self) -> dict[str, float]:

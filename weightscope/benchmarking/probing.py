@@ -93,9 +93,7 @@ class _Probed:
         return len(self.metrics["test_accuracy"])
 
 
-def _probed(
-    recipe: Recipe, _: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any
-) -> _Probed:
+def _probed(recipe: Recipe, _: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any) -> _Probed:
     """Probe the networks of one arm; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
     limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
@@ -120,7 +118,8 @@ def _heads(recipe: Recipe, ids: range, data: Dataset, device: torch.device) -> d
         torch.stack([_features(network, row, part, data) for row in weights])
         for part in (data.train_images, data.test_images)
     )
-    root, epochs, batch = recipe.population.seed, recipe.training.epochs, min(recipe.training.batch_size, train.shape[1])
+    root, epochs = recipe.population.seed, recipe.training.epochs
+    batch = min(recipe.training.batch_size, train.shape[1])
     probe = Probe(train.shape[2], data.info.classes, [torch_seed(root, k, Purpose.PROBE) for k in ids], device)
     steps, rate = train.shape[1] // batch, _RATE * batch / _REFERENCE_BATCH
     orders = [numpy_generator(root, k, Purpose.ORDER) for k in ids]
@@ -201,10 +200,9 @@ class Probe:
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(tensor, dim=(1, 2)) for tensor in (self.weights, gradients[0])]
             share = torch.where((norms[0] > 0) & (norms[1] > 0), _TRUST * norms[0] / norms[1], 1.0)
-            for value, momentum, gradient in zip(
-                (self.weights, self.biases), self.momenta, (gradients[0] * share[:, None, None], gradients[1]), strict=True
-            ):
-                value.sub_(momentum.mul_(_MOMENTUM).add_(gradient), alpha=rate)
+            scaled = (gradients[0] * share[:, None, None], gradients[1])
+            for value, momentum, step in zip((self.weights, self.biases), self.momenta, scaled, strict=True):
+                value.sub_(momentum.mul_(_MOMENTUM).add_(step), alpha=rate)
 
     @torch.no_grad()
     def evaluate(self, features: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:

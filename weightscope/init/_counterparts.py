@@ -9,7 +9,6 @@ from weightscope._util.names import listing
 from weightscope.errors import SpecError
 from weightscope.init._family_names import Place, Source, places
 
-
 _REPEATED = ("blocks", "layers", "layer", "h")
 
 

@@ -60,7 +60,7 @@ _PACKED = re.compile(r"\.attention\.(?:attention\.)?(q_proj|query|k_proj|key|v_p
 def places(names: Iterable[str]) -> dict[str, Place]:
     """Name of each tensor of a model -> its place in timm's scheme.
 
-    The norm after the average over tokens (`fc_norm`) is that before the classifier (`norm`) where a model has one only.
+    The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
     """
     bare = {name: _PREFIX.sub("", unwrapped(name)) for name in names}
     known = set(bare.values())

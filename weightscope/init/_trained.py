@@ -76,8 +76,14 @@ def components(module: nn.Module | NamedTensors) -> dict[str, str]:
         for name in found:
             out.setdefault(name, kind)
     named = isinstance(module, NamedTensors)
-    layers = {} if named else dict(module.named_modules())
-    for name in module.names if named else (*dict(module.named_parameters()), *dict(module.named_buffers())):
+    layers: dict[str, nn.Module] = {}
+    names: Sequence[str] = ()
+    if isinstance(module, NamedTensors):
+        names = module.names
+    else:
+        layers = dict(module.named_modules())
+        names = (*dict(module.named_parameters()), *dict(module.named_buffers()))
+    for name in names:
         path = name.rpartition(".")[0]
         kind = type(layers.get(path)).__name__
         if "Norm" in kind or (named and _NORM.search(path)):

@@ -12,10 +12,10 @@ from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
 from weightscope.init._common import M, normal, put
+from weightscope.init._counterparts import counterparts
 from weightscope.init._family_names import Source, places
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.selection import Layout, found_parts, included
-from weightscope.init._counterparts import counterparts
 
 DEPTHS = ("identity", "stack")
 
@@ -99,7 +99,7 @@ def _grown(name: str, value: Tensor, shape: tuple[int, ...], divide: bool, block
     if len(small) != len(shape) or any(s > n for s, n in zip(small, shape, strict=True)):
         raise SpecError(f"`{name}`: expected at least the smaller network's shape {small}, found {shape}")
     if divide and small[2:] != shape[2:]:
-        raise SpecError(f"`{name}`: filters of {shape[2:]} cannot be grown from {small[2:]}; leave it out with exclude=")
+        raise SpecError(f"`{name}`: filters of {small[2:]} cannot become {shape[2:]}; leave it out with exclude=")
     for axis, (s, n) in enumerate(zip(small, shape, strict=True)):
         if s == n:
             continue

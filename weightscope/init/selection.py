@@ -92,7 +92,7 @@ def select_weights_(
     choice("elements", elements, ELEMENTS)
     choice("positions", positions, POSITIONS)
     cpu_generator(generator)
-    options = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
+    options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
     pairs = matched(module, teacher, **options)
     selection = _Selection(elements, generator)
     for pair, value in [(pair, selection.select(pair)) for pair in pairs]:
@@ -190,7 +190,6 @@ class Layout:
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
         self.tables = {p.name: PositionTable.of(p) for p in found_parts(position_tables, student)}
         self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
-
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
         """The teacher's tensor at `place` with the student's positions, checked to be selectable.

@@ -78,7 +78,9 @@ def resized_filters(filters: Tensor, size: Sequence[int], how: str) -> Tensor:
     return F.pad(filters, (before[1], after[1], before[0], after[0]))  # a negative width crops
 
 
-@INITIALISERS.register("transfer", source="thesis 3.1.1, 4.1; attention paper 5.1", needs="a network of the same shapes")
+@INITIALISERS.register(
+    "transfer", source="thesis 3.1.1, 4.1; attention paper 5.1", needs="a network of the same shapes"
+)
 def transfer_(
     module: M,
     source: Any,
@@ -107,7 +109,7 @@ def transfer_(
         SpecError: if a tensor is missing in the source or has another shape there; nothing is copied then.
         UsageError: if nothing is selected.
 
-    Source: thesis 3.1.1 (direct transfer of filters), 4.1 (of other sizes), attention paper 5.1 (of attention and positions).
+    Source: thesis 3.1.1 (direct transfer of filters), 4.1 (of other sizes); attention paper 5.1 (attention, positions).
 
     Example:
         >>> transfer_(new, trained, components="attention")

@@ -1,8 +1,8 @@
 """`Recipe`: a population of networks, or one arm of a benchmark, as data.
 
 A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`,
-`[distillation]` if there is a teacher, and `[bench]` for `weightscope bench`. It is validated strictly: an unknown key, a wrong type or a value out of range is an
-error that names the field's path.
+`[distillation]` if there is a teacher, and `[bench]` for `weightscope bench`. It is validated strictly: an unknown key,
+a wrong type or a value out of range is an error that names the field's path.
 
 `[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
 recipe is parsed without importing it; what depends on it is checked when it is used.

@@ -70,7 +70,7 @@ def head_of(network: nn.Module, outputs: int | None = None) -> str:
     found = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not found or outputs not in (None, found[-1][1].out_features):
         what = f"`{found[-1][0]}` with {found[-1][1].out_features} outputs" if found else "no linear layer"
-        raise UsageError(f"expected a classifier as the network's last linear layer, found {what}; features are its inputs")
+        raise UsageError(f"expected a classifier as the network's last linear layer, found {what}; features enter it")
     return found[-1][0]
 
 
@@ -114,9 +114,8 @@ class Distillation:
         """
         if self.config.kind == "logit":
             return template
-        width = template.get_submodule(head_of(template, classes)).in_features
-        theirs = self.teacher.get_submodule(head_of(self.teacher)).in_features
-        self.head, self.widths = head_of(template), (int(width), int(theirs))
+        self.head = head_of(template, classes)
+        self.widths = _features(template, self.head), _features(self.teacher, head_of(self.teacher))
         template = copy.deepcopy(template)
         template.add_module(PROJECTION, _mlp(*self.widths))
         return template
@@ -168,6 +167,11 @@ class Distillation:
         assert self.nets is not None
         pairs = zip(self.nets.networks, inputs, strict=True)
         return torch.stack([network.get_submodule(PROJECTION)(features) for network, features in pairs])
+
+
+def _features(network: nn.Module, head: str) -> int:
+    """Number of inputs of the classifier."""
+    return int(network.get_submodule(head).get_parameter("weight").shape[1])
 
 
 def _mlp(width: int, outputs: int) -> nn.Sequential:

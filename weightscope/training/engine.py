@@ -301,8 +301,8 @@ class TileRun:
     def _logits(self, index: Tensor, draws: Tensor | None, shares: Tensor | None) -> Tensor:
         """Logits (T, B, K) of the training images `index` (T, B), augmented and mixed."""
         config = self.recipe.data.augment
-        fused = isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and not config.operations
-        if fused and self.distillation is None:
+        fused = not config.operations and self.distillation is None
+        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and fused:
             found = functions.backend("triton").load_images(
                 self.images, index, draws, shares, (self.mean, self.std), config, self.dtype
             )
