@@ -1,6 +1,6 @@
 """One network of a recipe in plain PyTorch, the reference of benchmarks and tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,17 +23,21 @@ def train_alone(
     *,
     data: Dataset | None = None,
     after_epoch: Callable[[], None] = lambda: None,
+    more_loss: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    more_parameters: Sequence[torch.nn.Parameter] = (),
 ) -> torch.nn.Module:
     """Network k of a recipe: its own module, `torch.optim.AdamW`, the seeds that the recipe gives it.
 
     With the recipe's mixup, CutMix, stochastic depth and average of the weights; without its augmentation.
+    `more_loss(network, images, logits)` is added to the loss, and `more_parameters` are trained with the network's.
     """
     data = (load(plan.data.name, train=plan.data.train) if data is None else data).to(device)
     training, root = plan.training, plan.population.seed
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
     network = build_for(plan).to(device)
+    trained = [*network.parameters(), *more_parameters]
     optimiser = torch.optim.AdamW(
-        network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
+        trained, lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )
     average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(training.ema)) if training.ema else None
     order = numpy_generator(root, k, Purpose.ORDER)
@@ -51,9 +55,11 @@ def train_alone(
             loss = share * F.cross_entropy(logits, labels, label_smoothing=smoothing)
             if share < 1:
                 loss = loss + (1 - share) * F.cross_entropy(logits, labels.flip(0), label_smoothing=smoothing)
+            if more_loss is not None:
+                loss = loss + more_loss(network, images, logits)
             optimiser.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
+            torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
             optimiser.step()
             if average is not None:
                 average.update_parameters(network)

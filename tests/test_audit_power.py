@@ -179,6 +179,50 @@ def test_impulses_may_be_drawn_independently():
     assert "uses of a pixel" in {check.statistic for check in audit(mixer, "impulse_filters").failures}
 
 
+# --- weight selection ----------------------------------------------------------------------------------------------
+
+
+def teacher_and_student(elements: str = "uniform") -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    teacher, student = ViT(16, 4, 64, 3, 4, 5), ViT(16, 4, 32, 2, 2, 5)
+    wi.select_weights_(student, teacher, elements=elements, generator=generator())
+    return teacher, student
+
+
+@pytest.mark.parametrize(
+    "elements", ["uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude"]
+)
+def test_every_rule_of_selection_passes_its_own_audit(elements):
+    teacher, student = teacher_and_student(elements)
+    for model in (student, student.state_dict(), copy.deepcopy(student).half()):
+        report = audit(model, "select_weights", config={"num_heads": 2}, teacher=teacher, elements=elements)
+        assert report.passed, str(report)
+    for other in {"uniform", "linspace", "consecutive"} - {elements}:
+        assert not audit(student, "select_weights", teacher=teacher, elements=other).passed
+    consistent = elements in ("uniform", "linspace", "consecutive", "random")
+    assert audit(student, "select_weights", teacher=teacher, elements="random").passed == consistent
+
+
+def test_one_changed_bit_and_one_tensor_with_other_indices_are_named():
+    teacher, student = teacher_and_student()
+    fc1 = student.blocks[1].mlp.fc1
+    with torch.no_grad():
+        fc1.weight[3, 5] = torch.nextafter(fc1.weight[3, 5], torch.tensor(9.0))
+    (failure,) = audit(student, "select_weights", teacher=teacher).failures
+    assert (failure.name, failure.statistic) == ("blocks.1.mlp.fc1.weight", "entries")
+    _, student = teacher_and_student()
+    with torch.no_grad():  # reads the channels 1, 3, 5, ... of the stream in place of 0, 2, 4, ...
+        student.blocks[0].mlp.fc1.weight.copy_(teacher.blocks[0].mlp.fc1.weight[::2, 1::2])
+    for elements in ("uniform", "random"):
+        (failure,) = audit(student, "select_weights", teacher=teacher, elements=elements).failures
+        assert (failure.name, failure.statistic) == ("blocks.0.mlp.fc1.weight", "indices")
+        assert failure.found == pytest.approx(128 / 160)
+
+
+def test_selection_needs_a_teacher():
+    assert "teacher" in audit(ViT(16, 4, 32, 2, 2, 5)).skipped["select_weights"]
+
+
 # --- bad numbers and other conventions --------------------------------------------------------------------------------
 
 

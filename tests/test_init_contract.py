@@ -31,7 +31,7 @@ from weightscope.networks.positions import sinusoidal_positions
 
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
-SOURCED = ("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer")
+SOURCED = ("default", "select_weights", "net2net", "transfer", "transfer_singular", "covariance_transfer")
 
 
 @functools.cache
@@ -561,6 +561,7 @@ CASES = [
         donor="source",
     ),
     Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
+    Case("net2net", EVERY, touched_all, check_same_as_donor, {}, donor="source"),
 ]
 
 

@@ -1,14 +1,17 @@
 import copy
 
 import pytest
+import shims
 import torch
+from families import scramble
 from references_init import low_rank_product, select_uniform
 from torch import nn
 
 from weightscope.errors import SpecError, UsageError
-from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
-from weightscope.init.selection import end_to_end, spaced, squeezed
-from weightscope.networks import ConvNeXt, ViT
+from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
+from weightscope.init._counterparts import end_to_end, spaced
+from weightscope.init.selection import squeezed
+from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 CONSISTENT = ["uniform", "linspace", "consecutive", "random"]
 
@@ -315,3 +318,232 @@ def test_permutation_refusals():
         permute_(vit(), mode="heads")
     with pytest.raises(UsageError, match="matches no weight of a linear"):
         permute_(vit(), components="norm")
+
+
+# --- models as they come ----------------------------------------------------------------------------------------------
+
+
+def equal_slices(small, names, theirs):
+    """Every tensor is the evenly spaced selection of the tensor that `theirs(name)` gives."""
+    for name in names:
+        value, large = small[name], theirs(name)
+        assert torch.equal(value, select_uniform(large, value.shape)), name
+
+
+@pytest.mark.parametrize("linear_student", [False, True])
+def test_timms_femto_to_a_smaller_one(linear_student):
+    """Its MLPs are 1 x 1 convolutions, ours are linear layers."""
+    timm = shims.timm()
+    torch.manual_seed(0)
+    teacher = timm.create_model("convnext_femto", num_classes=5)
+    sizes = {"widths": (24, 48, 96, 192), "depths": (1, 2, 3, 1)}
+    if linear_student:
+        small = ConvNeXt(sizes["widths"], sizes["depths"], patch_size=4, num_classes=5)
+    else:
+        small = timm.create_model("convnext_femto", dims=sizes["widths"], depths=sizes["depths"], num_classes=5)
+    select_weights_(small, teacher)
+    theirs = teacher.state_dict()
+    mine = {name: value for name, value in small.state_dict().items() if not name.startswith("head.fc")}
+    assert mine["stages.2.blocks.1.mlp.fc1.weight"].ndim == (2 if linear_student else 4)
+    equal_slices(mine, mine, lambda name: theirs[name].reshape(theirs[name].shape[: mine[name].ndim]))
+    back = timm.create_model("convnext_femto", dims=(8, 8, 8, 8), depths=(1, 1, 1, 1), num_classes=5)
+    select_weights_(back, small)  # linear layers to convolutions
+    wanted = select_uniform(mine["stages.0.blocks.0.mlp.fc1.weight"].flatten(1), (32, 8))
+    assert torch.equal(back.stages[0].blocks[0].mlp.fc1.weight[:, :, 0, 0], wanted)
+
+
+def hugging_face_vit(width, depth, heads, seed):
+    transformers = shims.transformers()
+    torch.manual_seed(seed)
+    config = transformers.ViTConfig(
+        hidden_size=width, num_hidden_layers=depth, num_attention_heads=heads, intermediate_size=4 * width,
+        image_size=16, patch_size=4, num_labels=10,
+    )  # fmt: skip
+    return scramble(transformers.ViTForImageClassification(config))
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+def test_hugging_faces_names_match_timms(old_names):
+    teacher = hugging_face_vit(64, 4, 4, 0)
+    state = teacher.state_dict()
+    if old_names:  # as in checkpoints from before version 5
+        for new, old in {
+            ".layers.": ".encoder.layer.", ".q_proj.": ".attention.query.", ".k_proj.": ".attention.key.",
+            ".v_proj.": ".attention.value.", ".o_proj.": ".output.dense.", ".mlp.fc1.": ".intermediate.dense.",
+            ".mlp.fc2.": ".output.dense.",
+        }.items():  # fmt: skip
+            state = {name.replace(new, old): value for name, value in state.items()}
+    by_timm = vit(width=64, depth=4, heads=4, positions="learned", pool="token")
+    transfer_(by_timm, state)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(by_timm.eval()(images), teacher.eval()(images).logits, rtol=1e-4, atol=1e-4)
+    one, other = (student(positions="learned", pool="token") for _ in range(2))
+    select_weights_(one, state)
+    select_weights_(other, by_timm)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    back = hugging_face_vit(32, 2, 2, 1)
+    select_weights_(back, by_timm, components="all", exclude="classifier*")
+    assert torch.equal(back.vit.layers[1].attention.k_proj.weight, one.blocks[1].attn.qkv.weight[32:64])
+    average = student(positions="learned")
+    select_weights_(average, state, exclude="pos_embed")
+    assert torch.equal(average.fc_norm.weight, one.norm.weight)
+
+
+def test_hugging_faces_convnext_matches_timms():
+    transformers = shims.transformers()
+    torch.manual_seed(0)
+    config = transformers.ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 3], num_stages=2, num_labels=10)
+    teacher = scramble(transformers.ConvNextForImageClassification(config))
+    ours = ConvNeXt((16, 32), (2, 3), num_classes=10)
+    transfer_(ours, teacher)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(images), teacher.eval()(images).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_a_network_of_a_population_is_a_teacher(tmp_path):
+    from weightscope.recipe import Recipe
+    from weightscope.training.collection import collect
+
+    plan = Recipe.parse({
+        "network": {"type": "vit", "width": 16, "depth": 2, "heads": 2},
+        "data": {"name": "digits", "train": 32, "test": 10},
+        "training": {"epochs": 1, "batch_size": 16},
+        "population": {"networks": 2, "tile": 2},
+    })  # fmt: skip
+    population = collect(plan, tmp_path / "large.pop", workers=1, progress=False, device="cpu")
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one, other = (ViT(8, 4, 8, 1, 1, 10, in_channels=1) for _ in range(2))
+    torch.set_rng_state(state)
+    select_weights_(one, f"{tmp_path / 'large.pop'}::1")
+    assert torch.equal(torch.get_rng_state(), state)
+    select_weights_(other, population[1])
+    wanted = {name: p for name, p in other.named_parameters() if "head" not in name}
+    assert all(torch.equal(p, wanted[name]) for name, p in one.named_parameters() if name in wanted)
+    with pytest.raises(UsageError, match="no network 7"):
+        select_weights_(one, f"{tmp_path / 'large.pop'}::7")
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(16, 32), (32, 16), (16, 24)])
+def test_position_grids_are_interpolated_both_ways(theirs, mine):
+    """As timm does; and a plane of positions stays a plane away from the border."""
+    timm = shims.timm()
+    teacher = vit(image=theirs, positions="learned", pool="token")
+    small = student(image=mine, positions="learned", pool="token", width=64, heads=4)
+    select_weights_(small, teacher, positions="interpolate")
+    side = mine // 4
+    expected = timm.layers.resample_abs_pos_embed(teacher.pos_embed.detach(), (side, side), num_prefix_tokens=1)
+    torch.testing.assert_close(small.pos_embed.detach(), expected)
+    narrow = student(image=mine, positions="learned", pool="token")
+    select_weights_(narrow, teacher, positions="interpolate")
+    torch.testing.assert_close(narrow.pos_embed.detach(), expected[..., ::2])
+    if mine > theirs:
+        with pytest.raises(SpecError, match=r"expected at most the teacher's tokens, 1 \+ 4 x 4, .*'interpolate'"):
+            select_weights_(narrow, teacher)
+
+
+@pytest.mark.parametrize(("k", "size"), [(3, 7), (7, 3), (5, 5)])
+def test_filters_are_padded_or_resampled(k, size):
+    torch.manual_seed(0)
+    source, module = ConvNeXt((8,), (2,), kernel_size=k), ConvNeXt((8,), (2,), kernel_size=size)
+    theirs = source.stages[0].blocks[0].conv_dw.weight.detach()
+    transfer_(module, source, components="convolution", filters="pad")
+    found, small = module.stages[0].blocks[0].conv_dw.weight.detach(), min(k, size)
+    cut = [slice((n - small) // 2, (n + small) // 2) for n in (size, k)]
+    assert torch.equal(found[:, :, cut[0], cut[0]], theirs[:, :, cut[1], cut[1]])
+    assert torch.count_nonzero(found) == 8 * small**2
+    with torch.no_grad():  # constant filters keep their sum, linear ones stay linear
+        source.stages[0].blocks[0].conv_dw.weight.copy_(torch.arange(float(k)).expand(8, 1, k, k))
+        source.stages[0].blocks[1].conv_dw.weight.fill_(2.0)
+    transfer_(module, source, components="convolution", filters="resample")
+    linear, constant = (block.conv_dw.weight.detach() for block in module.stages[0].blocks)
+    torch.testing.assert_close(constant.sum((2, 3)), torch.full((8, 1), 2.0 * k * k))
+    torch.testing.assert_close(linear[0, 0, 0], torch.linspace(0, k - 1, size) * k**2 / size**2)
+    if k != size:
+        with pytest.raises(SpecError, match=r"expected filters of \(\d, \d\), found .* filters='pad' or 'resample'"):
+            transfer_(module, source)
+
+
+# --- growing ----------------------------------------------------------------------------------------------------------
+
+
+def convnexts(width, depth):
+    torch.manual_seed(0)
+    return scramble(ConvNeXt(width, depth, 3, 4, layer_scale=0.5))
+
+
+def mixers(width, depth):
+    torch.manual_seed(0)
+    return scramble(ConvMixer(width, depth, 3, 4, 10))
+
+
+GROWN = {
+    "vit": (lambda: vit(32, 2, 2), lambda: vit(96, 4, 6, seed=1)),
+    "vit-token": (
+        lambda: vit(32, 2, 2, pool="token", positions="learned", layer_scale=0.3),
+        lambda: vit(64, 3, 4, seed=1, pool="token", positions="learned", layer_scale=0.3),
+    ),
+    "hugging-face": (lambda: hugging_face_vit(32, 2, 2, 0), lambda: vit(64, 3, 4, pool="token", positions="learned")),
+    "convnext": (lambda: convnexts(8, 2), lambda: convnexts(16, 3)),
+    "stages": (lambda: convnexts((8, 12), (1, 2)), lambda: convnexts((16, 24), (3, 2))),
+    "convmixer": (lambda: mixers(8, 2), lambda: mixers(13, 2)),  # BatchNorm: any width
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_grown_network_computes_the_same_function(name):
+    small, large = (make().eval() for make in GROWN[name])
+    images = torch.randn(3, 3, 16, 16)
+    with torch.no_grad():
+        expected = small(images)
+        expected = getattr(expected, "logits", expected)
+        before = large(images)
+        net2net_(large, small, noise=0.0)
+        torch.testing.assert_close(large(images), expected, rtol=1e-3, atol=1e-4)
+        assert not torch.allclose(before, expected, atol=0.1)
+        net2net_(large, small, noise=0.01, generator=seeded())
+        near = large(images)
+    assert 0 < (near - expected).norm() / expected.norm() < 0.3
+
+
+def test_noise_breaks_the_symmetry_of_copies():
+    """Without it, copies of a hidden unit get equal gradients."""
+    small = vit(32, 1, 2)
+    for noise, equal in ((0.0, True), (0.01, False)):
+        large = net2net_(vit(64, 1, 4), small, noise=noise, generator=seeded())
+        large(torch.randn(2, 3, 16, 16)).square().sum().backward()
+        gradient = large.blocks[0].mlp.fc1.weight.grad
+        same = torch.allclose(gradient[:128], gradient[128:], rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        assert same == equal
+
+
+def test_stacked_blocks_are_whole_copies():
+    small, large = mixers(8, 2), mixers(8, 5)
+    with pytest.raises(SpecError, match=r"found none in `blocks.2`, `blocks.3`, `blocks.4`; use depth='stack'"):
+        net2net_(large, small)
+    net2net_(large, small, depth="stack", noise=0.0)
+    for mine, theirs in ((2, 0), (3, 1), (4, 0)):
+        pairs = zip(large.blocks[mine].parameters(), small.blocks[theirs].parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("large", "arguments", "error", "message"),
+    [
+        (lambda: vit(16, 2, 1), {}, SpecError, "expected at least the smaller network's shape"),
+        (lambda: vit(64, 2, 2), {}, SpecError, "expected heads of width 16, .* found 32"),
+        (lambda: vit(64, 2, 4), {"depth": "zero"}, UsageError, "'identity', 'stack'"),
+        (lambda: vit(64, 2, 4), {"noise": -1.0}, UsageError, "noise: expected a number >= 0"),
+        (lambda: convnexts((8, 12), (1, 1)), {}, SpecError, "the student has 2 layers in `stem`, the teacher 0"),
+    ],
+)
+def test_growing_refuses(large, arguments, error, message):
+    with pytest.raises(error, match=message):
+        net2net_(large(), vit(32, 2, 2), **arguments)
+
+
+def test_stages_cannot_be_added():
+    with pytest.raises(SpecError, match="student has 3 layers in `stages`, the teacher 2; only blocks can be added"):
+        net2net_(convnexts((8, 12, 16), (1, 1, 1)), convnexts((8, 12), (1, 1)))

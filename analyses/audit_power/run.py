@@ -19,6 +19,7 @@ from weightscope import init as wi
 from weightscope._util.environment import environment
 from weightscope.auditing import audit
 from weightscope.auditing.intervals import UNTOUCHED, error_in
+from weightscope.auditing.selection import INCONSISTENT
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 
@@ -125,6 +126,8 @@ def gain(model: nn.Module) -> None:
 
 ROWS = {"mode": "rows", "correlation": -0.8}
 THAWED = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
+with torch.random.fork_rng():
+    RANDOM = {"teacher": vit(128, 0), "elements": "random"}
 DEVIATION = error_in("the standard deviation")
 LARGER = {key: 1.2 * value for key, value in THAWED.items()}
 V, C = (16, 32, 64), (16, 48, 128)
@@ -158,6 +161,7 @@ CASES = {
     "t_fixup": Case("t_fixup", vit, V, DEVIATION, gain),
     "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "q", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
+    "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
     "layer_scale_identity": Case("layer_scale_identity", convnext, C, error_in("value"), {"value": 0.12}),
 }
 

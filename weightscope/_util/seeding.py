@@ -25,6 +25,8 @@ class Purpose(IntEnum):
     GAIN = 7
     CUTMIX = 8
     DROP_PATH = 9
+    PROJECTION = 10
+    PROBE = 11
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

@@ -16,7 +16,7 @@ from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
 from weightscope.anatomy.strictness import require_read
 
 # Imported for their registration.
-from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, ssm, univariate  # noqa: F401
+from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, selection, ssm, univariate  # noqa: F401
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check

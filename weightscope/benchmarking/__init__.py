@@ -4,6 +4,7 @@ from weightscope.benchmarking.arms import Arm, plan_arms
 from weightscope.benchmarking.axes import Axis
 from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.plan import BenchPlan, plan_bench
+from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.statistics import summarise
@@ -16,6 +17,7 @@ __all__ = [
     "GainChoice",
     "bench",
     "choose_gain",
+    "linear_probe",
     "plan_arms",
     "plan_bench",
     "summarise",

@@ -82,8 +82,9 @@ def plan_arms(
         frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
         control: "scale" for a control arm of every initialiser but the default: independent Gaussian entries with its
             mean and variance of each tensor.
-        vary: fields of [network], [data] and [training] and their values, `{"network.kernel_size": [3, 7]}`; a cell is
-            a combination of them. Names joined by commas vary together: `{"network.width,network.heads": [[96, 3]]}`.
+        vary: fields of [network], [data], [training] and [distillation] and their values,
+            `{"network.kernel_size": [3, 7]}`; a cell is a combination of them. Names joined by commas vary together:
+            `{"network.width,network.heads": [[96, 3]]}`.
         grid: numbers of initialisers and their values, `{"mimetic_mlp.sigma": [0.1, 0.2]}`: each initialiser with this
             name is compared with each value. Ranges may be given as text, `"0:1:0.1"`.
 

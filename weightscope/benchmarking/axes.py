@@ -9,7 +9,7 @@ from typing import Any
 
 from weightscope.errors import UsageError
 
-SECTIONS = ("network", "data", "training")
+SECTIONS = ("network", "data", "training", "distillation")
 _LARGEST = 10_000  # values of one axis
 _EVERYTHING = ("all", "none")
 

@@ -84,6 +84,7 @@ def bench(
         runs += _rows(arm, population, seconds)
         device = population.environment
     result = BenchResult(runs, summarise(runs), {**environment(), **device, "recipe": recipe.to_dict()})
+    atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
 

@@ -90,6 +90,7 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     "--control",
     help="'scale': also train each initialiser's control: independent entries with its means and variances.",
 )
+@click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
@@ -102,6 +103,7 @@ def bench(
     out: Path | None,
     json_file: Path | None,
     only_plan: bool,
+    probe: bool,
     vary: tuple[str, ...],
     grid: tuple[str, ...],
     **options: Any,
@@ -121,14 +123,19 @@ def bench(
       weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
           --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
       weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
+      weightscope bench digits-convnext --init default --init 'transfer(source="trained.safetensors")' --probe
     """
     from weightscope.benchmarking import bench as run
-    from weightscope.benchmarking import plan_bench
+    from weightscope.benchmarking import linear_probe, plan_bench
     from weightscope.benchmarking.arms import default_folder
     from weightscope.benchmarking.axes import Axis
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
+    if probe:
+        if only_plan:
+            raise UsageError("--plan: not available with --probe, which trains no tile")
+        folder, run = out or Path(f"{str(folder).removesuffix('-bench')}-probe"), linear_probe
     plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
     if not only_plan:
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout

@@ -4,26 +4,45 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from weightscope._util.sources import population_member
 from weightscope.anatomy import (
     AttentionPart,
+    NamedTensors,
     attention,
     depthwise,
     mlps,
-    opened,
     patch_embeddings,
     positions,
 )
+from weightscope.anatomy import opened as opened_model
 from weightscope.errors import AnatomyError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
+_NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
 
 
+def opened(source: Any) -> Any:
+    """Network k of a population as a module, for `"PATH.pop::k"`; the `Checkpoint` of another path; others as they are.
+
+    Raises:
+        DataError: if it cannot be read.
+        UsageError: if there is no network k.
+    """
+    if (member := population_member(source)) is None:
+        return opened_model(source)
+    from weightscope.population import Population  # needs h5py
+
+    with torch.random.fork_rng(devices=[]):  # building the network draws
+        return Population(member[0], partial=True).network(member[1])
+
+
 def tensors(source: Any) -> Mapping[str, Any]:
-    """Named tensors of a module, a state dict, a checkpoint, or the path of one.
+    """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population.
 
     Raises:
         UsageError: for anything else.
@@ -36,8 +55,10 @@ def tensors(source: Any) -> Mapping[str, Any]:
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and floating-point buffers of a module by name, tied ones once."""
+def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:
+    """Parameters and floating-point buffers of a module by name, tied ones once; or the named tensors."""
+    if isinstance(module, NamedTensors):
+        return {name: module.get(name) for name in module.names}
     out: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
@@ -48,17 +69,24 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in out.items() if name in persistent}
 
 
-def components(module: nn.Module) -> dict[str, str]:
-    """Name of each parameter and buffer -> its component, one of `COMPONENTS`."""
+def components(module: nn.Module | NamedTensors) -> dict[str, str]:
+    """Name of each parameter and buffer -> its component, one of `COMPONENTS`; without modules, norms are named so."""
     out: dict[str, str] = {}
     for kind, found in _anatomical(module):
         for name in found:
             out.setdefault(name, kind)
-    layers = dict(module.named_modules())
-    for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
+    named = isinstance(module, NamedTensors)
+    layers: dict[str, nn.Module] = {}
+    names: Sequence[str] = ()
+    if isinstance(module, NamedTensors):
+        names = module.names
+    else:
+        layers = dict(module.named_modules())
+        names = (*dict(module.named_parameters()), *dict(module.named_buffers()))
+    for name in names:
         path = name.rpartition(".")[0]
         kind = type(layers.get(path)).__name__
-        if "Norm" in kind:
+        if "Norm" in kind or (named and _NORM.search(path)):
             out[name] = "norm"
         elif isinstance(layers.get(path), nn.Embedding) or _TOKEN.search(name):
             out.setdefault(name, "embedding")
@@ -68,10 +96,10 @@ def components(module: nn.Module) -> dict[str, str]:
     return out
 
 
-def _anatomical(module: nn.Module) -> list[tuple[str, list[str]]]:
+def _anatomical(module: nn.Module | NamedTensors) -> list[tuple[str, list[str]]]:
     """(component, tensor names) of each part of the anatomy; a bias has the component of its weight."""
     out: list[tuple[str, list[str]]] = []
-    finders: tuple[tuple[str, Callable[[nn.Module], Sequence[Any]]], ...] = (
+    finders: tuple[tuple[str, Callable[[Any], Sequence[Any]]], ...] = (
         ("attention", attention),
         ("mlp", mlps),
         ("convolution", depthwise),

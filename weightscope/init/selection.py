@@ -1,6 +1,6 @@
 """Weight selection: initialise a small network with a subset of the weights of a larger one of the same family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,26 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope._util.names import listing, unwrapped
-from weightscope.anatomy import attention, mlps, positions
+from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors
+from weightscope.anatomy import positions as position_tables
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator, put
+from weightscope.init._counterparts import counterparts, end_to_end, spaced
+from weightscope.init._family_names import Place, Source
+from weightscope.init._position_tables import PositionTable, interpolated, selected_tokens
 from weightscope.init.registry import INITIALISERS
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
+POSITIONS = ("select", "interpolate")
 _DEFAULT = ("embedding", "attention", "mlp", "convolution", "norm", "other")
-
-
-def spaced(large: int, small: int) -> Tensor:
-    """`floor(i * large / small)` for i = 0 .. small - 1."""
-    return torch.arange(small) * large // small
-
-
-def end_to_end(large: int, small: int) -> Tensor:
-    """`round(i * (large - 1) / (small - 1))` for i = 0 .. small - 1: from the first to the last."""
-    return torch.linspace(0, large - 1, small, dtype=torch.float64).round().long()
 
 
 def squeezed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -48,6 +42,7 @@ def select_weights_(
     elements: str = "uniform",
     components: str | Sequence[str] = _DEFAULT,
     exclude: str | None = None,
+    positions: str = "select",
     generator: torch.Generator | None = None,
 ) -> M:
     """Initialise a network with selected layers and selected elements of a larger one.
@@ -66,16 +61,22 @@ def select_weights_(
 
     The first four select the same indices in every tensor that reads or writes one residual stream. Queries, keys and
     values in one tensor (and gates with the layers that they gate) are selected separately. Position embeddings of
-    images are selected by rows and columns of the grid, those of sequences from the start.
+    images are selected by rows and columns of the grid, those of sequences from the start; or they are interpolated to
+    a smaller or larger grid (bicubic, as in timm) before channels are selected.
+
+    Tensors are matched by name. Vision transformers and ConvNeXts with the names of Hugging Face's transformers match
+    those with timm's (and ours), 1 x 1 convolutions match linear layers.
 
     Args:
         module: the student, changed in place: parameters and floating-point buffers of the components.
-        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
+            `"PATH.pop::k"`.
         layers: "first", "spaced" or "linspace".
         elements: one of the seven above.
         components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other"; by
             default all but the head, since the classes rarely agree.
         exclude: shell patterns of student tensors to leave unchanged, comma-separated.
+        positions: "select" or "interpolate", where the student has other positions than the teacher.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -89,21 +90,68 @@ def select_weights_(
     """
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
-    student = _trained.weights(module)
-    wanted = _included(module, student, components, exclude)
-    source, layout = _trained.tensors(teacher), _Layout(module, teacher)
-    selection = _Selection(elements, cpu_generator(generator))
-    selected = {
-        name: selection.select(name, torch.as_tensor(source[other]).cpu(), tuple(wanted[name].shape), layout)
-        for name, other in _counterparts(wanted, student, source, layers).items()
-    }
-    for name, value in selected.items():
-        put(wanted[name], value)
+    choice("positions", positions, POSITIONS)
+    cpu_generator(generator)
+    options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
+    pairs = matched(module, teacher, **options)
+    selection = _Selection(elements, generator)
+    for pair, value in [(pair, selection.select(pair)) for pair in pairs]:
+        put(pair.value, value)
     return module
 
 
-def _included(
-    module: nn.Module, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of the student and its counterpart in the teacher.
+
+    Attributes:
+        name: of the student's.
+        value: the student's.
+        teacher: the teacher's with the student's positions, and no axis shorter than the student's.
+        blocks: number of matrices (queries, keys, values) that the tensors pack along `packed`.
+        packed: the axis.
+    """
+
+    name: str
+    value: Tensor
+    teacher: Tensor
+    blocks: int
+    packed: int
+
+
+def matched(
+    student: Any,
+    teacher: Any,
+    *,
+    layers: str = "first",
+    components: str | Sequence[str] = _DEFAULT,
+    exclude: str | None = None,
+    positions: str = "select",
+) -> Iterator[Pair]:
+    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there.
+
+    Args:
+        student: a module, or a `NamedTensors` of a mapping, whose components are known by name only.
+        teacher: see `select_weights_`.
+        layers: see `select_weights_`.
+        components: see `select_weights_`.
+        exclude: see `select_weights_`.
+        positions: see `select_weights_`.
+    """
+    everything = _trained.weights(student)
+    wanted = included(student, everything, components, exclude)
+    teacher = _trained.opened(teacher)
+    source = Source(_trained.tensors(teacher))
+    layout = Layout(student, teacher, source)
+    for name, place in counterparts(wanted, everything, source, layers).items():
+        shape = tuple(wanted[name].shape)
+        tensor = layout.fitted(name, place, source.read(place, shape), shape, positions)
+        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
+        yield Pair(name, wanted[name], tensor, layout.blocks.get(name, 1), packed)
+
+
+def included(
+    module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
 ) -> dict[str, Tensor]:
     """The student's tensors of the components that are not excluded.
 
@@ -123,113 +171,77 @@ def _included(
     return out
 
 
-def _counterparts(
-    wanted: Mapping[str, Tensor], student: Mapping[str, Tensor], source: Mapping[str, Any], rule: str
-) -> dict[str, str]:
-    """Student tensor -> teacher tensor: the same name, with layer numbers mapped where the teacher has more layers.
-
-    Raises:
-        SpecError: if the teacher has no such tensor, or the student has more layers.
-    """
-    theirs = {unwrapped(name): name for name in source}
-    mine, large = _numbered(map(unwrapped, student)), _numbered(theirs)
-    out = {}
-    missing = []
-    for name in wanted:
-        path = _path(unwrapped(name), mine, large, rule)
-        if path not in theirs:
-            missing.append(name)
-        else:
-            out[name] = theirs[path]
-    if missing:
-        raise SpecError(
-            f"the teacher has no counterpart of {listing(missing)}; leave them out with exclude= or components="
-        )
-    return out
-
-
-def _numbered(names: Any) -> dict[str, list[int]]:
-    """Path -> the numbers that follow it in any name: `blocks` -> [0, 1, 2]."""
-    found: dict[str, set[int]] = {}
-    for name in names:
-        words = name.split(".")
-        for i, word in enumerate(words):
-            if word.isdigit():
-                found.setdefault(".".join(words[:i]), set()).add(int(word))
-    return {path: sorted(numbers) for path, numbers in found.items()}
-
-
-def _path(name: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int]], rule: str) -> str:
-    """A student tensor's name with its layer numbers replaced by the teacher's."""
-    here: list[str] = []
-    there: list[str] = []
-    for word in name.split("."):
-        mapped = word
-        if word.isdigit():
-            small, big = mine[".".join(here)], large.get(".".join(there), [])
-            if len(small) > len(big):
-                raise SpecError(
-                    f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    "the teacher must be the larger network"
-                )
-            pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
-            order = pick.get(rule, end_to_end(len(big), len(small)))
-            mapped = str(big[int(order[small.index(int(word))])])
-        here.append(word)
-        there.append(mapped)
-    return ".".join(there)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
-
-    prefix: int
-    rows: int
-    columns: int
-
-
-class _Layout:
+class Layout:
     """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
 
-    def __init__(self, student: nn.Module, teacher: Any) -> None:
+    def __init__(self, student: Any, teacher: Any, source: Source) -> None:
         self.blocks: dict[str, int] = {}
         self.uneven: set[str] = set()
         convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        self.filters = {f"{n}.weight".lstrip(".") for n, m in student.named_modules() if isinstance(m, convolutions)}
-        layers = _found(attention, student)
+        modules = student.named_modules() if isinstance(student, nn.Module) else ()
+        self.filters = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, convolutions)}
+        layers = found_parts(attention, student)
         for part in layers:
             if (name := _uneven(part, student)) is not None:
                 self.uneven |= {name, name.removesuffix("weight") + "bias"}
-        for part in [*layers, *_found(mlps, student)]:
+        for part in [*layers, *found_parts(mlps, student)]:
             for named in (part.parameters, part.bias_parameters):
                 inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: _table(p) for p in _found(positions, student)}
-        self.larger = {unwrapped(p.name): _table(p) for p in _found(positions, teacher)}
+        self.tables = {p.name: PositionTable.of(p) for p in found_parts(position_tables, student)}
+        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
+
+    def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
+        """The teacher's tensor at `place` with the student's positions, checked to be selectable.
+
+        Raises:
+            SpecError: if it is not.
+        """
+        if tensor.ndim == len(shape):
+            tensor = self.with_positions(name, place, tensor, positions)
+        large = tuple(tensor.shape)
+        if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
+            raise SpecError(
+                f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
+            )
+        if name in self.filters and shape[2:] != large[2:]:
+            raise SpecError(
+                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
+            )
+        if shape != large and name in self.uneven:
+            raise SpecError(
+                f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
+            )
+        return tensor
+
+    def with_positions(self, name: str, place: Place, tensor: Tensor, positions: str) -> Tensor:
+        """A position embedding with the student's tokens; another tensor as it is."""
+        mine, theirs = self.tables.get(name), self.theirs.get(place.name)
+        if mine is None or theirs is None or mine == theirs:
+            return tensor
+        if positions == "interpolate":
+            return interpolated(name, tensor, theirs, mine)
+        return tensor.index_select(tensor.ndim - 2, selected_tokens(name, mine, theirs))
 
 
-def _uneven(part: Any, student: nn.Module) -> str | None:
+def _uneven(part: Any, student: Any) -> str | None:
     """The tensor of a part that packs queries, keys and values, unless as three equal blocks of rows; else None."""
     (name,), inputs = part.parameters["q"], part.read("q").shape[1]
     sharing = [key for key in "kv" if part.parameters[key] == (name,)]
     if not sharing:
         return None
-    tensor = student.state_dict()[name].float()
+    tensor = named_tensors(student).get(name).float()
     blocks = (tensor if tensor.shape[1] == inputs else tensor.T).chunk(1 + len(sharing))
     query = part.read("q").mT.reshape(-1, inputs).to(tensor)
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
-def _found(finder: Any, model: Any) -> list[Any]:
+def found_parts(finder: Any, model: Any) -> list[Any]:
+    """The parts of a model, none if it has no such parts or they cannot be read."""
     try:
-        return finder(model if isinstance(model, nn.Module) else _trained.tensors(model))
+        return finder(model if isinstance(model, nn.Module | NamedTensors) else _trained.tensors(model))
     except AnatomyError:
         return []
-
-
-def _table(part: Any) -> _Table:
-    return _Table(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
 
 
 class _Selection:
@@ -239,31 +251,12 @@ class _Selection:
         self.rule, self.generator = rule, generator
         self.kept: dict[tuple[int, int], Tensor] = {}
 
-    def select(self, name: str, tensor: Tensor, shape: tuple[int, ...], layout: _Layout) -> Tensor:
-        """The selected elements of a teacher's tensor, in the shape of the student's."""
-        large = tuple(tensor.shape)
-        if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
-            raise SpecError(
-                f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
-            )
-        if name in layout.filters and shape[2:] != large[2:]:
-            raise SpecError(
-                f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
-            )
-        if shape != large and name in layout.uneven:
-            raise SpecError(
-                f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
-            )
-        table, bigger = layout.tables.get(name), layout.larger.get(unwrapped(name))
-        tokens = None
-        if table is not None and bigger is not None and table != bigger:
-            tokens = _tokens(name, table, bigger)
-            tensor = tensor.index_select(len(shape) - 2, tokens)
+    def select(self, pair: Pair) -> Tensor:
+        """The selected elements of the teacher's tensor, in the shape of the student's."""
+        tensor, shape = pair.teacher, tuple(pair.value.shape)
         if self.rule == "magnitude":
             return squeezed(tensor, shape)
-        blocks = layout.blocks.get(name, 1)
-        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
-        picks = [self._axis(tensor, i, n, blocks if i == packed else 1) for i, n in enumerate(shape)]
+        picks = [self._axis(tensor, i, n, pair.blocks if i == pair.packed else 1) for i, n in enumerate(shape)]
         for i, pick in enumerate(picks):
             tensor = tensor if pick is None else tensor.index_select(i, pick)
         return tensor
@@ -296,16 +289,3 @@ class _Selection:
         if (large, small) not in self.kept:
             self.kept[large, small] = torch.randperm(large, generator=self.generator)[:small].sort().values
         return self.kept[large, small]
-
-
-def _tokens(name: str, small: _Table, large: _Table) -> Tensor:
-    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
-    if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
-        raise SpecError(f"`{name}`: expected at most the teacher's tokens {large}, found {small}")
-    if large.rows == 1:
-        places = torch.arange(small.columns)
-    else:
-        places = (
-            spaced(large.rows, small.rows)[:, None] * large.columns + spaced(large.columns, small.columns)
-        ).reshape(-1)
-    return torch.cat([torch.arange(small.prefix), places + large.prefix])

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, number
-from weightscope._util.names import listing, matching, unwrapped
+from weightscope._util.names import listing, matching
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._common import M, cpu_generator, put
+from weightscope.init._family_names import Source, places
 from weightscope.init.registry import INITIALISERS
 
 
@@ -30,56 +32,91 @@ def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str
     return {name: everything[name] for name in names}
 
 
-def _taken(source: Any, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The source's tensors of the same names and shapes.
+def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
+    """The source's tensors of the same names and shapes; filters resized to the module's, unless "exact".
 
     Raises:
         SpecError: listing the tensors that are missing or have other shapes.
     """
-    there = _trained.tensors(source)
-    known = {unwrapped(name): name for name in there}
-    missing = [name for name in wanted if unwrapped(name) not in known]
+    there, mine = Source(_trained.tensors(source)), places(_trained.weights(module))
+    missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
-    out = {name: torch.as_tensor(there[known[unwrapped(name)]]) for name in wanted}
-    for name, value in out.items():
-        if value.shape != wanted[name].shape:
+    kernels = {f"{n}.weight".lstrip(".") for n, layer in module.named_modules() if isinstance(layer, nn.Conv2d)}
+    out = {}
+    for name, value in wanted.items():
+        shape, found = tuple(value.shape), there.read(mine[name], tuple(value.shape))
+        if found.shape != shape and found.shape[:2] == shape[:2] and found.ndim == 4 and name in kernels:
+            if filters == "exact":
+                hint = "filters='pad' or 'resample' changes their size"
+                raise SpecError(f"`{name}`: expected filters of {shape[2:]}, found {tuple(found.shape[2:])}; {hint}")
+            found = resized_filters(found, shape[2:], filters)
+        if found.shape != shape:
             raise SpecError(
-                f"`{name}`: expected {tuple(wanted[name].shape)}, found {tuple(value.shape)} in the source; "
+                f"`{name}`: expected {shape}, found {tuple(found.shape)} in the source; "
                 "use select_weights_ to copy from a wider network"
             )
+        out[name] = found
     return out
 
 
-@INITIALISERS.register("transfer", source="thesis 3.1.1; attention paper 5.1", needs="a network of the same shapes")
+def resized_filters(filters: Tensor, size: Sequence[int], how: str) -> Tensor:
+    """Filters (o, i, k, l) as filters (o, i, *size).
+
+        pad        zeros around the filter, or its central pixels; where the difference is odd, one more at the end
+        resample   bilinear interpolation, corner pixels on corner pixels, times k l / (K L), which keeps the response
+                   to a constant image about the same
+
+    Source: thesis 4.1 ("upsampled, downsampled, or padded"), which gives no formulas; corners as in
+    `weightscope.statistics.resizing`.
+    """
+    if how == "resample":
+        scale = filters.shape[2] * filters.shape[3] / (size[0] * size[1])
+        return scale * F.interpolate(filters.float(), size=tuple(size), mode="bilinear", align_corners=True)
+    before = [(large - small) // 2 for large, small in zip(size, filters.shape[2:], strict=True)]
+    after = [n - k - b for n, k, b in zip(size, filters.shape[2:], before, strict=True)]
+    return F.pad(filters, (before[1], after[1], before[0], after[0]))  # a negative width crops
+
+
+@INITIALISERS.register(
+    "transfer", source="thesis 3.1.1, 4.1; attention paper 5.1", needs="a network of the same shapes"
+)
 def transfer_(
     module: M,
     source: Any,
     *,
     select: str = "*",
     components: str | Sequence[str] = "all",
+    filters: str = "exact",
     generator: torch.Generator | None = None,
 ) -> M:
     """Copy tensors of the same name and shape from a source.
 
+    Names and layers are matched as by `select_weights_`: those of Hugging Face's transformers to timm's (and ours), and
+    1 x 1 convolutions to linear layers.
+
     Args:
         module: changed in place: the selected parameters and floating-point buffers.
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
+            `"PATH.pop::k"`.
         select: shell patterns of tensor names, comma-separated.
         components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other".
+        filters: of another size than the module's: "exact" refuses them, "pad" surrounds them by zeros or takes their
+            centres, "resample" interpolates; see `resized_filters`.
         generator: not used.
 
     Raises:
         SpecError: if a tensor is missing in the source or has another shape there; nothing is copied then.
         UsageError: if nothing is selected.
 
-    Source: thesis 3.1.1 (direct transfer of filters), attention paper 5.1 (of attention and positions).
+    Source: thesis 3.1.1 (direct transfer of filters), 4.1 (of other sizes); attention paper 5.1 (attention, positions).
 
     Example:
         >>> transfer_(new, trained, components="attention")
     """
+    choice("filters", filters, ("exact", "pad", "resample"))
     wanted = _wanted(module, select, components)
-    for name, value in _taken(source, wanted).items():
+    for name, value in _taken(module, source, wanted, filters).items():
         put(wanted[name], value)
     return module
 
@@ -131,7 +168,7 @@ def transfer_singular_(
     share = number("fraction", fraction, least=0, most=1) if rank is None else 0.0
     choice("remainder", remainder, ("zero", "keep"))
     found = _matrices(module, select, components)
-    taken = _taken(source, {matrix.name: matrix.weight for matrix in found})
+    taken = _taken(module, source, {matrix.name: matrix.weight for matrix in found})
     for matrix in found:
         for mine, theirs in zip(matrix.split(matrix.weight), matrix.split(taken[matrix.name]), strict=True):
             r = max(1, round(share * min(theirs.flatten(1).shape))) if rank is None else rank

@@ -124,7 +124,8 @@ class Canvas:
     def legend(self, handles: Sequence[Any], title: str | None = None) -> None:
         """Place a legend above the axes, in as many columns as fit."""
         room = 72 * 0.8 * self.size[0]
-        widest = max(text_width(handle.get_label()) for handle in handles) + 44
+        lines = [line for handle in handles for line in str(handle.get_label()).split("\n")]
+        widest = max(map(text_width, lines)) + 44
         self.ax.legend(
             handles=handles,
             title=title,

@@ -1,8 +1,8 @@
 """`Recipe`: a population of networks, or one arm of a benchmark, as data.
 
-A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`, and
-`[bench]` for `weightscope bench`. It is validated strictly: an unknown key, a wrong type or a value out of range is an
-error that names the field's path.
+A recipe is a TOML file with the sections `[network]`, `[data]`, `[training]`, `[init]` and `[population]`,
+`[distillation]` if there is a teacher, and `[bench]` for `weightscope bench`. It is validated strictly: an unknown key,
+a wrong type or a value out of range is an error that names the field's path.
 
 `[network] type`, `[data] name` and `[init] name` may be references `"package.module:function"` to code of one's own. A
 recipe is parsed without importing it; what depends on it is checked when it is used.
@@ -14,6 +14,7 @@ from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, Network
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
     DataConfig,
+    DistillationConfig,
     InitConfig,
     PopulationConfig,
     Range,
@@ -26,6 +27,7 @@ __all__ = [
     "ConvMixerConfig",
     "ConvNeXtConfig",
     "DataConfig",
+    "DistillationConfig",
     "InitConfig",
     "NetworkConfig",
     "OwnNetworkConfig",

@@ -14,7 +14,13 @@ from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
 from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
-from weightscope.recipe.sections import DataConfig, InitConfig, PopulationConfig, TrainingConfig
+from weightscope.recipe.sections import (
+    DataConfig,
+    DistillationConfig,
+    InitConfig,
+    PopulationConfig,
+    TrainingConfig,
+)
 
 
 class Recipe(Section):
@@ -28,6 +34,7 @@ class Recipe(Section):
     network: NetworkConfig
     data: DataConfig
     training: TrainingConfig
+    distillation: DistillationConfig | None = None
     init: Annotated[tuple[InitConfig, ...], Field(min_length=1)] = (InitConfig(),)
     population: PopulationConfig = PopulationConfig()
     bench: BenchConfig | None = None

@@ -1,4 +1,4 @@
-"""The sections [data] [training] [init] [population]."""
+"""The sections [data] [training] [distillation] [init] [population]."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from weightscope.data.catalog import dataset_info
 from weightscope.data.config import AugmentConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
+from weightscope.recipe.networks import NetworkConfig
 from weightscope.recipe.parsing import explain, read_toml
 
 MOST_NETWORKS = 10_000_000
@@ -145,6 +146,27 @@ class TrainingConfig(Section):
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
+
+
+class DistillationConfig(Section):
+    """A term of the loss that compares all networks with one trained network, the teacher.
+
+        logit     L = L_class + alpha KL(p_t || p_s)           p: probabilities; the teacher has the same classes
+        feature   L = L_class + alpha |O_t - MLP(O_s)|         O: inputs of the classifier; mean over their entries
+
+    `teacher` is a file or folder of weights, `hf://org/name`, or network k of a population, `"PATH.pop::k"`. It sees
+    the same augmented images as the student, in evaluation mode. `network` describes it, with the keys of [network];
+    without, it is the network of its population's recipe, or that of this recipe. Nothing is computed if `alpha = 0`.
+
+    The MLP (linear, GELU, linear, as wide as O_t) belongs to each network, is trained with it, and is not stored.
+
+    Source: selection paper, section 4.4, Eq. 1 and 2.
+    """
+
+    teacher: str
+    kind: Literal["logit", "feature"] = "logit"
+    alpha: NonNegative = 1.0
+    network: NetworkConfig | None = None
 
 
 class InitConfig(BaseModel):

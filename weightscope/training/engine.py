@@ -28,6 +28,7 @@ from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
+from weightscope.training.distillation import Distillation
 from weightscope.training.images import fused, label_shares, load_images
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels import functions
@@ -121,6 +122,9 @@ class TileRun:
         own_networks.check(recipe, kernels)
         template = _template(recipe)
         frozen = set(own_networks.frozen(template, training.frozen))
+        stored, self.distillation = WeightSpec.of(template), Distillation.of(recipe, device)
+        if self.distillation is not None:
+            template = self.distillation.extended(template, self.classes)
         self.nets: BatchedNetworks | LoopNetworks
         if training.engine == "loop":
             seeds = [torch_seed(population.seed, k, Purpose.FORWARD) for k in self.ids]
@@ -130,7 +134,10 @@ class TileRun:
                 template = template.to(device)
             self.nets = BatchedNetworks(template, count, device, kernels=kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
-        self.nets.weights.copy_(torch.from_numpy(start))
+        self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
+        self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
+        if self.distillation is not None:
+            self.distillation.attach(self.nets, population.seed, self.ids)
         self.nets.freeze(tuple(frozen))
         self.rates = self._per_network(training.learning_rate, 0)
         self.decays = self._per_network(training.weight_decay, 1)
@@ -179,7 +186,8 @@ class TileRun:
                 found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
             for name, values in found.items():
                 history.setdefault(name, []).append(values)
-        weights = (self.nets.weights if self.average is None else self.average).cpu().numpy().copy()
+        kept = self.nets.weights if self.average is None else self.average
+        weights = np.take(kept.cpu().numpy(), self.stored, axis=1)
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
         finite = (
@@ -259,6 +267,8 @@ class TileRun:
             self.nets.drop(numbers["paths"])
         logits = self._logits(numbers).float()  # (T, B, K)
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
+        if self.distillation is not None:
+            losses = losses + self.distillation.losses(logits)
         self.nets.backward(losses.sum())  # the gradient of each row of weights is that of its own loss
         self.optimiser.step(numbers["scalars"], training.clip_norm)
         if self.average is not None:
@@ -290,10 +300,13 @@ class TileRun:
         index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
         assert index is not None
         moments, config = (self.mean, self.std), self.recipe.data.augment
-        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and fused(self.recipe):
+        plain = self.distillation is None and fused(self.recipe)  # a teacher sees the images, too
+        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and plain:
             load = functions.backend("triton").load_images
             return self.nets.of_channels(load(self.images, index, draws, shares, moments, config, self.dtype))
         found = load_images(self.images, index, draws, shares, moments, config, numbers.get("boxes"))
+        if self.distillation is not None:
+            self.distillation.observe(found)
         return self.nets(found.to(self.dtype))
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ def requested(
     from weightscope.data import load
     from weightscope.training import own_networks
     from weightscope.training.devices import choose_kernels, resolve_device
+    from weightscope.training.distillation import teacher_hash
     from weightscope.training.initial_weights import resolve as resolve_init
     from weightscope.training.tile_size import choose_tile
 
@@ -42,7 +43,7 @@ def requested(
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code
+    inputs = manifests.artifact_hashes(recipe) | own_code | teacher_hash(recipe)
     for init in recipe.init:
         resolve_init(init)
     limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
@@ -88,6 +89,8 @@ def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
 def references(recipe: Recipe) -> list[tuple[str, str]]:
     """The references to one's own code in a recipe, with the section of each."""
     named = [("network", recipe.network.type), ("data", recipe.data.name)]
+    if recipe.distillation is not None and recipe.distillation.network is not None:
+        named.append(("distillation", recipe.distillation.network.type))
     named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
     return [(section, name) for section, name in named if plugins.is_reference(name)]
 
@@ -110,4 +113,6 @@ def portable(recipe: Recipe, kernels: "Choice | None") -> Recipe:
     for init in values["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])
+    if "distillation" in values and "://" not in values["distillation"]["teacher"]:
+        values["distillation"]["teacher"] = os.path.abspath(values["distillation"]["teacher"])
     return Recipe.parse(values)

@@ -1,0 +1,133 @@
+"""Linear probes: equal to torch's own layers, features of frozen networks, paired arms."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import nn
+
+from weightscope.benchmarking import linear_probe
+from weightscope.benchmarking.probing import Probe, _features
+from weightscope.cli import cli
+from weightscope.data import load
+from weightscope.errors import UsageError
+from weightscope.networks import build_for
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training import train_tile
+
+PLAIN = {
+    "network": {"type": "convnext", "width": 8, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+    "data": {"name": "digits", "train": 256, "test": 100},
+    "training": {"epochs": 2, "batch_size": 64},
+    "population": {"networks": 3, "tile": 2},
+}
+RECIPE = Recipe.parse(PLAIN)
+OPTIONS = {"seeds": 3, "device": "cpu"}
+
+
+def lars(parameters: list[nn.Parameter], momenta: list[torch.Tensor], rate: float) -> None:
+    """One tensor at a time, as published."""
+    for p, momentum in zip(parameters, momenta, strict=True):
+        step = p.grad
+        if p.ndim > 1 and p.norm() > 0 and step.norm() > 0:
+            step = step * (0.001 * p.norm() / step.norm())
+        momentum.copy_(0.9 * momentum + step)
+        p.data.sub_(rate * momentum)
+
+
+def test_heads_equal_torchs_layers_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 30.0, 0.1])[:, None, None]
+    features, labels = (
+        torch.randn(3, 40, 6, generator=generator) * scale + 2,
+        torch.randint(4, (3, 40), generator=generator),
+    )
+    probe = Probe(6, 4, [5, 6, 7])
+    plain = [nn.Sequential(nn.BatchNorm1d(6, affine=False, eps=1e-6), nn.Linear(6, 4)) for _ in range(3)]
+    for t, network in enumerate(plain):
+        network[1].weight.data.copy_(probe.weights[t])
+        network[1].bias.data.zero_()
+    momenta = [[torch.zeros_like(p) for p in network.parameters()] for network in plain]
+    for step in range(30):
+        part = slice(10 * (step % 4), 10 * (step % 4) + 10)
+        probe.step(features[:, part], labels[:, part], 0.5)
+        for t, network in enumerate(plain):
+            network.zero_grad()
+            F.cross_entropy(network(features[t, part]), labels[t, part]).backward()
+            lars(list(network.parameters()), momenta[t], 0.5)
+    for t, network in enumerate(plain):
+        torch.testing.assert_close(probe.weights[t], network[1].weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(probe.biases[t], network[1].bias, rtol=1e-4, atol=1e-6)
+        expected = network.eval()(features[t])
+        torch.testing.assert_close(probe.logits(features)[t], expected, rtol=1e-4, atol=1e-5)
+    loss, accuracy = probe.evaluate(features, labels[0])
+    assert loss[0] == pytest.approx(F.cross_entropy(plain[0](features[0]), labels[0]).item(), rel=1e-4)
+    assert accuracy[0] == pytest.approx((plain[0](features[0]).argmax(1) == labels[0]).float().mean().item())
+
+
+def test_features_are_the_inputs_of_the_classifier_in_evaluation_mode() -> None:
+    plan = RECIPE.replace({"network": {"type": "convmixer", "width": 8, "depth": 2, "kernel_size": 3, "patch_size": 2}})
+    data, network = load("digits", train=40, test=20), build_for(plan)
+    spec = WeightSpec.of(network)
+    row = np.random.default_rng(0).uniform(0.1, 0.5, spec.size).astype(np.float32)
+    found = _features(network, row, data.train_images, data)
+    once = _features(network, row, data.train_images[:3], data)
+    assert found.shape == (40, 8)
+    torch.testing.assert_close(found[:3], once)  # no batch statistics
+    pixels = (data.train_images.float() / 255 - data.mean[:, None, None]) / data.std[:, None, None]
+    torch.testing.assert_close(network.eval().head(found), network(pixels), rtol=1e-4, atol=1e-5)
+
+
+def test_trained_features_beat_initial_ones_and_arms_are_paired(tmp_path: Path) -> None:
+    plan = RECIPE.replace({"data.train": 1000, "training.batch_size": 500})
+    tile = train_tile(plan.replace({"training.epochs": 10, "training.batch_size": 50}), 0, device="cpu")
+    weights = WeightSpec.of(build_for(plan)).unpack(tile.weights[0])
+    file = tmp_path / "trained.safetensors"
+    save_file({name: torch.from_numpy(value).clone() for name, value in weights.items()}, file)
+    arms = ["default", f'transfer(source="{file}")', "kaiming_uniform(slope=0.0)"]
+    result = linear_probe(plan, arms, tmp_path / "out", epochs=[600], **OPTIONS)
+    default, trained, other = result.arms
+    assert (default["n"], default["epochs"]) == (3, 600)
+    assert trained["difference"] > 0.1
+    assert other["difference"] != 0
+    assert len({run["accuracy"] for run in result.runs if run["init"] == "default"}) > 1, "seeds differ"
+    again = linear_probe(plan, ["default"], tmp_path / "again", epochs=[600], **OPTIONS)
+    assert [r["accuracy"] for r in again.runs] == [r["accuracy"] for r in result.runs if r["init"] == "default"]
+    assert len(result.runs[0]["curve"]) == 600
+    assert json.loads((tmp_path / "out/results.json").read_text())["summary"][0]["init"] == "default"
+
+
+def test_the_arms_of_the_papers_table(tmp_path: Path) -> None:
+    """Random, uniform, first, random subset and inconsistent, from one teacher, as one command."""
+    large = build_for(RECIPE.replace({"network.width": 16}))
+    save_file(large.state_dict(), tmp_path / "large.safetensors")
+    (tmp_path / "recipe.toml").write_text(_toml())
+    rules = ("uniform", "consecutive", "random", "random-inconsistent")
+    inits = [f'select_weights(teacher="{tmp_path / "large.safetensors"}", elements="{rule}")' for rule in rules]
+    given = [text for init in ("default", *inits) for text in ("--init", init)]
+    arguments = ["bench", str(tmp_path / "recipe.toml"), *given, "--probe", "--epochs", "2", "--seeds", "2", "-o"]
+    done = CliRunner().invoke(cli, [*arguments, str(tmp_path / "out"), "--device", "cpu"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    arms = json.loads((tmp_path / "out/results.json").read_text())["summary"]
+    assert len({arm["mean"] for arm in arms}) > 1
+    assert [arm["init"].split(" ")[0] for arm in arms] == ["default", *["select_weights"] * 4]
+    assert (tmp_path / "out/table.md").exists()
+    with pytest.raises(UsageError, match="--plan: not available with --probe"):
+        CliRunner().invoke(cli, [*arguments, str(tmp_path / "out"), "--plan"], catch_exceptions=False)
+
+
+def _toml() -> str:
+    from weightscope._util import toml
+
+    return toml.dumps(PLAIN)
+
+
+def test_nothing_is_frozen_in_part(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="frozen: a linear probe trains no tensor"):
+        linear_probe(RECIPE, ["default"], tmp_path, frozen="*", **OPTIONS)

@@ -1,0 +1,213 @@
+"""`linear_probe`: how good are the features of an initialised network, before any training?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weightscope._util.environment import environment
+from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
+from weightscope.benchmarking.arms import default_folder
+from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.result import BenchResult
+from weightscope.benchmarking.run import bench
+from weightscope.data import Dataset, load
+from weightscope.data.augment import normalise
+from weightscope.errors import UsageError
+from weightscope.networks import build_for
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training.devices import current, one_thread, resolve_device
+from weightscope.training.distillation import head_of
+from weightscope.training.initial_weights import initial_weights
+from weightscope.training.optimiser import schedule_factor
+
+EPOCHS = 90
+_RATE, _REFERENCE_BATCH, _WARMUP = 0.1, 256, 1 / 9  # He et al. 2021, Table 10: 10 of 90 epochs of warm-up
+_MOMENTUM, _TRUST = 0.9, 0.001
+_HEAD_STD = 0.01
+_EPS = 1e-6  # of BatchNorm
+_GROUP = 8  # networks whose heads are trained together
+_IMAGES = 250
+
+
+def linear_probe(
+    recipe: Recipe | str | Path,
+    inits: Sequence[Init] = (),
+    out: str | Path | None = None,
+    *,
+    epochs: Sequence[int] = (EPOCHS,),
+    **given: Any,
+) -> BenchResult:
+    """Compare initialisers by linear classifiers on the features of the networks as they are initialised.
+
+        features -> BatchNorm without weight and bias -> linear classifier
+
+    Features are the inputs of the network's classifier, with the network in evaluation mode and images that are not
+    augmented. The new classifier is trained by LARS with rate 0.1 batch / 256, momentum 0.9 and no weight decay; the
+    rate rises linearly over the first ninth of the steps and then follows half a cosine to 0. Its weights start from a
+    truncated normal distribution of standard deviation 0.01, its biases from 0. Network k of every arm has the same
+    default start, classifier and batches.
+
+    One step changes the classifier's matrix by about 4e-6 batch of its norm. Published numbers are for 50,000 images or
+    more; a thousand need some hundred epochs.
+
+    Args:
+        recipe: see `bench`; its data, network and batch size are used, not its training.
+        inits: see `bench`; the others are compared with the first.
+        out: see `bench`; named after the recipe if None.
+        epochs: of the classifier; several make arms of several lengths.
+        given: `seeds`, `seed`, `control`, `vary`, `grid`, `data` and `device`, as in `bench`.
+
+    Raises:
+        UsageError: see `bench`; if the network's last linear layer does not give the logits; for `frozen`, since the
+            whole network is.
+
+    Source: selection paper, section 5, Table 8, after He et al., Masked autoencoders are scalable vision learners,
+    2021, Table 10 (which augments images by random resized crops and flips).
+
+    Example:
+        >>> large = 'select_weights(teacher="large.safetensors")'
+        >>> print(linear_probe("digits-vit", ["default", large], seeds=8))
+    """
+    if given.get("frozen") is not None:
+        raise UsageError("frozen: a linear probe trains no tensor of the network; leave it out")
+    if out is None:
+        out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
+    return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=_probed, **given)
+
+
+@dataclass(frozen=True)
+class _Probed:
+    """What `bench` reads of an arm: `metrics` and `environment` as those of a `Population`."""
+
+    metrics: dict[str, np.ndarray]
+    environment: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.metrics["test_accuracy"])
+
+
+def _probed(recipe: Recipe, _: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any) -> _Probed:
+    """Probe the networks of one arm; arguments as those of `collect`, of which it needs few."""
+    where = resolve_device(device)
+    limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
+    images = load(recipe.data.name, data, **limits).to(where)
+    count = recipe.population.networks
+    found: dict[str, list[np.ndarray]] = {}
+    with one_thread(), current(where):
+        for start in range(0, count, _GROUP):
+            ids = range(start, min(start + _GROUP, count))
+            for name, values in _heads(recipe, ids, images, where).items():
+                found.setdefault(name, []).append(values)
+    metrics = {name: np.concatenate(values) for name, values in found.items()}
+    return _Probed(metrics, environment(str(where)))
+
+
+def _heads(recipe: Recipe, ids: range, data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
+    """Train the classifiers of some networks; returns `test_accuracy`, `test_loss` and so on, each (T,) or (T, E)."""
+    weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
+    with torch.random.fork_rng(devices=[]):
+        network = build_for(recipe).to(device)
+    train, test = (
+        torch.stack([_features(network, row, part, data) for row in weights])
+        for part in (data.train_images, data.test_images)
+    )
+    root, epochs = recipe.population.seed, recipe.training.epochs
+    batch = min(recipe.training.batch_size, train.shape[1])
+    probe = Probe(train.shape[2], data.info.classes, [torch_seed(root, k, Purpose.PROBE) for k in ids], device)
+    steps, rate = train.shape[1] // batch, _RATE * batch / _REFERENCE_BATCH
+    orders = [numpy_generator(root, k, Purpose.ORDER) for k in ids]
+    slot, curve = torch.arange(len(ids), device=device)[:, None], []
+    for epoch in range(epochs):
+        order = np.stack([stream.permutation(train.shape[1])[: steps * batch] for stream in orders])
+        for step, index in enumerate(torch.from_numpy(order).to(device).split(batch, dim=1)):
+            factor = schedule_factor("cosine", epoch * steps + step, epochs * steps, _WARMUP)
+            probe.step(train[slot, index], data.train_labels[index], rate * factor)
+        loss, accuracy = probe.evaluate(test, data.test_labels)
+        curve.append(accuracy)
+    return {
+        "test_accuracy": curve[-1],
+        "test_accuracy_per_epoch": np.stack(curve, axis=1),
+        "test_loss": loss,
+        "diverged": ~np.isfinite(loss),
+    }
+
+
+@torch.no_grad()
+def _features(network: nn.Module, row: np.ndarray, images: Tensor, data: Dataset) -> Tensor:
+    """The inputs (n, d) of the classifier of the network with weights (D,), in evaluation mode."""
+    tensors = {name: torch.from_numpy(value) for name, value in WeightSpec.of(network).unpack(row).items()}
+    network.load_state_dict(tensors, strict=False)  # integer buffers are not in the spec
+    network.eval()
+    found: list[Tensor] = []
+    head = network.get_submodule(head_of(network, data.info.classes))
+    handle = head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+    try:
+        for part in images.split(_IMAGES):
+            network(normalise(part, data.mean, data.std))
+    finally:
+        handle.remove()
+    return torch.cat(found)
+
+
+class Probe:
+    """Linear classifiers of T networks behind BatchNorm without weight and bias, trained by LARS.
+
+        w <- w - rate m,   m <- 0.9 m + q g,   q = 0.001 |w| / |g| for the matrix of a network (1 if either is 0)
+
+    and q = 1 for biases.
+
+    Args:
+        width: d, of the features.
+        classes: K.
+        seeds: of the T initial matrices.
+        device: of the tensors.
+
+    Source: You, Gitman and Ginsburg, Large batch training of convolutional networks, 2017, Algorithm 1; that biases
+    are not adapted is the variant of He et al. 2021.
+    """
+
+    def __init__(self, width: int, classes: int, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
+        start = torch.empty(len(seeds), classes, width)
+        for matrix, seed in zip(start, seeds, strict=True):
+            generator = torch.Generator().manual_seed(seed)
+            nn.init.trunc_normal_(matrix, std=_HEAD_STD, a=-2.0, b=2.0, generator=generator)
+        self.weights = start.to(device).requires_grad_()  # (T, K, d)
+        self.biases = torch.zeros(len(seeds), classes, device=device, requires_grad=True)
+        self.momenta = [torch.zeros_like(self.weights), torch.zeros_like(self.biases)]
+        self.mean = torch.zeros(len(seeds) * width, device=device)
+        self.variance = torch.ones_like(self.mean)
+
+    def logits(self, features: Tensor, *, training: bool = False) -> Tensor:
+        """(T, B, K) of features (T, B, d)."""
+        networks, batch, width = features.shape
+        stacked = features.transpose(0, 1).reshape(batch, networks * width)
+        normal = F.batch_norm(stacked, self.mean, self.variance, training=training, eps=_EPS)
+        rows = normal.view(batch, networks, width).transpose(0, 1)
+        return torch.baddbmm(self.biases[:, None], rows, self.weights.mT)
+
+    def step(self, features: Tensor, labels: Tensor, rate: float) -> None:
+        """One step on features (T, B, d) with labels (T, B)."""
+        logits = self.logits(features, training=True)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape).mean(1)
+        gradients = torch.autograd.grad(losses.sum(), [self.weights, self.biases])
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(tensor, dim=(1, 2)) for tensor in (self.weights, gradients[0])]
+            share = torch.where((norms[0] > 0) & (norms[1] > 0), _TRUST * norms[0] / norms[1], 1.0)
+            scaled = (gradients[0] * share[:, None, None], gradients[1])
+            for value, momentum, step in zip((self.weights, self.biases), self.momenta, scaled, strict=True):
+                value.sub_(momentum.mul_(_MOMENTUM).add_(step), alpha=rate)
+
+    @torch.no_grad()
+    def evaluate(self, features: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Loss and accuracy, each (T,), on features (T, n, d) with labels (n,)."""
+        logits = self.logits(features)
+        loss = -F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=labels.device), labels].mean(1)
+        right = (logits.argmax(2) == labels).double().mean(1)
+        return loss.double().cpu().numpy(), right.cpu().numpy()

@@ -1,0 +1,176 @@
+"""Growing a small trained network into a wider and deeper one that computes the same function."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.checks import choice, number
+from weightscope._util.names import listing
+from weightscope.anatomy import attention, mlps
+from weightscope.errors import SpecError
+from weightscope.init import _trained
+from weightscope.init._common import M, normal, put
+from weightscope.init._counterparts import counterparts
+from weightscope.init._family_names import Source, places
+from weightscope.init.registry import INITIALISERS
+from weightscope.init.selection import Layout, found_parts, included
+
+DEPTHS = ("identity", "stack")
+
+
+@INITIALISERS.register(
+    "net2net", source="Net2Net, Chen et al. 2016; bert2BERT, Chen et al. 2022", needs="a smaller network of the family"
+)
+def net2net_(
+    module: M,
+    source: Any,
+    *,
+    depth: str = "identity",
+    noise: float = 0.01,
+    components: str | Sequence[str] = "all",
+    exclude: str | None = None,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Initialise a network with a smaller trained one: channels, hidden units and heads are copied, blocks added.
+
+        W'[i, j] = W[i mod m, j mod n] / c(j),   c(j): how many inputs of the larger layer copy input j mod n
+
+    for a layer of m outputs and n inputs. Vectors, position embeddings, depthwise filters and statistics are copied
+    without division. Added blocks are copies, too, block l of block l mod L; with "identity" the last layers of their
+    residual branches are zero, with "stack" (Gong et al. 2019) they are not.
+
+    With `noise = 0` and "identity" the network computes the same function, if it normalises each channel by itself
+    (BatchNorm) or its width is a multiple of the smaller one's (LayerNorm). Equal copies would get equal gradients and
+    stay equal, so each copied output of a matrix differs by noise relative to the matrix's standard deviation.
+
+    Args:
+        module: changed in place: parameters and floating-point buffers of the components.
+        source: the smaller network: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network
+            k of a population, `"PATH.pop::k"`. Names are matched as by `select_weights_`.
+        depth: "identity" or "stack".
+        noise: >= 0.
+        components: as for `select_weights_`, "all" by default.
+        exclude: shell patterns of tensors to leave unchanged, comma-separated.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        SpecError: if a tensor has no counterpart, or a larger one, or filters or heads of another size; for "identity"
+            also if an added block has no residual branch that ends in a linear layer.
+        UsageError: if an argument is invalid, or nothing is selected.
+
+    Source: Net2Net, Chen, Goodfellow and Shlens 2016, sections 2.2 (Eq. 2; here with the mapping j mod n in place of a
+    random one) and 2.3; for attention and LayerNorm, function-preserving initialisation of bert2BERT, Chen et al. 2022.
+
+    Example:
+        >>> net2net_(ViT(32, 4, 128, 12, 8, 10), ViT(32, 4, 64, 6, 4, 10), noise=0.0)
+    """
+    choice("depth", depth, DEPTHS)
+    number("noise", noise, least=0)
+    everything = _trained.weights(module)
+    wanted = included(module, everything, components, exclude)
+    small = _trained.opened(source)
+    tensors = Source(_trained.tensors(small))
+    layout = Layout(module, small, tensors)
+    _refuse_other_heads(module, small)
+    found = counterparts(wanted, everything, tensors, "cycle")
+    inputs = _with_inputs(module)
+    zero = _branch_ends(module, wanted, tensors) if depth == "identity" else set()
+    grown: dict[str, Tensor] = {}
+    for name, place in found.items():
+        shape = tuple(wanted[name].shape)
+        value = layout.with_positions(name, place, tensors.read(place, shape), "interpolate")
+        grown[name] = _grown(name, value, shape, name in inputs, layout.blocks.get(name, 1))
+        if noise and name in inputs:
+            grown[name] = _noisy(grown[name], value.shape[0], noise, layout.blocks.get(name, 1), generator)
+    for name, value in grown.items():
+        put(wanted[name], torch.zeros_like(value) if name in zero else value)
+    return module
+
+
+def _grown(name: str, value: Tensor, shape: tuple[int, ...], divide: bool, blocks: int) -> Tensor:
+    """A tensor in a larger shape, by copies; shared among the copies of each input if `divide`.
+
+    Raises:
+        SpecError: if it does not become larger, or a filter would.
+    """
+    small = tuple(value.shape)
+    if len(small) != len(shape) or any(s > n for s, n in zip(small, shape, strict=True)):
+        raise SpecError(f"`{name}`: expected at least the smaller network's shape {small}, found {shape}")
+    if divide and small[2:] != shape[2:]:
+        raise SpecError(f"`{name}`: filters of {small[2:]} cannot become {shape[2:]}; leave it out with exclude=")
+    for axis, (s, n) in enumerate(zip(small, shape, strict=True)):
+        if s == n:
+            continue
+        packed = blocks if axis == 0 else 1
+        copies = torch.arange(n // packed) % (s // packed)
+        index = torch.cat([copies + block * (s // packed) for block in range(packed)])
+        value = value.index_select(axis, index)
+        if divide and axis == 1:
+            count = torch.bincount(copies)[copies].to(value.dtype)
+            value = value / count.reshape(-1, *[1] * (value.ndim - 2))
+    return value
+
+
+def _noisy(value: Tensor, outputs: int, noise: float, blocks: int, generator: torch.Generator | None) -> Tensor:
+    """A matrix with Gaussian noise on the rows that are copies."""
+    rows, first = len(value) // blocks, outputs // blocks
+    if rows == first:
+        return value
+    out = value.clone()
+    deviation = noise * float(value.float().std())
+    for block in range(blocks):
+        part = out[block * rows + first : (block + 1) * rows]
+        part += deviation * normal(*part.shape, generator=generator)
+    return out
+
+
+def _with_inputs(module: nn.Module) -> set[str]:
+    """The weights (out, in, ...) of linear layers and of convolutions that mix channels."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {
+        f"{name}.weight".lstrip(".")
+        for name, layer in module.named_modules()
+        if isinstance(layer, kinds) and getattr(layer, "groups", 1) == 1
+    }
+
+
+def _branch_ends(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> set[str]:
+    """The last layers, with their biases, of the residual branches of added blocks.
+
+    Raises:
+        SpecError: if an added block has none.
+    """
+    mine = places(_trained.weights(module))
+    added = {name for name in wanted if not source.has(mine[name])}
+    ends: set[str] = set()
+    for part in [*found_parts(attention, module), *found_parts(mlps, module)]:
+        for named in (part.parameters, part.bias_parameters):
+            ends |= {name for key in ("o", "fc2") for name in named.get(key, ()) if name in added}
+    blocks = {".".join(mine[name].name.split(".")[:-1]) for name in added}
+    tops = {_block(path) for path in blocks}
+    left = tops - {_block(mine[name].name) for name in ends}
+    if left:
+        raise SpecError(
+            f"depth: expected added blocks with residual branches that end in a linear layer, found none in "
+            f"{listing(sorted(left))}; use depth='stack'"
+        )
+    return ends
+
+
+def _block(path: str) -> str:
+    """`blocks.3` of `blocks.3.mlp.fc1.weight`, `stages.1.blocks.2` of a stage's."""
+    words = path.split(".")
+    last = max((i for i, word in enumerate(words) if word in ("blocks", "layers", "layer", "h")), default=0)
+    return ".".join(words[: last + 2])
+
+
+def _refuse_other_heads(module: nn.Module, small: Any) -> None:
+    """Raise SpecError if heads are wider than the smaller network's, whose logits have another scale."""
+    for mine, theirs in zip(found_parts(attention, module), found_parts(attention, small), strict=False):
+        if mine.head_width != theirs.head_width:
+            raise SpecError(
+                f"`{mine.name}`: expected heads of width {theirs.head_width}, as in the smaller network, found "
+                f"{mine.head_width}; more of them are copies"
+            )
