@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from costs import benchmark_cost, forward_cost, training_cost
 
-from weightscope import networks
 from weightscope._util.recipes import recipes
+from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.errors import RecipeError
@@ -27,18 +27,13 @@ EXPECTED = {
     "cifar10-convmixer",
 }
 SMALLEST = {
-    "data.train": 32,
-    "data.test": 10,
+    "data.train": 8,
+    "data.test": 4,
     "training.epochs": 1,
-    "training.batch_size": 16,
+    "training.batch_size": 4,
     "population.networks": 2,
     "population.tile": 2,
 }
-
-
-def _build(recipe: Recipe) -> torch.nn.Module:
-    info = dataset_info(recipe.data.name)
-    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 
 def test_the_expected_recipes_exist() -> None:
@@ -49,22 +44,37 @@ def test_the_expected_recipes_exist() -> None:
 def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     recipe = Recipe.load(FOLDER / f"{name}.toml")
-    info, model = dataset_info(recipe.data.name), _build(recipe)
-    header = " ".join(line.removeprefix("#").strip() for line in text.split("[network]")[0].splitlines())
+    header = " ".join(line.removeprefix("#").strip() for line in text.split("\n[network]")[0].splitlines())
     said = re.search(r"Parameters: ([\d,]+)\. Multiply-adds of one image forward: ([\d,]+)\.", header)
-    forward = networks.multiply_adds(model, info.channels, info.size)
-    assert int(said[1].replace(",", "")) == sum(p.numel() for p in model.parameters())
+    parameters, forward = forward_cost(recipe)
+    assert int(said[1].replace(",", "")) == parameters
     assert int(said[2].replace(",", "")) == forward
     said = re.search(r"\(([\d,]+) images x (\d+) epochs x 3\): ([\d.e+]+)\.", header)
-    images = recipe.data.train or info.train
+    images = recipe.data.train or dataset_info(recipe.data).train
     assert (int(said[1].replace(",", "")), int(said[2])) == (images, recipe.training.epochs)
-    assert float(said[3]) == pytest.approx(3 * forward * images * recipe.training.epochs, rel=5e-3)
+    assert float(said[3]) == pytest.approx(training_cost(recipe, forward), rel=5e-3)
+    if recipe.bench is not None:
+        said = re.search(r"The benchmark: ([\d,]+) arms, ([\d,]+) networks, ([\d.e+]+) multiply-adds\.", header)
+        arms, count, total = benchmark_cost(recipe)
+        assert (int(said[1].replace(",", "")), int(said[2].replace(",", ""))) == (arms, count)
+        assert float(said[3]) == pytest.approx(total, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if Recipe.load(FOLDER / f"{name}.toml").bench])
+def test_a_benchmark_names_its_table_and_every_initialiser_exists(name: str) -> None:
+    header = (FOLDER / f"{name}.toml").read_text().split("\n[network]")[0]
+    assert re.search(r"(Table|Tables|Fig\.) \w", header), "the table or figure that it belongs to"
+    _, arms = planned(FOLDER / f"{name}.toml")
+    assert len({arm.folder for arm in arms}) == len(arms)
+    if name.endswith("-two-cores"):
+        said = re.search(r"networks, ([\d.e+]+) multiply-adds", header)
+        assert float(said[1]) < 3e14, "hours, not days, on two cores"
+        assert all(arm.recipe.population.networks >= 4 for arm in arms)
 
 
 def test_the_tiny_populations_have_about_ten_thousand_parameters() -> None:
     for name in EXPECTED:
-        count = sum(p.numel() for p in _build(Recipe.load(FOLDER / f"{name}.toml")).parameters())
-        assert 5_000 < count < 20_000, name
+        assert 5_000 < forward_cost(Recipe.load(FOLDER / f"{name}.toml"))[0] < 20_000, name
 
 
 def _write_data(folder: Path) -> None:
@@ -84,7 +94,10 @@ def _write_data(folder: Path) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     _write_data(tmp_path)
-    recipe = Recipe.load(FOLDER / f"{name}.toml").replace(SMALLEST)
+    recipe = Recipe.load(FOLDER / f"{name}.toml")
+    stages = recipe.network.depth
+    depth = [1] * len(stages) if isinstance(stages, tuple) else 1
+    recipe = recipe.replace(SMALLEST | {"network.depth": depth})
     tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()

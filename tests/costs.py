@@ -1,0 +1,57 @@
+"""Multiply-adds of recipes and of the benchmarks that commands ask for."""
+
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from weightscope import networks
+from weightscope.benchmarking import Axis, plan_arms
+from weightscope.data.catalog import dataset_info
+from weightscope.recipe import NetworkConfig, Recipe
+
+
+def forward_cost(recipe: Recipe) -> tuple[int, int]:
+    """Parameters, and multiply-adds of one image."""
+    info = dataset_info(recipe.data)
+    return _forward(recipe.network, info.channels, info.size, info.classes)
+
+
+@cache
+def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> tuple[int, int]:
+    with torch.device("meta"):
+        model = networks.build(network, in_channels=channels, image_size=size, num_classes=classes)
+    return sum(p.numel() for p in model.parameters()), networks.multiply_adds(model, channels, size)
+
+
+def training_cost(recipe: Recipe, forward: int) -> int:
+    """Multiply-adds to train one network; a backward pass costs twice as much as a forward pass."""
+    return 3 * forward * (recipe.data.train or dataset_info(recipe.data).train) * recipe.training.epochs
+
+
+def benchmark_cost(recipe: Recipe, **given: Any) -> tuple[int, int, int]:
+    """Arms, networks and multiply-adds of a recipe's benchmark; what is given replaces its [bench] table's."""
+    assert recipe.bench is not None
+    design = recipe.bench.model_dump(exclude={"seed"}) | {key: value for key, value in given.items() if value}
+    arms = plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
+    total = sum(training_cost(arm.recipe, forward_cost(arm.recipe)[1]) * arm.recipe.population.networks for arm in arms)
+    return len(arms), sum(arm.recipe.population.networks for arm in arms), total
+
+
+def command_cost(command: str) -> int:
+    """Multiply-adds of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...]`."""
+    words = shlex.split(command)
+    name, options = words[1], words[2:]
+
+    def values(option: str) -> Sequence[str]:
+        return [options[i + 1] for i, word in enumerate(options) if word == option]
+
+    return benchmark_cost(
+        Recipe.load(name),
+        init=values("--init"),
+        vary=[Axis.parse(text) for text in values("--vary")],
+        grid=[Axis.parse(text) for text in values("--grid")],
+        epochs=[int(text) for text in values("--epochs")],
+    )[2]
