@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightscope import networks
-from weightscope.benchmarking import Axis, plan_arms
+from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.catalog import dataset_info
 from weightscope.recipe import NetworkConfig, Recipe
 
@@ -31,27 +31,38 @@ def training_cost(recipe: Recipe, forward: int) -> int:
     return 3 * forward * (recipe.data.train or dataset_info(recipe.data).train) * recipe.training.epochs
 
 
-def benchmark_cost(recipe: Recipe, **given: Any) -> tuple[int, int, int]:
-    """Arms, networks and multiply-adds of a recipe's benchmark; what is given replaces its [bench] table's."""
-    assert recipe.bench is not None
-    design = recipe.bench.model_dump(exclude={"seed"}) | {key: value for key, value in given.items() if value}
-    arms = plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
+def benchmark_cost(recipe: Recipe, arms: Sequence[Arm] | None = None) -> tuple[int, int, int]:
+    """Arms, networks and multiply-adds of a recipe's benchmark, or of its arms that are given."""
+    arms = planned_arms(recipe) if arms is None else arms
     total = sum(training_cost(arm.recipe, forward_cost(arm.recipe)[1]) * arm.recipe.population.networks for arm in arms)
     return len(arms), sum(arm.recipe.population.networks for arm in arms), total
 
 
-def command_cost(command: str) -> int:
-    """Multiply-adds of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...]`."""
-    words = shlex.split(command)
-    name, options = words[1], words[2:]
+def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
+    """The arms of a recipe's benchmark; what is given replaces what its [bench] table says."""
+    assert recipe.bench is not None
+    design = recipe.bench.model_dump(exclude={"seed"}) | {key: value for key, value in given.items() if value}
+    return plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
 
-    def values(option: str) -> Sequence[str]:
+
+def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
+    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...]`."""
+    _, name, *options = shlex.split(command)
+
+    def values(option: str) -> list[str]:
         return [options[i + 1] for i, word in enumerate(options) if word == option]
 
-    return benchmark_cost(
-        Recipe.load(name),
+    recipe = Recipe.load(name)
+    arms = planned_arms(
+        recipe,
         init=values("--init"),
         vary=[Axis.parse(text) for text in values("--vary")],
         grid=[Axis.parse(text) for text in values("--grid")],
         epochs=[int(text) for text in values("--epochs")],
-    )[2]
+    )
+    return recipe, arms
+
+
+def command_cost(command: str) -> int:
+    """Multiply-adds of such a command."""
+    return benchmark_cost(*planned_command(command))[2]

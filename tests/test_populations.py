@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from costs import benchmark_cost, forward_cost, training_cost
+from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
 from weightscope._util.recipes import recipes
 from weightscope.benchmarking.run import planned
@@ -136,3 +136,20 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: 
 
 def test_recipes_name_data_sets_that_exist() -> None:
     assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(DATASETS)
+
+
+def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> None:
+    """Every benchmark of docs/papers.md can be planned; the costs of those for two cores are computed again."""
+    text = (FOLDER.parent / "docs" / "papers.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "`bench " in line]
+    named = {name for row in rows for name in re.findall(r"`bench ([\w-]+)", row[1])}
+    assert {name for name in RECIPES if Recipe.load(name).bench} <= named, "every benchmark has a row"
+    small = [row for row in rows if "two-cores" in row[1]]
+    assert len(small) >= 7
+    for row in small:
+        total = sum(command_cost(command) for command in re.findall(r"`(bench .*?)`", row[1]))
+        assert float(row[2]) == pytest.approx(total, rel=0.06), row[1]  # two digits
+    for row in rows:
+        if "RECIPE" not in row[1] and row[2] and "folder" not in row[1]:
+            for command in re.findall(r"`(bench .*?)`", row[1]):
+                planned_command(command)
