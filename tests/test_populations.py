@@ -121,7 +121,7 @@ def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
         RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"
     ):
         Recipe.load("digits-convnet")
-    with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are cifar10-convmixer, .* and \d+ more; "):
+    with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are attention-ablations.* and \d+ more; "):
         Recipe.load("mine")
     for path in ("mine.toml", "folder/mine"):
         with pytest.raises(RecipeError, match=f"cannot read the recipe {path}"):
