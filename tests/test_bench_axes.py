@@ -175,14 +175,14 @@ def test_workers_change_nothing_and_a_sweep_stays_in_its_table(tmp_path: Path) -
         Recipe.parse({**PLAIN, "bench": {"seedz": 2}})
 
 
-SWEEP = [
-    *("--init", "default", "--init", "mimetic_mlp(sigma=0.5)", "--vary", "network.kernel_size=3,5"),
-    *("--vary", "data.train=32,48,64"),
+SWEEP = [  # 24 cells
+    *("--init", "default", "--vary", "network.kernel_size=3,5", "--vary", "data.train=32,48,64"),
+    *("--vary", "training.learning_rate=0.003,0.01,0.03,0.1"),
 ]
 
 
 def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) -> None:
-    """benchmarks/sweep.py does the same with 24 cells."""
+    """benchmarks/sweep.py does the same with two initialisers, and compares the time with the plan's."""
     recipe = {**PLAIN, "training": {"epochs": 1, "batch_size": 16}}
     lines = [
         f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in part.items()) for name, part in recipe.items()
@@ -202,15 +202,15 @@ def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) 
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert 3 <= len(before) < 12
+    assert 3 <= len(before) < 24
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert len(after) == 12
+    assert len(after) == 24
     assert {path: after[path] for path in before} == before
-    assert f"6 cells, 12 arms, 24 networks in 12 tiles, {len(before)} of them done" in again.stderr
+    assert f"24 cells, 24 arms, 48 networks in 24 tiles, {len(before)} of them done" in again.stderr
     written = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(written["runs"]) == 24
+    assert len(written["runs"]) == 48
     assert all(run["curve"] for run in written["runs"])
     assert (tmp_path / "out" / "table.md").exists()
 
@@ -331,6 +331,27 @@ def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> Non
         plots.difference_map(swept.arms, axes)
     with pytest.raises(UsageError, match="expected rows with"):
         plots.difference_map(mine, ("network.depth", axes[1]))
+
+
+def test_a_grid_of_alpha_and_beta_is_drawn_where_their_products_are(swept: BenchResult) -> None:
+    """Attention paper, Fig. 3, with the accuracy of each point."""
+    assert not any(name.startswith("frontier") for name in swept.figures()), "the widths are not known"
+    known = BenchResult(swept.runs, swept.arms, {"recipe": {"network": {"width": 24, "heads": 3}}})
+    names = [name for name in known.figures() if name.startswith("frontier-qk")]
+    assert len(names) == 2, "one for each kernel size"
+    ax = known.figures()[names[0]](None).axes[0]
+    asked = [row for row in swept.arms if row["numbers"] and row["cell"] == {"network.kernel_size": 3}]
+    drawn = next(points for points in ax.collections if points.get_array() is not None)
+    np.testing.assert_allclose(drawn.get_array(), [100 * row["difference"] for row in asked])
+    reached = np.asarray(drawn.get_offsets())
+    values = np.array([list(row["numbers"].values()) for row in asked])
+    assert np.abs(reached[values.sum(1) == 0]).max() == 0
+    assert (reached[values[:, 1] == 1, 1] > reached[values[:, 1] == 0, 1].max()).all()
+    best = max(range(len(asked)), key=lambda i: asked[i]["difference"])
+    frame = next(points for points in ax.collections if points.get_gid() == "largest")
+    np.testing.assert_allclose(np.asarray(frame.get_offsets())[0], reached[best])
+    slopes = [line.get_ydata()[-1] / line.get_xdata()[-1] for line in ax.lines]
+    np.testing.assert_allclose(slopes, [1, (8 / 24) ** 0.5], rtol=0.1)  # full rank; the rank of a head
 
 
 def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:

@@ -705,6 +705,7 @@ def test_datasets_have_a_short_repr_and_are_listed_where_they_are_defined() -> N
     assert repr(load("digits", test=9)) == (
         "<Dataset digits: 1437 training and 9 test images of 1 x 8 x 8 pixels, 10 classes>"
     )
-    assert list(DATASETS) == ["cifar10", "cifar100", "digits", "fashion-mnist"]
+    expected = ["cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"]
+    assert list(DATASETS) == expected
     for name, reader in DATASETS.items():
         assert reader.__module__.rpartition(".")[2] in name.replace("-", "_")

@@ -10,9 +10,10 @@ from torch import nn
 from weightscope.anatomy import attention
 from weightscope.auditing import audit
 from weightscope.errors import UsageError
-from weightscope.init import impulse_attention_, mimetic_attention_, sinusoidal_positions_
+from weightscope.init import attention_frontier, impulse_attention_, mimetic_attention_, sinusoidal_positions_
 from weightscope.init._topk import _filtered, factors, spectrum
 from weightscope.init.attention import noisy_identity, query_key, value_output
+from weightscope.init.attention_frontier import reached
 from weightscope.networks import ViT, sinusoidal_positions
 
 
@@ -317,3 +318,36 @@ def test_position_refusals():
         sinusoidal_positions_(vit(), special="random")
     with pytest.raises(UsageError, match="temperature"):
         sinusoidal_positions_(vit(), temperature=0.0)
+
+
+def test_alpha_and_beta_of_a_product_are_read_back():
+    """The least-squares beta, and the root mean square of the rest in units of 1 / sqrt(d)."""
+    product = noisy_identity(192, 0.4, -0.3, seeded(2))
+    identity = torch.eye(192).flatten()[:, None]
+    beta = torch.linalg.lstsq(identity, product.flatten()[:, None]).solution.item()
+    rest = product - beta * torch.eye(192)
+    assert reached(product) == pytest.approx((rest.square().mean().sqrt().item() * 192**0.5, beta), rel=1e-4)
+    assert reached(product) == pytest.approx((0.4, -0.3), abs=0.02)
+
+
+def test_constructions_differ_in_the_alpha_and_beta_that_they_reach(tmp_path):
+    """Attention paper, Fig. 3: equal random matrices give lines, the SVD an area, also of low rank."""
+    found = attention_frontier(96, 24, alphas=[0.0, 0.5, 1.0], betas=[0.0, 0.5, 1.0], generator=seeded(3))
+    by_name = {}
+    for row in found.rows():
+        by_name.setdefault(row["construction"], []).append(row)
+    for name, slope in (("equal random, full rank", 1.0), ("equal random, rank 24", 0.5)):  # sqrt(k / d)
+        for row in by_name[name]:
+            assert row["beta"] / row["alpha"] == pytest.approx(slope, rel=0.05)
+    for row in by_name["SVD, full rank"]:
+        assert (row["alpha"], row["beta"]) == pytest.approx((row["asked_alpha"], row["asked_beta"]), abs=0.03)
+    low = by_name["SVD, rank 24"]
+    ratios = [row["beta"] / row["alpha"] for row in low if row["alpha"] > 0]
+    assert max(ratios) > 0.55, "above the line of equal random matrices"
+    assert min(ratios) < 0.1
+    assert max(row["beta"] for row in low) < 0.6, "a product of rank k cannot reach beta = 1"
+    found.plot(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
+    assert "SVD, rank 24" in found.text()
+    with pytest.raises(UsageError, match="head_width: expected at most the width, 24, found 25"):
+        attention_frontier(24, 25)

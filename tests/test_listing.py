@@ -20,7 +20,9 @@ def test_every_registered_name_is_listed_once() -> None:
     assert len(set(names)) == len(names)
     by_kind = {kind: {name for k, name in names if k == kind} for kind in listing.KINDS}
     assert by_kind["networks"] == {"convmixer", "convnext", "vit"}
-    assert by_kind["datasets"] == {"digits", "fashion-mnist", "cifar10", "cifar100"}
+    assert by_kind["datasets"] == {
+        *("digits", "fashion-mnist", "cifar10", "cifar100", "folder", "stl10", "svhn", "tiny-imagenet")
+    }
     assert by_kind["structures"] == {*STRUCTURES, "filters", "conv_schedule", "identity_product"}
     functions = {name[:-1] for name in weightscope.init.__all__ if name.endswith("_")}
     assert by_kind["initialisers"] == functions
@@ -60,7 +62,7 @@ def test_recipes_show_their_settings_and_first_sentence() -> None:
 
 def test_the_catalogue_is_a_result() -> None:
     found = catalogue("datasets")
-    assert repr(found) == "<Catalogue: 4 datasets>"
+    assert repr(found) == "<Catalogue: 8 datasets>"
     assert "1 x 8 x 8 pixels, 1,437 training and 360 test images" in found.text()
     assert set(found.to_pandas()["kind"]) == {"datasets"}
     json.dumps(catalogue().to_dict(), allow_nan=False)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
-from weightscope import networks
 from weightscope._util.recipes import recipes
+from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.errors import RecipeError
@@ -27,18 +27,13 @@ EXPECTED = {
     "cifar10-convmixer",
 }
 SMALLEST = {
-    "data.train": 32,
-    "data.test": 10,
+    "data.train": 8,
+    "data.test": 4,
     "training.epochs": 1,
-    "training.batch_size": 16,
+    "training.batch_size": 4,
     "population.networks": 2,
     "population.tile": 2,
 }
-
-
-def _build(recipe: Recipe) -> torch.nn.Module:
-    info = dataset_info(recipe.data.name)
-    return networks.build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 
 def test_the_expected_recipes_exist() -> None:
@@ -49,22 +44,37 @@ def test_the_expected_recipes_exist() -> None:
 def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     recipe = Recipe.load(FOLDER / f"{name}.toml")
-    info, model = dataset_info(recipe.data.name), _build(recipe)
-    header = " ".join(line.removeprefix("#").strip() for line in text.split("[network]")[0].splitlines())
+    header = " ".join(line.removeprefix("#").strip() for line in text.split("\n[network]")[0].splitlines())
     said = re.search(r"Parameters: ([\d,]+)\. Multiply-adds of one image forward: ([\d,]+)\.", header)
-    forward = networks.multiply_adds(model, info.channels, info.size)
-    assert int(said[1].replace(",", "")) == sum(p.numel() for p in model.parameters())
+    parameters, forward = forward_cost(recipe)
+    assert int(said[1].replace(",", "")) == parameters
     assert int(said[2].replace(",", "")) == forward
     said = re.search(r"\(([\d,]+) images x (\d+) epochs x 3\): ([\d.e+]+)\.", header)
-    images = recipe.data.train or info.train
+    images = recipe.data.train or dataset_info(recipe.data).train
     assert (int(said[1].replace(",", "")), int(said[2])) == (images, recipe.training.epochs)
-    assert float(said[3]) == pytest.approx(3 * forward * images * recipe.training.epochs, rel=5e-3)
+    assert float(said[3]) == pytest.approx(training_cost(recipe, forward), rel=5e-3)
+    if recipe.bench is not None:
+        said = re.search(r"The benchmark: ([\d,]+) arms, ([\d,]+) networks, ([\d.e+]+) multiply-adds\.", header)
+        arms, count, total = benchmark_cost(recipe)
+        assert (int(said[1].replace(",", "")), int(said[2].replace(",", ""))) == (arms, count)
+        assert float(said[3]) == pytest.approx(total, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if Recipe.load(FOLDER / f"{name}.toml").bench])
+def test_a_benchmark_names_its_table_and_every_initialiser_exists(name: str) -> None:
+    header = (FOLDER / f"{name}.toml").read_text().split("\n[network]")[0]
+    assert re.search(r"(Table|Tables|Fig\.) \w", header), "the table or figure that it belongs to"
+    _, arms = planned(FOLDER / f"{name}.toml")
+    assert len({arm.folder for arm in arms}) == len(arms)
+    if name.endswith("-two-cores"):
+        said = re.search(r"networks, ([\d.e+]+) multiply-adds", header)
+        assert float(said[1]) < 3e14, "hours, not days, on two cores"
+        assert all(arm.recipe.population.networks >= 4 for arm in arms)
 
 
 def test_the_tiny_populations_have_about_ten_thousand_parameters() -> None:
     for name in EXPECTED:
-        count = sum(p.numel() for p in _build(Recipe.load(FOLDER / f"{name}.toml")).parameters())
-        assert 5_000 < count < 20_000, name
+        assert 5_000 < forward_cost(Recipe.load(FOLDER / f"{name}.toml"))[0] < 20_000, name
 
 
 def _write_data(folder: Path) -> None:
@@ -84,7 +94,10 @@ def _write_data(folder: Path) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     _write_data(tmp_path)
-    recipe = Recipe.load(FOLDER / f"{name}.toml").replace(SMALLEST)
+    recipe = Recipe.load(FOLDER / f"{name}.toml")
+    stages = recipe.network.depth
+    depth = [1] * len(stages) if isinstance(stages, tuple) else 1
+    recipe = recipe.replace(SMALLEST | {"network.depth": depth})
     tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()
@@ -108,7 +121,7 @@ def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
         RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"
     ):
         Recipe.load("digits-convnet")
-    with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are cifar10-convmixer, .* and \d+ more; "):
+    with pytest.raises(RecipeError, match=r"no recipe 'mine'; there are attention-ablations.* and \d+ more; "):
         Recipe.load("mine")
     for path in ("mine.toml", "folder/mine"):
         with pytest.raises(RecipeError, match=f"cannot read the recipe {path}"):
@@ -123,3 +136,20 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: 
 
 def test_recipes_name_data_sets_that_exist() -> None:
     assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(DATASETS)
+
+
+def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> None:
+    """Every benchmark of docs/papers.md can be planned; the costs of those for two cores are computed again."""
+    text = (FOLDER.parent / "docs" / "papers.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "`bench " in line]
+    named = {name for row in rows for name in re.findall(r"`bench ([\w-]+)", row[1])}
+    assert {name for name in RECIPES if Recipe.load(name).bench} <= named, "every benchmark has a row"
+    small = [row for row in rows if "two-cores" in row[1]]
+    assert len(small) >= 7
+    for row in small:
+        total = sum(command_cost(command) for command in re.findall(r"`(bench .*?)`", row[1]))
+        assert float(row[2]) == pytest.approx(total, rel=0.06), row[1]  # two digits
+    for row in rows:
+        if "RECIPE" not in row[1] and row[2] and "folder" not in row[1]:
+            for command in re.findall(r"`(bench .*?)`", row[1]):
+                planned_command(command)

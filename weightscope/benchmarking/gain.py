@@ -132,7 +132,7 @@ def choose_gain(
     if len(candidates) < 2:
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
-    recipe, settings = _short(population.recipe, epochs, validation)
+    recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
     folder, given = Path(out), {"joint": "all", **(fitting or {})}
     folder.mkdir(parents=True, exist_ok=True)
     options = dict(given.pop("options", None) or {})
@@ -182,9 +182,12 @@ def curve_of(gains: Sequence[float], accuracy: np.ndarray) -> tuple[list[dict[st
     return rows, chosen
 
 
-def _short(recipe: Recipe, epochs: int | None, validation: int | None) -> tuple[Recipe, dict[str, Any]]:
+def _short(
+    recipe: Recipe, epochs: int | None, validation: int | None, data: str | Path | None
+) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of the candidates' trainings, and its numbers."""
-    images = dataset_info(recipe.data.name).train if recipe.data.train is None else recipe.data.train
+    uncounted = recipe.data.model_copy(update={"classes": None})  # the images of a folder are counted with its classes
+    images = dataset_info(uncounted, data).train if recipe.data.train is None else recipe.data.train
     held = count("validation", max(1, images // 5) if validation is None else validation)
     length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)
     seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)

@@ -1,6 +1,7 @@
 """Which pictures the results of a benchmark have, with titles that say the finding."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -14,8 +15,14 @@ _LEVEL = 0.05
 _LARGEST_MAPS = 6
 
 
-def of(runs: Rows, arms: Rows) -> dict[str, Draw]:
-    """Name -> function of a title (or None) that returns the axes, the main picture first."""
+def of(runs: Rows, arms: Rows, network: Mapping[str, Any]) -> dict[str, Draw]:
+    """Name -> function of a title (or None) that returns the axes, the main picture first.
+
+    Args:
+        runs: rows of the networks.
+        arms: rows of the arms.
+        network: the recipe's [network] table; empty if it is not known.
+    """
     out: dict[str, Draw] = {}
     axes = axes_of(arms)
     for axis in axes:
@@ -32,6 +39,8 @@ def of(runs: Rows, arms: Rows) -> dict[str, Draw]:
     for x, y in combinations(axes, 2):
         for name, rows in list(_maps(arms, x, y).items())[:_LARGEST_MAPS]:
             out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y))
+            if (part := _products(x, y)) and (size := _size(rows, network)):
+                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), part, size)
     return out
 
 
@@ -94,6 +103,38 @@ def _map(rows: Rows, axes: tuple[str, str], title: str | None) -> Any:
     from weightscope import plots
 
     return plots.difference_map(rows, axes, title=title or _map_finding(rows, axes))
+
+
+def _products(x: str, y: str) -> str | None:
+    """`qk` or `vo`, if the axes are alpha and beta of these products."""
+    found = re.fullmatch(r"mimetic_attention\.alpha_(qk|vo)", x)
+    return found[1] if found and y == f"mimetic_attention.beta_{found[1]}" else None
+
+
+def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Width and number of heads of the networks; None if they have none."""
+    cell = {key.removeprefix("network."): value for key, value in rows[0].get("cell", {}).items()}
+    found = tuple({**network, **cell}.get(key) for key in ("width", "heads"))
+    return found if all(isinstance(value, int) for value in found) else None  # type: ignore[return-value]
+
+
+def _frontier(rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int], title: str | None) -> Any:
+    """The arms at the alpha and beta that their products reach; those of values and outputs have full rank."""
+    import torch
+
+    from weightscope import plots
+    from weightscope._util.threads import single_threaded
+    from weightscope.init.attention_frontier import equal_random, svd
+
+    generator, (width, heads) = torch.Generator().manual_seed(0), size
+    rank = width // heads if part == "qk" else width
+    with single_threaded():
+        points = equal_random(width, width, generator)
+        points += equal_random(width, rank, generator) if rank < width else []
+        for row in rows:
+            alpha, beta = (float(row["numbers"][axis]) for axis in axes)
+            points.append({**row, **svd(width, rank, alpha, beta, generator)})
+    return plots.alpha_beta_frontier(points, part=part, title=title or _map_finding(rows, axes))
 
 
 def finding(arms: Rows) -> str | None:

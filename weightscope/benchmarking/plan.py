@@ -188,7 +188,7 @@ def _measure(
     first = next(iter(by_init.values()))
     with TemporaryDirectory() as folder, one_thread(), current(where):
         begun = time.time()
-        images = load(first.data.name, data, train=first.data.train, test=first.data.test)
+        images = load(first.data, data, train=first.data.train, test=first.data.test)
         drawn: dict[str, float] = {}
         for kind, recipe in by_init.items():
             clock = time.perf_counter()

@@ -106,13 +106,14 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` (with controls), `along-AXIS`
-        for each axis, `map-X-Y` for each pair of axes.
+        for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for alpha and beta of mimetic
+        attention.
 
         Args:
             title: of all figures; by default each has its own.
             only: how many of them.
         """
-        found = pictures.of(self.runs, self.arms)
+        found = pictures.of(self.runs, self.arms, self.environment.get("recipe", {}).get("network", {}))
         return {name: partial(_drawn, draw, title) for name, draw in list(found.items())[:only]}
 
 

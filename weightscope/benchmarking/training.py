@@ -29,7 +29,7 @@ from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.request import references
+from weightscope.training.request import references, with_classes
 from weightscope.training.tile_size import choose_tile
 
 TILE = 32
@@ -70,7 +70,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
     chosen: dict[str, int] = {}
     out = []
     for arm in arms:
-        recipe, path = arm.recipe, folder / RUNS / arm.folder
+        recipe, path = with_classes(arm.recipe, data), folder / RUNS / arm.folder
         tile = recipe.population.tile or (TILE if device.type == "cpu" else None)
         if (path / manifests.NAME).exists():
             there = manifests.read(path)
@@ -88,7 +88,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
 
 
 def _tile_on(recipe: Recipe, device: torch.device, data: str | Path | None) -> int:
-    images = load(recipe.data.name, data, train=recipe.data.train, test=recipe.data.test)
+    images = load(recipe.data, data, train=recipe.data.train, test=recipe.data.test)
     return choose_tile(recipe, images, device)
 
 

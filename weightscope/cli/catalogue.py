@@ -152,8 +152,13 @@ def _networks() -> Iterator[Entry]:
 
 def _datasets() -> Iterator[Entry]:
     from weightscope.data.catalog import DATASETS, dataset_info
+    from weightscope.data.config import FOLDER
 
     for name in DATASETS:
+        if name == FOLDER:
+            text = "images of one's own, any number of classes"
+            yield Entry("datasets", name, text, {}, source=DATASETS.details[name]["how_to_get"])
+            continue
         info = dataset_info(name)
         text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
         text += f"{info.train:,} training and {info.test:,} test images"

@@ -7,14 +7,15 @@ without torch.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightscope.data.config import SourceConfig
     from weightscope.data.dataset import Dataset, load
 
-__all__ = ["Dataset", "load"]
+__all__ = ["Dataset", "SourceConfig", "load"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from weightscope.data import dataset
+        from weightscope.data import config, dataset
 
-        return getattr(dataset, name)
+        return getattr(config if hasattr(config, name) else dataset, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

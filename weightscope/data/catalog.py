@@ -1,36 +1,57 @@
 """What is known of each data set before it is loaded: shapes, sizes, where to get it. Does not import torch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from weightscope._util.plugins import is_reference
 
 # Importing a reader registers it.
-from weightscope.data import cifar, digits, fashion_mnist  # noqa: F401
+from weightscope.data import cifar, digits, fashion_mnist, folder, stl10, svhn, tiny_imagenet  # noqa: F401
 from weightscope.data.arrays import checked, info_of
+from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
-from weightscope.errors import DataError, WeightscopeError
+from weightscope.errors import DataError, UsageError, WeightscopeError
 
 
-def dataset_info(name: str) -> DatasetInfo:
-    """Shapes and sizes of a data set.
+def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> DatasetInfo:
+    """Shapes and sizes of a data set, after resizing.
 
     Args:
-        name: a registered name, or `"package.module:factory"` for one of your own; the factory is called once.
+        source: a registered name, or `"package.module:factory"` for one of your own (the factory is called once); or a
+            recipe's [data] section.
+        root: the folder that is searched first for a folder of images whose classes are to be counted.
 
     Raises:
         UsageError: if there is no such data set; lists the names.
-        DataError: if the factory fails or returns anything but four valid arrays.
+        DataError: if the factory fails or returns anything but four valid arrays; or a folder of images is missing.
 
     Example:
         >>> dataset_info("digits").classes
         10
     """
-    found = DATASETS.find(name)
-    if is_reference(name):
-        return info_of(name, made_by(found, name))
-    return DatasetInfo(name, **DATASETS.details[name])
+    config = source_of(source)
+    found = DATASETS.find(config.name)
+    if config.name == FOLDER:
+        return folder.described(config, None if root is None else Path(root))
+    if is_reference(config.name):
+        info = info_of(config.name, made_by(found, config.name))
+    else:
+        info = DatasetInfo(config.name, **DATASETS.details[config.name])
+    return info if config.size is None else replace(info, size=config.size)
+
+
+def source_of(source: str | SourceConfig) -> SourceConfig:
+    """The settings of a data set that is given by its name.
+
+    Raises:
+        UsageError: for a folder, which needs a path and a size beside its name.
+    """
+    if source == FOLDER:
+        raise UsageError('folder: expected data.path and data.size beside it, as in SourceConfig(name="folder", ...)')
+    return SourceConfig(name=source) if isinstance(source, str) else source
 
 
 @lru_cache(maxsize=1)

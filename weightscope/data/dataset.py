@@ -12,7 +12,9 @@ from torch import Tensor
 
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope.data.arrays import PARTS, checked, info_of
-from weightscope.data.catalog import dataset_info, made_by
+from weightscope.data.catalog import dataset_info, made_by, source_of
+from weightscope.data.config import FOLDER, SourceConfig
+from weightscope.data.images import resize
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError, UsageError
 
@@ -113,14 +115,14 @@ class Dataset:
 
 
 def load(
-    source: str | Dataset | Sequence[Any] | Callable[[], Any],
+    source: str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any],
     root: str | Path | None = None,
     *,
     train: int | None = None,
     test: int | None = None,
     validation: int | None = None,
 ) -> Dataset:
-    """Read a registered data set, or check one of your own.
+    """Read a registered data set or a folder of images, or check one of your own.
 
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
     and in /usr/share/datasets, in this order; then on the Hugging Face Hub, if pyarrow is installed.
@@ -128,7 +130,8 @@ def load(
     Args:
         source: a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
             arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such
-            four arrays, see `Dataset.from_arrays`; or a `Dataset`.
+            four arrays, see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section,
+            for a folder of images or another size.
         root: a folder to search first, `--data` of the commands.
         train: only the first so many training images (classes are interleaved); None for all.
         test: only the first so many test images; None for all.
@@ -142,6 +145,7 @@ def load(
     Example:
         >>> load("digits")
         <Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>
+        >>> load(SourceConfig(name="folder", path="flowers", size=32))
     """
     found = _read(source, root, train, test)
     return found if validation is None else found.held_back(validation)
@@ -150,16 +154,29 @@ def load(
 def _read(source: Any, root: str | Path | None, train: int | None, test: int | None) -> Dataset:
     if isinstance(source, Dataset):
         return source.first(train, test)
-    if isinstance(source, str) and not is_reference(source):
-        info = dataset_info(source)
-        n, m = _counts(source, train, test, info.train, info.test)
-        return _dataset(info, DATASETS[source](info, None if root is None else Path(root), n, m))
-    if isinstance(source, str) or callable(source):
-        name = source if isinstance(source, str) else reference_to(source)
-        arrays = made_by(DATASETS.find(source), name)
-    else:
-        name, arrays = "arrays", checked(source, "arrays")
-    return _dataset(info_of(name, arrays), arrays).first(train, test)
+    if isinstance(source, str):
+        source = source_of(source)
+    if not isinstance(source, SourceConfig):
+        name = reference_to(source) if callable(source) else "arrays"
+        arrays = made_by(source, name) if callable(source) else checked(source, name)
+        return _dataset(info_of(name, arrays), arrays).first(train, test)
+    if is_reference(source.name):
+        arrays = _resized(made_by(DATASETS.find(source.name), source.name), source.size, source.name)
+        return _dataset(info_of(source.name, arrays), arrays).first(train, test)
+    info, place = dataset_info(source, root), None if root is None else Path(root)
+    if source.name == FOLDER:  # its numbers of images are not known before it is read
+        arrays = DATASETS[FOLDER](info, place, train, test)
+        info = replace(info, train=len(arrays[0]), test=len(arrays[2]))
+        return _dataset(info, arrays).first(train, test)
+    n, m = _counts(source.name, train, test, info.train, info.test)
+    stored = dataset_info(source.name)
+    return _dataset(info, _resized(DATASETS[source.name](stored, place, n, m), source.size, source.name))
+
+
+def _resized(arrays: Arrays, size: int | None, name: str) -> Arrays:
+    if size is None:
+        return arrays
+    return resize(arrays[0], size, name), arrays[1], resize(arrays[2], size, name), arrays[3]
 
 
 def _counts(name: str, train: int | None, test: int | None, n: int, m: int) -> tuple[int, int]:

@@ -42,12 +42,12 @@ def find(root: Path | None, layouts: Sequence[Layout]) -> tuple[Path, Layout] | 
     return None
 
 
-def missing(info: DatasetInfo, root: Path | None, instead: str) -> DataError:
+def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
     """The error about a data set without files: where they were searched for and how to get them."""
     looked = ", ".join(str(place.absolute()) for place in places(root))
     return DataError(
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
-        f"or name another folder with --data or WEIGHTSCOPE_DATA; {instead}"
+        f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"
     )
 
 

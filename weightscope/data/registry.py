@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from weightscope._util.plugins import Registry
+from weightscope.data.config import SourceConfig
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Training images (n, c, S, S), training labels (n,), test images (m, c, S, S), test labels (m,); all uint8 but for
@@ -25,6 +25,7 @@ class DatasetInfo:
         train: the number of training images.
         test: the number of test images.
         how_to_get: one sentence for the error about missing files.
+        config: the settings of a folder of images, whose numbers of images are 0 until it is read; None for others.
     """
 
     name: str
@@ -34,9 +35,10 @@ class DatasetInfo:
     train: int
     test: int
     how_to_get: str = ""
+    config: SourceConfig | None = None
 
 
-Reader = Callable[[DatasetInfo, Path | None, int, int], Arrays]
+Reader = Callable[..., Arrays]
 """Reads the first images: `reader(info, root, train, test)`, where `root` is a folder to search first."""
 
 DATASETS: Registry[Reader] = Registry("data set")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weightscope.init.across_layers import mimetic_conv_mlp_ as mimetic_conv_mlp_
 from weightscope.init.across_layers import mimetic_first_last_mlp_ as mimetic_first_last_mlp_
 from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
+from weightscope.init.attention_frontier import AttentionFrontier as AttentionFrontier
+from weightscope.init.attention_frontier import attention_frontier as attention_frontier
 from weightscope.init.convolution import box_filters_ as box_filters_
 from weightscope.init.convolution import conv_covariance as conv_covariance
 from weightscope.init.convolution import conv_covariance_ as conv_covariance_
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 _ARTIFACT = ("InitReport", "NetworkInit", "PopulationInit", "load_init")
 
 __all__ = [
-    *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
+    *("INITIALISERS", "AttentionFrontier", "attention_frontier", "compose", "conv_covariance", "get", "parameters"),
     *_ARTIFACT,
     *(f"{name}_" for name in INITIALISERS),
 ]

@@ -20,7 +20,7 @@ def build_for(recipe: Recipe) -> nn.Module:
     Example:
         >>> build_for(Recipe.load("populations/digits-convnext.toml"))
     """
-    info = dataset_info(recipe.data.name)
+    info = dataset_info(recipe.data)
     return build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 

@@ -12,6 +12,7 @@ from weightscope.plots.depth import Curve, Statistic, depth_curves
 from weightscope.plots.evidence import heldout_scores, stripe_ratios
 from weightscope.plots.files import render, root_figure, save
 from weightscope.plots.filters import Panel, covariance_page, filter_page
+from weightscope.plots.frontier import alpha_beta_frontier
 from weightscope.plots.grids import filter_grid, matrix_grid
 from weightscope.plots.products import product_grid, products_by_depth
 from weightscope.plots.scale import scale_and_structure
@@ -26,6 +27,7 @@ __all__ = [
     "accuracy_along",
     "accuracy_curves",
     "accuracy_distribution",
+    "alpha_beta_frontier",
     "attention_grid",
     "block_form",
     "convergence",

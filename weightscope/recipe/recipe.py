@@ -46,9 +46,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _patches(self) -> "Recipe":
-        if isinstance(self.network, OwnNetworkConfig) or is_reference(self.data.name):
+        if isinstance(self.network, OwnNetworkConfig) or (is_reference(self.data.name) and self.data.size is None):
             return self
-        size = dataset_info(self.data.name).size
+        size = self.data.size or dataset_info(self.data.name).size
         step = getattr(self.network, "reduction", getattr(self.network, "patch_size", 1))
         if size % step:
             raise ValueError(

@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from weightscope._util.plugins import is_reference
-from weightscope.data.catalog import dataset_info
-from weightscope.data.config import AugmentConfig
+from weightscope.data.catalog import DATASETS, dataset_info
+from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
 from weightscope.recipe.networks import NetworkConfig
@@ -27,14 +27,13 @@ from weightscope.recipe.parsing import explain, read_toml
 MOST_NETWORKS = 10_000_000
 
 
-class DataConfig(Section):
+class DataConfig(SourceConfig):
     """The data set by name or reference; `train` and `test` limit the number of images.
 
-    With `validation`, the last so many training images are not trained on; networks are evaluated on them in place of
-    the test images.
+    `size` resizes the images. With `name = "folder"` they are those of `path`, see `SourceConfig`. With `validation`,
+    the last so many training images are not trained on; networks are evaluated on them in place of the test images.
     """
 
-    name: str
     train: Count | None = None
     test: Count | None = None
     validation: Count | None = None
@@ -45,14 +44,14 @@ class DataConfig(Section):
     def _known(cls, value: str) -> str:
         if not is_reference(value):
             try:
-                dataset_info(value)
+                DATASETS.find(value)
             except UsageError as error:
                 raise ValueError(str(error)) from None
         return value
 
     @model_validator(mode="after")
     def _sizes(self) -> "DataConfig":
-        if is_reference(self.name):
+        if is_reference(self.name) or self.name == FOLDER:
             return self
         info = dataset_info(self.name)
         for field, there in (("train", info.train), ("test", info.test)):

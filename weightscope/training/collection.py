@@ -224,7 +224,7 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str, k
     return partial(
         train_shard,
         training.train_tile,
-        portable(manifest.recipe, kernels),
+        portable(manifest.recipe, kernels, data),
         path=path.absolute(),
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),

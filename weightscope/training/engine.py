@@ -22,8 +22,9 @@ from weightscope._util.plugins import is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
+from weightscope.data.config import FOLDER
 from weightscope.population.shard_format import TrainedTile
-from weightscope.recipe import OwnNetworkConfig, Range, Recipe
+from weightscope.recipe import DataConfig, OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
@@ -84,15 +85,16 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _load_cached(name: str, root: str | None, **counts: int | None) -> Dataset:
-    return load(name, root, **counts)
+def _load_cached(source: DataConfig, root: str | None, **counts: int | None) -> Dataset:
+    return load(source, root, **counts)
 
 
 def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
     data = recipe.data
-    read = load if is_reference(data.name) else _load_cached  # a reference may be bound to another function later
+    # a reference may be bound to another function later, and files of a folder may change
+    read = load if is_reference(data.name) or data.name == FOLDER else _load_cached
     counts = {"train": data.train, "test": data.test, "validation": data.validation}
-    return read(data.name, None if root is None else str(root), **counts)
+    return read(data, None if root is None else str(root), **counts)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:

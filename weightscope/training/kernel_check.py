@@ -54,7 +54,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     """
     if isinstance(recipe.network, OwnNetworkConfig):
         own_networks.check(recipe, "torch")
-    info, batch = dataset_info(recipe.data.name), recipe.training.batch_size
+    info, batch = dataset_info(recipe.data), recipe.training.batch_size
     if recipe.data.train is not None:
         batch = min(batch, recipe.data.train)
     with torch.random.fork_rng(devices=[]):

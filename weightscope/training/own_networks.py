@@ -50,7 +50,9 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
             with torch.device("meta"):
                 frozen(networks.build_for(recipe), recipe.training.frozen)
         return
-    settings = [recipe.network.model_dump(), recipe.data.name, recipe.training.engine, recipe.training.frozen, kernels]
+    info = dataset_info(recipe.data)
+    shape = [recipe.data.name, info.channels, info.size, info.classes]
+    settings = [recipe.network.model_dump(), *shape, recipe.training.engine, recipe.training.frozen, kernels]
     key = (plugins.imported(config.type), json.dumps(settings))
     if key in _checked:
         return
@@ -91,7 +93,7 @@ def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
 
 
 def _check_plain(network: nn.Module, recipe: Recipe) -> None:
-    info, name = dataset_info(recipe.data.name), recipe.network.type
+    info, name = dataset_info(recipe.data), recipe.network.type
     images = torch.rand(_IMAGES, info.channels, info.size, info.size, generator=torch.Generator().manual_seed(1))
     with torch.random.fork_rng(devices=[]):
         logits = _run(
@@ -108,7 +110,7 @@ def _check_plain(network: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
-    info, name = dataset_info(recipe.data.name), recipe.network.type
+    info, name = dataset_info(recipe.data), recipe.network.type
     batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
     generator = torch.Generator().manual_seed(2)
 

@@ -129,7 +129,7 @@ def plan(
         done = sum(shards.state(path, manifest, t).kind == "done" for t in shards.tiles_on_disk(path, manifest))
     job = partial(
         _time_tile,
-        portable(manifest.recipe, kernels),
+        portable(manifest.recipe, kernels, data),
         data=None if data is None else Path(data).absolute(),
         device=device,
         own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
@@ -175,7 +175,7 @@ def _time_tile(
 
     own_code.load()
     where, training = resolve_device(device), recipe.training
-    images = load(recipe.data.name, data, train=recipe.data.train, test=recipe.data.test)
+    images = load(recipe.data, data, train=recipe.data.train, test=recipe.data.test)
     with one_thread(), current(where):
         begun = time.perf_counter()
         run = TileRun(recipe, 0, images, where)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from weightscope._util import plugins
 from weightscope._util.environment import environment
+from weightscope.data.config import FOLDER
+from weightscope.data.folder import located
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
@@ -36,6 +38,7 @@ def requested(
 
     if networks is not None:
         recipe = recipe.replace({"population.networks": networks})
+    recipe = with_classes(recipe, data)
     resolved = resolve_device(device)
     device = str(resolved)
     own_code = _own_code_hashes(recipe)
@@ -47,7 +50,7 @@ def requested(
     for init in recipe.init:
         resolve_init(init)
     limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
-    images = load(recipe.data.name, data, **limits)
+    images = load(recipe.data, data, **limits)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
     there_kernels = None if there is None else there.recipe.training.kernels
     if recipe.training.kernels == "auto" and there_kernels == "torch":
@@ -60,6 +63,19 @@ def requested(
         tile = choose_tile(recipe, images, resolved) if there is None else there.tile
         recipe = recipe.replace({"population.tile": tile})
     return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
+
+
+def with_classes(recipe: Recipe, data: str | Path | None) -> Recipe:
+    """The recipe with the number of classes of its folder of images, so that its networks can be built without it.
+
+    Raises:
+        DataError: if the folder is missing or has no classes.
+    """
+    from weightscope.data.catalog import dataset_info
+
+    if recipe.data.name != FOLDER or recipe.data.classes is not None:
+        return recipe
+    return recipe.replace({"data.classes": dataset_info(recipe.data, data).classes})
 
 
 def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") -> Recipe:
@@ -104,12 +120,14 @@ def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[st
             )
 
 
-def portable(recipe: Recipe, kernels: "Choice | None") -> Recipe:
+def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) -> Recipe:
     """The recipe with absolute paths and the kernels to use, for a worker that runs in another folder."""
     values = recipe.to_dict()
     if values["training"]["kernels"] == "compiled":
         actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
         values["training"]["kernels"] = actual
+    if recipe.data.path is not None:
+        values["data"]["path"] = str(located(recipe.data, None if data is None else Path(data)).absolute())
     for init in values["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])

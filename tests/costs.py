@@ -1,0 +1,68 @@
+"""Multiply-adds of recipes and of the benchmarks that commands ask for."""
+
+import shlex
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from weightscope import networks
+from weightscope.benchmarking import Arm, Axis, plan_arms
+from weightscope.data.catalog import dataset_info
+from weightscope.recipe import NetworkConfig, Recipe
+
+
+def forward_cost(recipe: Recipe) -> tuple[int, int]:
+    """Parameters, and multiply-adds of one image."""
+    info = dataset_info(recipe.data)
+    return _forward(recipe.network, info.channels, info.size, info.classes)
+
+
+@cache
+def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> tuple[int, int]:
+    with torch.device("meta"):
+        model = networks.build(network, in_channels=channels, image_size=size, num_classes=classes)
+    return sum(p.numel() for p in model.parameters()), networks.multiply_adds(model, channels, size)
+
+
+def training_cost(recipe: Recipe, forward: int) -> int:
+    """Multiply-adds to train one network; a backward pass costs twice as much as a forward pass."""
+    return 3 * forward * (recipe.data.train or dataset_info(recipe.data).train) * recipe.training.epochs
+
+
+def benchmark_cost(recipe: Recipe, arms: Sequence[Arm] | None = None) -> tuple[int, int, int]:
+    """Arms, networks and multiply-adds of a recipe's benchmark, or of its arms that are given."""
+    arms = planned_arms(recipe) if arms is None else arms
+    total = sum(training_cost(arm.recipe, forward_cost(arm.recipe)[1]) * arm.recipe.population.networks for arm in arms)
+    return len(arms), sum(arm.recipe.population.networks for arm in arms), total
+
+
+def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
+    """The arms of a recipe's benchmark; what is given replaces what its [bench] table says."""
+    assert recipe.bench is not None
+    design = recipe.bench.model_dump(exclude={"seed"}) | {key: value for key, value in given.items() if value}
+    return plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
+
+
+def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
+    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...]`."""
+    _, name, *options = shlex.split(command)
+
+    def values(option: str) -> list[str]:
+        return [options[i + 1] for i, word in enumerate(options) if word == option]
+
+    recipe = Recipe.load(name)
+    arms = planned_arms(
+        recipe,
+        init=values("--init"),
+        vary=[Axis.parse(text) for text in values("--vary")],
+        grid=[Axis.parse(text) for text in values("--grid")],
+        epochs=[int(text) for text in values("--epochs")],
+    )
+    return recipe, arms
+
+
+def command_cost(command: str) -> int:
+    """Multiply-adds of such a command."""
+    return benchmark_cost(*planned_command(command))[2]

@@ -1,0 +1,461 @@
+"""Images in files: folders of one's own, .npz files, and the official files of SVHN, STL-10 and Tiny ImageNet."""
+
+import io
+import json
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+from weightscope.benchmarking import bench, plan_bench
+from weightscope.benchmarking.gain import _short
+from weightscope.data import SourceConfig, images, load, locations
+from weightscope.data.catalog import dataset_info
+from weightscope.data.registry import DATASETS
+from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
+
+OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No data on this machine."""
+    monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
+    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
+    monkeypatch.chdir(tmp_path)
+
+
+def picture(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def classes_in(folder: Path, each: int = 5, names: str = "abc", first: int = 0) -> None:
+    """Folders of `each` PNG files; every image is told by its red value in the corner."""
+    for c, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        for i in range(each):
+            pixels = picture(100 * c + i)
+            pixels[..., 0] = first + 20 * c + i
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+
+
+def config(**changes: Any) -> SourceConfig:
+    return SourceConfig(**{"name": "folder", "path": "pets", "size": 8, **changes})
+
+
+def recipe(**data: Any) -> Recipe:
+    return Recipe.parse(
+        {
+            "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
+            "data": {"name": "folder", "path": "pets", "size": 8, **data},
+            "training": {"epochs": 1, "batch_size": 4},
+            "population": {"networks": 2, "tile": 2},
+        }
+    )
+
+
+# --- folders ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_split_by_its_seed_within_each_class(tmp_path: Path) -> None:
+    classes_in(tmp_path / "pets", each=10)
+    data = load(config())
+    assert data.train_labels.bincount().tolist() == [8, 8, 8]
+    assert data.test_labels.bincount().tolist() == [2, 2, 2]
+    red = torch.cat([data.train_images[:, 0, 0, 0], data.test_images[:, 0, 0, 0]])
+    assert sorted(red.tolist()) == [20 * c + i for c in range(3) for i in range(10)], "every image once"
+    labels = torch.cat([data.train_labels, data.test_labels])
+    assert torch.equal(red.long() // 20, labels)
+    assert load(config()).fingerprint == data.fingerprint != load(config(split_seed=1)).fingerprint
+    assert load(config(test_share=0.5)).test_labels.bincount().tolist() == [5, 5, 5]
+    part = load(config(), train=12, test=3)
+    assert torch.equal(part.train_images, data.train_images[:12])
+    assert len(set(part.train_labels.tolist())) == 3, "classes are mixed"
+    info = dataset_info(config())
+    assert (info.channels, info.size, info.classes, info.train, info.test) == (3, 8, 3, 24, 6)
+    with pytest.raises(UsageError, match=r"data\.train: expected 1 to 24 images"):
+        load(config(), train=25)
+
+
+@pytest.mark.parametrize("test", ["test", "val"])
+def test_a_folder_may_have_its_own_parts(tmp_path: Path, test: str) -> None:
+    """As ImageNet has; images may lie in folders below those of the classes."""
+    classes_in(tmp_path / "pets" / "train", names="abc")
+    classes_in(tmp_path / "pets" / test, names="bc", each=2, first=100)
+    (tmp_path / "pets" / "train" / "a" / "images").mkdir()
+    Image.fromarray(picture(7)).save(tmp_path / "pets" / "train" / "a" / "images" / "more.JPEG")
+    (tmp_path / "pets" / "train" / "a" / "notes.txt").write_text("no image")
+    data = load(config())
+    assert data.train_labels.bincount().tolist() == [6, 5, 5]
+    assert data.test_labels.bincount(minlength=3).tolist() == [0, 2, 2], "class 1 is b, as in training"
+    (tmp_path / "pets" / test / "d").mkdir()
+    Image.fromarray(picture(8)).save(tmp_path / "pets" / test / "d" / "0.png")
+    with pytest.raises(DataError, match=r"expected classes of .*train, found 1 others: `d`"):
+        load(config())
+
+
+def write_modes(folder: Path) -> dict[str, np.ndarray]:
+    """One image of each mode -> the pixels (3, S, S) expected of it, made without the package."""
+    rgb = picture(1)
+    grey, alpha = rgb[..., 0], rgb[..., 1]
+    expected = {"rgb.png": rgb, "grey.png": np.repeat(grey[..., None], 3, axis=2)}
+    Image.fromarray(rgb).save(folder / "rgb.png")
+    Image.fromarray(grey).save(folder / "grey.png")
+    Image.fromarray(np.dstack([rgb, alpha])).save(folder / "rgba.png")
+    expected["rgba.png"] = np.rint(rgb * (alpha[..., None] / 255.0)).astype(np.uint8)
+    Image.fromarray(grey.astype(np.uint16) * 256 + 200).save(folder / "deep.png")
+    expected["deep.png"] = expected["grey.png"]
+    Image.fromarray(grey // 64 * 64).quantize(4).save(folder / "palette.png")
+    expected["palette.png"] = np.repeat((grey // 64 * 64)[..., None], 3, axis=2)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the camera was turned: rotate clockwise
+    Image.fromarray(rgb).save(folder / "turned.png", exif=turned)
+    expected["turned.png"] = np.rot90(rgb, -1)
+    return {name: pixels.transpose(2, 0, 1) for name, pixels in expected.items()}
+
+
+def test_mixed_modes_are_converted(tmp_path: Path) -> None:
+    expected = write_modes(tmp_path)
+    for name, pixels in expected.items():
+        found = images.decode(tmp_path / name, 8, 3).astype(int)
+        assert np.abs(found - pixels).max() <= 1, name
+    grey = images.decode(tmp_path / "rgb.png", 8, 1)
+    rgb = expected["rgb.png"].astype(float)
+    luma = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
+    assert np.abs(grey[0] - luma).max() <= 1
+
+
+def test_the_middle_of_a_long_image_is_kept_and_resizing_averages(tmp_path: Path) -> None:
+    pixels = np.zeros((16, 48, 3), np.uint8)
+    pixels[:, 16:32] = 200  # the middle
+    Image.fromarray(pixels).save(tmp_path / "long.png")
+    assert (images.decode(tmp_path / "long.png", 16, 3) == 200).all()
+    checks = np.indices((16, 16)).sum(0) % 2 * 200
+    Image.fromarray(checks.astype(np.uint8)).save(tmp_path / "checks.png")
+    small = images.decode(tmp_path / "checks.png", 4, 1)
+    assert np.abs(small.astype(int) - 100).max() <= 12, "antialiased"
+
+
+def test_unreadable_images_are_counted_and_named(tmp_path: Path) -> None:
+    classes_in(tmp_path / "pets")
+    whole = (tmp_path / "pets" / "a" / "0.png").read_bytes()
+    bad = {"text.jpg": b"no image", "cut.png": whole[: len(whole) // 2], "empty.png": b""}
+    bad["eps.png"] = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"
+    for name, content in bad.items():
+        (tmp_path / "pets" / "b" / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(config(test_share=0.01))
+    message = str(caught.value)
+    assert "4 of 16 images cannot be read" in message
+    assert message.count("/b/") == 3
+    assert "and 1 more; repair or remove them" in message
+    assert len(message.splitlines()) == 1
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header says so many pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(9000, 9000), (60_000, 60_000)])
+def test_a_header_with_too_many_pixels_is_refused_before_decoding(
+    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bomb.png").write_bytes(bomb(*size))
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(DataError, match="pixels"):
+        images.decode(tmp_path / "bomb.png", 8, 3)
+
+
+def test_pixels_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1}[name])
+    with pytest.raises(DataError, match=r"22 images of 3 x 8 x 8.*a smaller data\.size"):
+        images.read_images([tmp_path / "x.png"] * 22, 8, 3, "pets")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda folder: None, "expected a folder of images or an .npz file at one of .*pets, found none"),
+        (lambda folder: classes_in(folder, names="a"), "each of at least 2 classes, found 1 folders"),
+        (lambda folder: classes_in(folder, each=1), "at least 2 images of each class"),
+        (lambda folder: [(folder / name).mkdir(parents=True) for name in "ab"], "found none in 2 of them: `a`, `b`"),
+        (lambda folder: classes_in(folder / "train"), "expected one folder of test, val, .* found none"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], match: str) -> None:
+    make(tmp_path / "pets")
+    with pytest.raises(DataError, match=match):
+        load(config())
+
+
+def test_a_folder_is_searched_where_data_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes_in(tmp_path / "elsewhere" / "pets")
+    with pytest.raises(DataError, match="found none"):
+        load(config())
+    assert len(load(config(), tmp_path / "elsewhere").train_labels) == 12
+    assert len(load(config(path=None), tmp_path / "elsewhere" / "pets").train_labels) == 12
+    monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "elsewhere"))
+    assert len(load(config()).train_labels) == 12
+    with pytest.raises(DataError, match=r"expected data\.path in the recipe, or --data"):
+        load(config(path=None))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    classes_in(tmp_path / "pets")
+    before = load(config()).fingerprint
+    assert load(config()).fingerprint == before
+    Image.fromarray(picture(99)).save(tmp_path / "pets" / "a" / "0.png")
+    assert load(config()).fingerprint != before
+
+
+def test_threads_change_nothing_and_progress_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classes_in(tmp_path / "pets", each=8)
+    files = sorted((tmp_path / "pets").rglob("*.png"))
+    alone = np.stack([images.decode(file, 8, 3) for file in files])
+    bars: list[tuple[int, str]] = []
+
+    class Bar(images.tqdm):  # type: ignore[misc, name-defined]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "file": io.StringIO(), "disable": False, "delay": 0})
+
+        def close(self) -> None:
+            bars.append((self.n, self.desc))
+            super().close()
+
+    monkeypatch.setattr(images, "tqdm", Bar)
+    monkeypatch.setattr(images, "usable_cores", lambda: 8)
+    np.testing.assert_array_equal(images.read_images(files, 8, 3, "pets"), alone)
+    assert (24, "reading pets") in [(n, text.rstrip(": ")) for n, text in bars]
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"size": None}, "size: missing"),
+        ({"name": "digits", "path": "pets"}, 'path: only with name = "folder"; digits has its own'),
+        ({"name": "digits", "path": None, "classes": 10}, "classes: only with"),
+        ({"channels": 2}, "channels"),
+        ({"test_share": 1.0}, "test_share"),
+        ({"name": "folders"}, "no data set 'folders'; did you mean 'folder'"),
+        ({"size": 7}, r"network\.patch_size: .* must divide folder's 7 pixels"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        recipe(**values)
+    with pytest.raises(UsageError, match=r"expected data\.path and data\.size"):
+        load("folder")
+
+
+# --- folders in recipes ----------------------------------------------------------------------------------
+
+
+def test_a_population_of_a_folder_records_its_classes_and_is_read_without_it(tmp_path: Path) -> None:
+    classes_in(tmp_path / "there" / "pets")
+    options = OPTIONS | {"data": tmp_path / "there"}
+    population = collect(recipe(), tmp_path / "pets.pop", **options)
+    assert population.recipe.data.classes == 3
+    collect(recipe(), tmp_path / "pets.pop", networks=4, **options)
+    (tmp_path / "there").rename(tmp_path / "gone")
+    found = Population(tmp_path / "pets.pop")
+    assert len(found) == 4
+    assert dataset_info(found.recipe.data).classes == 3
+    classes_in(tmp_path / "there" / "pets", names="abcd")
+    with pytest.raises((DataError, RecipeError), match="classes"):
+        collect(recipe(), tmp_path / "pets.pop", networks=6, **options)
+    with pytest.raises(DataError, match=r"expected 3 classes \(data\.classes\), found 4"):
+        collect(found.recipe, tmp_path / "pets.pop", networks=6, **options)
+
+
+def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> None:
+    classes_in(tmp_path / "pets", each=8)
+    given: dict[str, Any] = {"vary": {"data.size": [4, 8]}, "seeds": 2}
+    plan = plan_bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", workers=1, device="cpu", **given)
+    assert plan.seconds is not None
+    first = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **OPTIONS)
+    again = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **(OPTIONS | {"workers": 2}))
+    assert [run["accuracy"] for run in first.runs] == [run["accuracy"] for run in again.runs]
+    assert _short(recipe(), None, None, None)[1]["train"] == 18 - 3, "a fifth of the training images is held back"
+
+
+def test_registered_data_are_resized_too(tmp_path: Path) -> None:
+    data = load(SourceConfig(name="digits", size=4), train=100, test=50)
+    assert data.train_images.shape == (100, 1, 4, 4)
+    assert data.info.size == 4
+    small = load("digits", train=100).train_images.double()
+    means = small.reshape(100, 1, 4, 2, 4, 2).mean((3, 5))
+    assert (data.train_images - means).abs().mean() < 12, "near the means of 2 x 2 pixels, whose range is 255"
+    same = load(SourceConfig(name="digits", size=8), train=100)
+    assert torch.equal(same.train_images, load("digits", train=100).train_images)
+    tiny = Recipe.parse({**recipe().to_dict(), "data": {"name": "digits", "size": 4, "train": 40, "test": 20}})
+    assert collect(tiny, tmp_path / "tiny.pop", **OPTIONS).metrics["test_accuracy"].shape == (2,)
+
+
+# --- npz -------------------------------------------------------------------------------------------------
+
+
+def arrays(count: int = 30, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (count, channels, 8, 8), dtype=np.uint8), np.arange(count) % 3
+
+
+def test_an_npz_is_read_in_each_form(tmp_path: Path) -> None:
+    pixels, labels = arrays()
+    np.savez(tmp_path / "a.npz", train_images=pixels[:20], train_labels=labels[:20],
+             test_images=pixels[20:], test_labels=labels[20:])  # fmt: skip
+    data = load(config(path="a.npz"))
+    np.testing.assert_array_equal(data.train_images.numpy(), pixels[:20])
+    assert data.test_labels.tolist() == labels[20:].tolist()
+    np.savez_compressed(
+        tmp_path / "b.npz", images=np.asfortranarray(pixels.transpose(0, 2, 3, 1)), labels=labels[:, None]
+    )
+    mixed = load(config(path="b.npz"))
+    assert mixed.train_labels.bincount().tolist() == [8, 8, 8]
+    everything = torch.cat([mixed.train_images, mixed.test_images]).flatten(1).unique(dim=0)
+    assert torch.equal(everything, torch.from_numpy(pixels).flatten(1).unique(dim=0))
+    np.savez(tmp_path / "grey.npz", images=pixels[:, 0], labels=labels)
+    assert load(config(path="grey.npz", channels=1, size=4)).train_images.shape == (24, 1, 4, 4)
+    with pytest.raises(DataError, match=r"expected images of 3 channels \(data\.channels\), found 1"):
+        load(config(path="grey.npz"))
+
+
+def lying_npz(path: Path, shape: tuple[int, ...], content: bytes, descr: str = "|u1") -> None:
+    header = json.dumps({"descr": descr, "fortran_order": False, "shape": list(shape)})
+    text = header.replace("false", "False").replace("[", "(").replace("]", ",)").encode() + b"\n"
+    entry = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + content
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("images.npy", entry)
+        archive.writestr("labels.npy", entry)
+
+
+@pytest.mark.parametrize(
+    ("shape", "content", "descr", "match"),
+    [
+        ((2**40, 8, 8), bytes(64), "|u1", "expected 70368744177664 bytes .* as its header says, found 64"),
+        ((4, 4), bytes(15), "|u1", "expected 16 bytes .* found 15"),
+        ((2,), b"cos\nsystem\n(S'echo'\ntR.", "|O", "pickled objects, which are not read"),
+        ((2,), bytes(2), "nonsense", "cannot be read as an .npz file"),
+    ],
+)
+def test_npz_headers_are_not_trusted(
+    tmp_path: Path, shape: tuple[int, ...], content: bytes, descr: str, match: str
+) -> None:
+    lying_npz(tmp_path / "x.npz", shape, content, descr)
+    with pytest.raises(DataError, match=match):
+        load(config(path="x.npz"))
+
+
+def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.npz").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"cannot be read as an \.npz file"):
+        load(config(path="x.npz"))
+    np.savez(tmp_path / "x.npz", x=np.zeros(3))
+    with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found x"):
+        load(config(path="x.npz"))
+
+
+# --- official files --------------------------------------------------------------------------------------
+
+
+def smaller(monkeypatch: pytest.MonkeyPatch, name: str, **details: int) -> None:
+    monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | details)
+
+
+def test_svhn_is_read_with_ten_as_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller(monkeypatch, "svhn", train=20, test=12)
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
+    labels = (np.arange(20) % 10).astype(np.uint8)
+    (tmp_path / "svhn").mkdir()
+    for part, count in (("train", 20), ("test", 12)):
+        written = {"X": pixels[:count].transpose(2, 3, 1, 0), "y": np.where(labels == 0, 10, labels)[:count, None]}
+        savemat(tmp_path / "svhn" / f"{part}_32x32.mat", written, do_compression=part == "train")
+    data = load("svhn", tmp_path, train=15)
+    np.testing.assert_array_equal(data.train_images.numpy(), pixels[:15])
+    assert data.train_labels.tolist() == labels[:15].tolist()
+    assert len(data.test_labels) == 12
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    whole = path.read_bytes()
+    for content in (whole[:3000], b"no file of MATLAB", whole[:128] + bytes([255]) * 64 + whole[192:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"test_32x32\.mat: (cannot be read as a MATLAB file|expected X)"):
+            load("svhn", tmp_path)
+    savemat(path, {"X": pixels[:12].transpose(2, 3, 1, 0), "y": np.full((12, 1), 11)})
+    with pytest.raises(DataError, match="expected labels from 0 to 9, found 11 at item 0"):
+        load("svhn", tmp_path)
+    savemat(path, {"X": np.zeros((32, 32, 3, 40), np.uint8), "y": np.ones((40, 1))})
+    with pytest.raises(DataError, match=r"expected X of shape \(32, 32, 3, 12\)"):
+        load("svhn", tmp_path)
+
+
+def test_stl10_is_read_by_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller(monkeypatch, "stl10", train=6, test=4)
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 96, 96), dtype=np.uint8)
+    labels = np.arange(6, dtype=np.uint8)
+    folder = tmp_path / "stl10_binary"
+    folder.mkdir()
+    for part, count in (("train", 6), ("test", 4)):
+        pixels[:count].transpose(0, 1, 3, 2).tofile(folder / f"{part}_X.bin")
+        (labels[:count] + 1).tofile(folder / f"{part}_y.bin")
+    data = load("stl10", tmp_path, test=3)
+    np.testing.assert_array_equal(data.train_images.numpy(), pixels)
+    assert data.train_labels.tolist() == labels.tolist()
+    assert len(data.test_labels) == 3
+    with (folder / "test_X.bin").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(DataError, match=r"test_X\.bin: expected 110592 bytes \(4 records of 27648\), found 110593"):
+        load("stl10", tmp_path)
+    (folder / "test_y.bin").unlink()
+    pixels[:4].tofile(folder / "test_X.bin")
+    with pytest.raises(DataError, match=r"test_y\.bin: expected a file of stl10, found none"):
+        load("stl10", tmp_path)
+
+
+def test_tiny_imagenet_is_read_with_its_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller(monkeypatch, "tiny-imagenet", train=6, test=4, classes=3)
+    folder, names = tmp_path / "tiny-imagenet-200", ["n03", "n01", "n02"]
+    (folder / "val" / "images").mkdir(parents=True)
+    (folder / "wnids.txt").write_text("\n".join(names) + "\n")
+    for name in names:
+        (folder / "train" / name / "images").mkdir(parents=True)
+        for i in range(2):
+            grey = np.full((64, 64), 10 * int(name[1:]) + i, np.uint8)  # grey ones are among the official files, too
+            Image.fromarray(grey).save(folder / "train" / name / "images" / f"{name}_{i}.JPEG", quality=95)
+    classes = ["n02", "n01", "n03", "n02"]
+    for i in range(4):
+        Image.fromarray(picture(i, 64, 64)).save(folder / "val" / "images" / f"val_{i}.JPEG")
+    annotations = [f"val_{i}.JPEG\t{name}\t0\t0\t62\t62" for i, name in enumerate(classes)]
+    (folder / "val" / "val_annotations.txt").write_text("\n".join(annotations))
+    data = load("tiny-imagenet", tmp_path)
+    assert data.train_labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert np.abs(data.train_images[:, :, 9, 9].numpy() - np.array([[10, 20, 30, 11, 21, 31]]).T.astype(int)).max() <= 1
+    assert data.test_labels.tolist() == [1, 0, 2, 1]
+    (folder / "train" / "n02" / "images" / "n02_0.JPEG").unlink()
+    with pytest.raises(DataError, match="n02/images: expected 2 images, found 1"):
+        load("tiny-imagenet", tmp_path)
+    (folder / "val" / "val_annotations.txt").write_text("\n".join([*annotations[:3], "../../x.JPEG\tn01"]))
+    with pytest.raises(DataError, match=r"expected 4 lines with a file and a class of wnids\.txt, found 4, 1 of them"):
+        load("tiny-imagenet", tmp_path, train=1)
+
+
+@pytest.mark.parametrize("name", ["svhn", "stl10", "tiny-imagenet"])
+def test_missing_files_say_how_to_get_them(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"{name}: expected its files in one of .*; (unpack|put) the official"):
+        load(name, tmp_path)

@@ -1,0 +1,136 @@
+"""Image files to pixels of one size: decoded in parallel, checked, and never trusted."""
+
+import io
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
+
+from weightscope._util.environment import usable_cores
+from weightscope.errors import DataError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # not EPS, for which Pillow starts Ghostscript
+_MOST_PIXELS = 2**26  # of one image, by its header: 8192 x 8192
+_MOST_BYTES = 2**28  # of one file
+_SHOWN = 3  # files in a message
+_DELAY = 2.0  # seconds until progress is shown
+
+
+def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> np.ndarray:
+    """Pixels of image files, uint8 (n, c, S, S).
+
+    The shorter side is resized to S pixels (bicubic, antialiased) and the middle of the longer one is kept. Palettes,
+    CMYK and 16 bits are converted, transparent pixels are laid over black, and the camera's orientation is applied.
+
+    Args:
+        paths: the files, in any of the formats JPEG, PNG, GIF (its first frame), BMP, WebP, TIFF and PPM.
+        size: S.
+        channels: c, 3 for colour or 1 for grey.
+        what: the data set, for progress and messages.
+
+    Raises:
+        DataError: if files cannot be read: how many, the first few by name, and why; or if the pixels do not fit the
+            machine's memory.
+    """
+    check_memory(len(paths), channels, size, what)
+    out = np.empty((len(paths), channels, size, size), np.uint8)
+    failures: dict[int, str] = {}
+
+    def read(i: int) -> None:
+        try:
+            out[i] = decode(paths[i], size, channels)
+        except DataError as error:
+            failures[i] = str(error)
+
+    in_parallel(read, len(paths), f"reading {what}")
+    if failures:
+        first = [f"{paths[i]} ({failures[i]})" for i in sorted(failures)[:_SHOWN]]
+        more = f" and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
+        raise DataError(
+            f"{what}: {len(failures)} of {len(paths)} images cannot be read: {', '.join(first)}{more}; "
+            "repair or remove them"
+        )
+    return out
+
+
+def decode(path: Path, size: int, channels: int) -> np.ndarray:
+    """Pixels of one image file, uint8 (c, S, S).
+
+    Raises:
+        DataError: saying what is wrong with the file, without its name.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"a file of {path.stat().st_size} bytes, more than {_MOST_BYTES}")
+        with Image.open(io.BytesIO(path.read_bytes()), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > _MOST_PIXELS:
+                raise DataError(f"{width} x {height} pixels by its header, more than {_MOST_PIXELS}")
+            return _pixels(ImageOps.exif_transpose(image), size, channels)
+    except DataError:
+        raise
+    except UnidentifiedImageError:
+        raise DataError(f"none of {', '.join(_FORMATS)}") from None
+    except Exception as error:  # decoders raise whatever they meet in a damaged file
+        raise DataError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
+    """Images uint8 (n, c, S, S) resized to (n, c, size, size), bicubic and antialiased; themselves if S is `size`."""
+    count, channels, side, _ = images.shape
+    if side == size:
+        return images
+    check_memory(count, channels, size, what)
+    out = np.empty((count, channels, size, size), np.uint8)
+
+    def one(i: int) -> None:
+        for c in range(channels):
+            plane = Image.fromarray(images[i, c])
+            out[i, c] = np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC))
+
+    in_parallel(one, count, f"resizing {what}")
+    return out
+
+
+def check_memory(count: int, channels: int, size: int, what: str) -> None:
+    """Raise DataError if so many images of this size do not fit the machine's memory."""
+    wanted, there = count * channels * size**2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > there:
+        raise DataError(
+            f"{what}: expected at most {there / 2**30:.1f} GiB of pixels, this machine's memory, found "
+            f"{wanted / 2**30:.1f} ({count} images of {channels} x {size} x {size}); use fewer (data.train, "
+            "data.test) or a smaller data.size"
+        )
+
+
+def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
+    """Call `function(i)` for i < count on as many threads as there are cores; on one in a worker process.
+
+    A progress bar appears after 2 seconds if standard error is a terminal; only in the main process.
+    """
+    main = multiprocessing.parent_process() is None
+    bar = tqdm(total=count, desc=doing, unit=" images", delay=_DELAY, disable=None if main else True)
+    with bar, ThreadPoolExecutor(usable_cores() if main else 1) as pool:
+        for _ in pool.map(function, range(count)):
+            bar.update()
+
+
+def _pixels(image: Image.Image, size: int, channels: int) -> np.ndarray:
+    """Pixels (c, S, S) of an open image."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise DataError(f"pixels of 32 bits (mode {image.mode}); expected 8 or 16")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
+    image = image.convert("L" if channels == 1 else "RGB")
+    fitted = ImageOps.fit(image, (size, size), method=Image.Resampling.BICUBIC)
+    return np.asarray(fitted).reshape(size, size, channels).transpose(2, 0, 1)
