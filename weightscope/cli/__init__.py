@@ -10,9 +10,9 @@ import click
 
 from weightscope._version import __version__
 from weightscope.cli.analysis import audit, export, inspect, list_, products, verify
-from weightscope.cli.attention_maps import attention_maps
 from weightscope.cli.covariances import covariance
 from weightscope.cli.fitting import fit_init
+from weightscope.cli.maps import attention_maps
 from weightscope.cli.training import bench, collect, demo
 from weightscope.errors import WeightscopeError
 
