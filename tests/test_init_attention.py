@@ -13,7 +13,7 @@ from weightscope.errors import UsageError
 from weightscope.init import attention_frontier, impulse_attention_, mimetic_attention_, sinusoidal_positions_
 from weightscope.init._topk import _filtered, factors, spectrum
 from weightscope.init.attention import noisy_identity, query_key, value_output
-from weightscope.init.attention_frontier import reached
+from weightscope.init.frontier import reached
 from weightscope.networks import ViT, sinusoidal_positions
 
 

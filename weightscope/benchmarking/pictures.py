@@ -124,7 +124,7 @@ def _frontier(rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int
 
     from weightscope import plots
     from weightscope._util.threads import single_threaded
-    from weightscope.init.attention_frontier import equal_random, svd
+    from weightscope.init.frontier import equal_random, svd
 
     generator, (width, heads) = torch.Generator().manual_seed(0), size
     rank = width // heads if part == "qk" else width

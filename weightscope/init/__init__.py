@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from weightscope.init.across_layers import mimetic_conv_mlp_ as mimetic_conv_mlp_
 from weightscope.init.across_layers import mimetic_first_last_mlp_ as mimetic_first_last_mlp_
 from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
-from weightscope.init.attention_frontier import AttentionFrontier as AttentionFrontier
-from weightscope.init.attention_frontier import attention_frontier as attention_frontier
 from weightscope.init.convolution import box_filters_ as box_filters_
 from weightscope.init.convolution import conv_covariance as conv_covariance
 from weightscope.init.convolution import conv_covariance_ as conv_covariance_
 from weightscope.init.convolution import impulse_filters_ as impulse_filters_
 from weightscope.init.convolution import random_filters_ as random_filters_
 from weightscope.init.covariance_transfer import covariance_transfer_ as covariance_transfer_
+from weightscope.init.frontier import AttentionFrontier as AttentionFrontier
+from weightscope.init.frontier import attention_frontier as attention_frontier
 from weightscope.init.growth import net2net_ as net2net_
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import constant_mlp_bias_ as constant_mlp_bias_
