@@ -513,3 +513,15 @@ def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(
     assert "File too large" in done.stdout
     assert target.read_bytes() == b"old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pop", "one.h5"]
+
+
+def test_what_a_manifest_says_is_on_one_line_of_an_error(tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    file = tmp_path / "a.pop" / "population.json"
+    good = json.loads(file.read_text())
+    for wrong in ({"fingerprint": "\0\n" * 500}, {"schema": "\n" * 500}, {"sizes": ["\x1b[31m\n"]}):
+        file.write_text(json.dumps(good | wrong))
+        with pytest.raises(DataError) as error:
+            Population(tmp_path / "a.pop")
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 600

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util import atomic, toml
+from weightscope._util.names import shortened
 from weightscope._util.regular import open_regular, read_regular
 from weightscope._util.sources import POPULATION_FILE
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
@@ -135,7 +136,7 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") != _SCHEMA:
         raise DataError(
-            f"{file}: expected schema version {_SCHEMA}, found {values.get('schema')!r}; a newer version of "
+            f"{file}: expected schema version {_SCHEMA}, found {shortened(repr(values.get('schema')))}; a newer version of "
             "weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
@@ -150,10 +151,10 @@ def _parse(values: Any, file: Path) -> Manifest:
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error
     except (WeightscopeError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"{file}: damaged: {error}") from error
+        raise DataError(f"{file}: damaged: {shortened(str(error), 400)}") from error
     if manifest.fingerprint != values.get("fingerprint"):
         raise DataError(
-            f"{file}: expected the fingerprint {values.get('fingerprint')} of recipe and spec, found "
+            f"{file}: expected the fingerprint {shortened(str(values.get('fingerprint')))} of recipe and spec, found "
             f"{manifest.fingerprint}; was it edited? Restore the original, or collect into another folder"
         )
     if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
@@ -238,7 +239,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
         expected, found = there.inputs.get(name, "none"), wanted.inputs.get(name, "none")
         if expected != found:
             raise DataError(
-                f"{path} was collected with another {name}: expected hash {expected}, found {found}; "
+                f"{path} was collected with another {shortened(name)}: expected hash {shortened(expected)}, found {found}; "
                 "restore the original, or collect into another folder"
             )
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import h5py
 import numpy as np
 
+from weightscope._util.names import shortened
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.errors import DataError
 from weightscope.population.manifest import Manifest
@@ -217,7 +218,7 @@ def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> N
                 "(`pip install --upgrade weightscope-toolkit`)"
             )
         if expected != found:
-            raise foreign(file, f"{what} {expected}", f"{found}")
+            raise foreign(file, f"{what} {expected}", shortened(str(found)))
 
 
 def _check_seeds(seeds: h5py.h5d.DatasetID, file: Path, manifest: Manifest, tile: int) -> None:
