@@ -136,8 +136,8 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") != _SCHEMA:
         raise DataError(
-            f"{file}: expected schema version {_SCHEMA}, found {shortened(repr(values.get('schema')))}; a newer version of "
-            "weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
+            f"{file}: expected schema version {_SCHEMA}, found {shortened(repr(values.get('schema')))}; a newer "
+            "version of weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
         manifest = Manifest(
@@ -239,8 +239,8 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
         expected, found = there.inputs.get(name, "none"), wanted.inputs.get(name, "none")
         if expected != found:
             raise DataError(
-                f"{path} was collected with another {shortened(name)}: expected hash {shortened(expected)}, found {found}; "
-                "restore the original, or collect into another folder"
+                f"{path} was collected with another {shortened(name)}: expected hash {shortened(expected)}, "
+                f"found {found}; restore the original, or collect into another folder"
             )
 
 
