@@ -24,3 +24,22 @@ def heads_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Ten
         step, rate = delta[:, :, h, None].expand(-1, -1, width), a[h].expand(width, states)
         out.append(selective_scan(x[:, :, h], step, rate, b[:, :, g], c[:, :, g]))
     return torch.stack(out, 2)
+
+
+def answer(task: str, string: list[int], vocabulary: int, asked: list[int]) -> list[int | None]:
+    """The answer to a string, found by search; None where it is free (the keys that are asked for)."""
+    if task == "copy":
+        return list(string)
+    if task == "copy_reversed":
+        return [string[-1 - i] for i in range(len(string))]
+    if task == "sort":
+        return [token for token in range(vocabulary) if token in string]
+    if task == "selective_copy":
+        return [token for token in string if token != vocabulary - 2]
+    assert task == "associative_recall"
+    out: list[int | None] = []
+    for key in asked[::2]:
+        places = [i for i in range(0, len(string), 2) if string[i] == key]
+        assert len(places) == 1  # each key once
+        out += [None, string[places[0] + 1]]
+    return out
