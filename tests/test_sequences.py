@@ -172,6 +172,8 @@ def test_layers_of_a_hybrid_are_those_listed():
     network = Mamba2(9, 16, 4, state=3, head_width=8, layers=["default", "attention", "linear_attention", "default"])
     assert [part.name for part in ssms(network)] == ["backbone.layers.0.mixer", "backbone.layers.3.mixer"]
     assert isinstance(network.backbone.layers[2].mixer, LinearAttention)
+    grouped = ssms(Mamba2(9, 16, 1, state=3, head_width=8, groups=2))[0]
+    assert (grouped.groups, grouped.state, grouped.heads) == (2, 3, 4)
     with pytest.raises(UsageError, match="expected 4 names"):
         Mamba(9, 16, 4, layers=["attention"])
     with pytest.raises(UsageError, match="'linear_attention', found 'hyena'"):

@@ -173,7 +173,7 @@ class Mamba2Mixer(nn.Module):
                 f"head_width must divide the {channels} inner channels, and groups the heads; "
                 f"found head_width {head_width} and groups {groups}"
             )
-        self.heads, self.groups, self.state = heads, groups, state
+        self.heads, self.n_groups, self.state_size = heads, groups, state  # by these names the anatomy finds them
         shared = 2 * groups * state
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
@@ -193,17 +193,20 @@ class Mamba2Mixer(nn.Module):
 
     def _select(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Inputs (B, n, H, k), steps (B, n, H), B and C (B, n, G, N), gate (B, n, p)."""
-        channels, shared = self.out_proj.in_features, self.groups * self.state
+        channels, shared = self.out_proj.in_features, self.n_groups * self.state_size
         gate, inner, step = self.in_proj(x).split([channels, channels + 2 * shared, self.heads], dim=-1)
         inner, b, c = F.silu(self.conv1d(inner)).split([channels, shared, shared], dim=-1)
-        b, c = (value.unflatten(-1, (self.groups, self.state)) for value in (b, c))
+        b, c = (value.unflatten(-1, (self.n_groups, self.state_size)) for value in (b, c))
         return inner.unflatten(-1, (self.heads, -1)), F.softplus(step + self.dt_bias), b, c, gate
 
     def select(self, x: Tensor) -> Selected:
         """The scan's inputs and operators for tokens (B, n, d), each head's rate and step in all of its channels."""
         inner, delta, b, c, gate = self._select(x)
         k = inner.shape[-1]
-        a, skip = (-self.A_log.exp()).repeat_interleave(k)[:, None].expand(-1, self.state), self.D.repeat_interleave(k)
+        a, skip = (
+            (-self.A_log.exp()).repeat_interleave(k)[:, None].expand(-1, self.state_size),
+            self.D.repeat_interleave(k),
+        )
         return Selected(inner.flatten(2), delta.repeat_interleave(k, dim=-1), a, b, c, skip, gate)
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
