@@ -155,9 +155,7 @@ class _Table:
     @classmethod
     def for_parts(cls, parts: Sequence[AttentionPart], options: Options) -> "_Table":
         rows = sum(2 * part.heads + 1 for part in parts)
-        rank: dict[str, Any] = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[
-            options.spectra
-        ]
+        rank: Any = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[options.spectra]
         side = min(options.clip or 0, max((part.width for part in parts), default=0))
         return cls(
             [],
@@ -242,7 +240,7 @@ def _outputs_inputs(
     numbers = {name: values.tolist() for name, values in product.statistics().items()}
     if not bool(product.finite.all()):
         for letter in ("B", "C"):
-            bad = int((~part.read(letter).isfinite()).sum())  # type: ignore[arg-type]
+            bad = int((~part.read(letter).isfinite()).sum())
             name = part.parameters[letter][0]
             nonfinite |= {name: nonfinite.get(name, 0) + bad} if bad else {}
     for group in range(part.groups):

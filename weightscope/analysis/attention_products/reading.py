@@ -100,7 +100,7 @@ class Reader:
         if not self.state_spaces or find_attention(self.source):
             self.parts, self.skipped = _usable(attention(self.source), cross)
         if layers is not None:
-            _there(layers, {part.layer for part in (*self.parts, *self.state_spaces)})
+            _there(layers, {part.layer for part in self.parts} | {part.layer for part in self.state_spaces})
             self.parts, self.state_spaces = _chosen(self.parts, layers), _chosen(self.state_spaces, layers)
         if self._once is not None:
             self._once.keep((*self.parts, *self.state_spaces))

@@ -41,7 +41,8 @@ def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
         if first.version == 1:
             network: nn.Module = Mamba(vocabulary, width, len(parts), state=first.state, expansion=expansion, tied=tied)
         else:
-            sizes = {"state": first.state, "head_width": first.channels // first.heads, "groups": first.groups}
+            sizes: dict[str, Any] = {"state": first.state, "groups": first.groups}
+            sizes["head_width"] = first.channels // first.heads
             network = Mamba2(vocabulary, width, len(parts), expansion=expansion, tied=tied, **sizes)
     wanted = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     if tied:

@@ -56,7 +56,7 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
     short = -tokens % segments
     if short:  # tokens without a step leave the state as it is
         x, delta, b, c = (F.pad(value, (0, 0, 0, short)) for value in (x, delta, b, c))
-    y: Tensor = _Scan.apply(delta * x, delta, a, b, c, segments)  # type: ignore[no-untyped-call]
+    y: Tensor = _Scan.apply(delta * x, delta, a, b, c, segments)
     return y[:, :tokens] if short else y
 
 
@@ -105,7 +105,7 @@ class _Scan(torch.autograd.Function):
         return _unfolded(y, segments)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Run the gradient of the state, G_i = C_i dL/dy_i^T + decay_{i+1} G_{i+1}, from the last token on."""
         us, deltas, rates, bs, cs, states = ctx.saved_tensors
