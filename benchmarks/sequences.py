@@ -97,7 +97,7 @@ def compared(version: int, size: tuple[int, int, int, int], rounds: int) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     options = parser.parse_args()
     torch.set_num_threads(1)

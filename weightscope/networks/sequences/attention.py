@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from weightscope.errors import UsageError
 from weightscope.networks.positions import TEMPERATURE
-from weightscope.networks.sequences.block_scan import block_scan
+from weightscope.networks.sequences.blockwise import block_scan
 
 
 def rotated(x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weightscope.errors import UsageError
-from weightscope.networks.sequences.block_scan import block_scan
-from weightscope.networks.sequences.selective_scan import selective_scan
+from weightscope.networks.sequences.blockwise import block_scan
+from weightscope.networks.sequences.segmented import selective_scan
 
 TAPS = 4  # of the causal convolution, in all published models
 STEPS = (0.001, 0.1)  # range of the initial softplus(b_Delta), log-uniform (Gu and Dao 2023, section 3.6)
