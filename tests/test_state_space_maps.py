@@ -7,10 +7,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from weightscope._util.threads import single_threaded
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small problems run in one thread: several cost ten times as much on a busy machine."""
+    with single_threaded():
+        yield
 
 
 def _network(version: int, layers=None) -> nn.Module:
