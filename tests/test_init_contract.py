@@ -28,10 +28,14 @@ from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.positions import table_codes
 from weightscope.init.residual import zero_matrix
 from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.sequences import CausalTransformer
 
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
-SOURCED = ("default", "select_weights", "net2net", "transfer", "transfer_singular", "covariance_transfer")
+SOURCED = (
+    *("default", "select_weights", "net2net", "transfer", "transfer_singular", "covariance_transfer"),
+    *("ssm_from_attention", "repeat_layer"),
+)
 
 
 @functools.cache
@@ -292,6 +296,33 @@ def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None
             assert torch.equal(new.read("conv_weight"), old.read("conv_weight"))
 
 
+def attentive() -> nn.Module:
+    """A trained attention for the state-space families, whose width is 32."""
+    torch.manual_seed(7)
+    return CausalTransformer(9, 32, 2, heads=4)
+
+
+def check_ssm_from_attention(before: nn.Module, after: nn.Module, loose: float) -> None:
+    """W_C^T W_B, seen from the residual stream, is W_Q W_K^T / sqrt(k) of the layer's head, which fits the state."""
+    for part, theirs in zip(anatomy.ssms(after), anatomy.attention(attentive()), strict=True):
+        c, b = part.read("C"), part.read("B")
+        if part.version == 1:
+            c, b = c @ part.read("in"), b @ part.read("in")
+        for g in range(part.groups):
+            rows = slice(g * part.state, (g + 1) * part.state)
+            wanted = 10 * theirs.read("q")[1 + g] @ theirs.read("k")[1 + g].T / math.sqrt(theirs.head_width)
+            torch.testing.assert_close(c[rows].T @ b[rows], wanted, atol=1e-4 + loose, rtol=0)
+            assert wanted.abs().max() > 5 * (1e-4 + loose)
+
+
+def check_repeat_layer(before: nn.Module, after: nn.Module, loose: float) -> None:
+    wanted = {n: p for n, p in donor_of(before).named_parameters() if ".layers.1." in n}
+    for layer in range(len(anatomy.ssms(after))):
+        mine = {n: p for n, p in after.named_parameters() if f".layers.{layer}." in n}
+        assert len(mine) == len(wanted)
+        assert all(torch.equal(mine[n.replace("layers.1", f"layers.{layer}")], p) for n, p in wanted.items())
+
+
 def check_zero_init(before: nn.Module, after: nn.Module, loose: float) -> None:
     for part in anatomy.attention(after):
         q = part.read("q").mT.reshape(-1, part.width)
@@ -541,6 +572,21 @@ CASES = [
     Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, check_first_last_entries, {"correlation": 0.3}),
     Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, check_first_last_rows, {"mode": "rows"}),
     Case("mimetic_ssm", rows("ssms"), lambda m: names_of(anatomy.ssms(m), *SSM_NAMES), check_mimetic_ssm),
+    Case(
+        "ssm_from_attention",
+        rows("ssms"),
+        lambda m: names_of(anatomy.ssms(m), "B", "C"),
+        check_ssm_from_attention,
+        {"head": 1, "scale": 10.0, "source": attentive()},
+    ),
+    Case(
+        "repeat_layer",
+        rows("ssms"),
+        lambda m: {name for name, _ in m.named_parameters() if ".layers." in name},
+        check_repeat_layer,
+        {"layer": 1},
+        donor="source",
+    ),
     Case("zero_init", SELF, zero_names, check_zero_init),
     Case("t_fixup", [f for f in SELF if "mlps" in f.parts], fixup_names, check_t_fixup),
     Case(

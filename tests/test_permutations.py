@@ -21,6 +21,7 @@ from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.networks.building import build_for
+from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
@@ -121,6 +122,35 @@ def test_a_wrong_group_is_found_out(name: str) -> None:
                 # The bias of keys adds one number to all logits of a query, which a softmax does not see.
                 if not view.name.endswith("bias[k]"):
                     assert changed > 1e-6, (view.name, axis, wrong)
+
+
+@pytest.mark.parametrize("layers", [None, ["attention", "default", "linear_attention"]])
+def test_inner_channels_of_mamba_are_exchangeable(layers: list | None) -> None:
+    """In all tensors of a block together; the same without one of them is another function."""
+    torch.manual_seed(0)
+    network = shaken(Mamba(9, 8, 3, state=3, layers=layers))
+    tokens = torch.randint(9, (2, 11), generator=torch.Generator().manual_seed(2))
+    known = permutation_spec(network)
+    blocks = [i for i in range(3) if layers is None or layers[i] == "default"]
+    assert {group: n for group, n in known.sizes.items() if group.startswith("inner")} == {
+        f"inner.{i}": 16 for i in blocks
+    }
+    assert check_permutations(network, tokens) < 1e-12
+    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0)).state_dict()
+    for name in ("in_proj.weight", "A_log", "D", "conv1d.weight", "x_proj.weight", "dt_proj.bias", "out_proj.weight"):
+        full = f"backbone.layers.{blocks[0]}.mixer.{name}"
+        assert not torch.equal(moved[full], network.state_dict()[full])
+    inner = [view for view in known.views if f"inner.{blocks[0]}" in view.axes]
+    assert len(inner) == 10  # in_proj twice, convolution and bias, x_proj, dt_proj and bias, A_log, D, out_proj
+    for left in inner:
+        axes = tuple(None if axis == f"inner.{blocks[0]}" else axis for axis in left.axes)
+        views = tuple(replace(view, axes=axes) if view is left else view for view in known.views)
+        assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
+
+
+def test_mamba_2_is_refused_by_name() -> None:
+    with pytest.raises(AnatomyError, match="no permutation specification for this network"):
+        permutation_spec(Mamba2(9, 8, 1, state=3, head_width=4))
 
 
 def test_units_of_other_heads_are_not_mixed() -> None:

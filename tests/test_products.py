@@ -17,14 +17,16 @@ from matplotlib.text import Text
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
+from torch import nn
 
 from weightscope import cli, plots
 from weightscope.analysis.attention_products import FactoredProduct, products
-from weightscope.anatomy import attention
+from weightscope.anatomy import attention, ssms
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import mimetic_attention_
+from weightscope.init import mimetic_attention_, mimetic_ssm_
 from weightscope.networks import ConvMixer, ViT
+from weightscope.networks.sequences import Mamba, Mamba2
 
 ROOT = Path(__file__).parent.parent
 VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
@@ -636,3 +638,67 @@ def test_layer_scale_hides_the_negative_diagonal_of_the_vit_of_the_study() -> No
     found = products(VIT_S, fold_scales=True, clip=None)
     assert found.count("vo", layers=True).surely_negative == 11
     assert found.count("qk").positive == 65
+
+
+# --- state-space layers --------------------------------------------------------------------------------------------
+
+
+def _mamba(version: int, layers=None) -> nn.Module:
+    torch.manual_seed(0)
+    if version == 1:
+        return Mamba(9, 32, 3, state=4, layers=layers)
+    return Mamba2(9, 32, 3, state=4, head_width=8, groups=2, layers=layers)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_products_of_state_space_layers_are_the_dense_ones(version):
+    network = _mamba(version)
+    found = products(network, spectra="all", clip=5)
+    assert len(found.records) == 3 * version
+    for row, spectrum in zip(found.records, found.spectra, strict=True):
+        part = ssms(network)[row["layer"]]
+        rows = slice(4 * row["head"], 4 * row["head"] + 4)
+        c, b = part.read("C")[rows].double(), part.read("B")[rows].double()
+        dense = c.T @ b
+        assert (row["part"], row["width"], row["rank"]) == ("cb", 64 if version == 1 else 32, 4)
+        assert row["beta"] == pytest.approx(float(dense.trace()) / len(dense))
+        assert row["z"] == pytest.approx(float(dense.trace() * (c.numel()) ** 0.5 / (c.norm() * b.norm())))
+        np.testing.assert_allclose(spectrum, torch.linalg.svdvals(dense)[:4], rtol=1e-6)
+        corner = found.corners[(network.__class__.__name__, row["layer"], "cb", row["head"], "self")]
+        np.testing.assert_allclose(corner, dense[:5, :5], rtol=1e-5, atol=1e-7)
+
+
+def test_z_of_state_space_layers_tells_mimetic_from_default(tmp_path):
+    """The default has |z| < 5 (false alarm 6e-7 for each of 3); (W_C + W_B) / 2 has sqrt(d N / 2) = 11.3 +- 1."""
+    default, mimetic = _mamba(1), mimetic_ssm_(_mamba(1))
+    found = products(default, mimetic, labels=["default", "mimetic"])
+    for row in found.select("cb", "default"):
+        assert abs(row["z"]) < 5
+    for row in found.select("cb", "mimetic"):
+        assert abs(row["z"] - (64 * 4 / 2) ** 0.5) < 5
+    assert found.count("cb", "mimetic").sure == 3
+    assert found.finding("mimetic") == "CB diagonal positive in 3 of 3 groups of state-space layers (3 with z > 4)"
+    assert "mimetic: 3 state-space layers, d = 64" in found.text()
+    assert found.to_dict()["counts"]["mimetic"]["cb_groups"]["positive"] == 3
+    for view in ("grid", "depth"):
+        found.plot(tmp_path / f"{view}.png", view)
+        assert (tmp_path / f"{view}.png").stat().st_size > 1000
+
+
+def test_products_of_a_hybrid_and_of_a_file(tmp_path):
+    network = _mamba(2, ["default", "attention", "default"])
+    found = products(network)
+    assert [row["part"] for row in found.records] == ["qk", "vo", "vo", "cb", "cb", "cb", "cb"]
+    assert "1 attention modules of 1 heads and 2 state-space layers" in found.text()
+    assert [row["part"] for row in products(network, layers=1).records] == ["cb", "cb"]  # the second of its kind
+    with pytest.raises(UsageError, match="layers: expected some of 0 to 1"):
+        products(network, layers=4)
+    path = tmp_path / "mamba.safetensors"
+    plain = _mamba(1)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    state["backbone.layers.1.mixer.x_proj.weight"][-1, 0] = math.nan
+    save_file(state, path)
+    again = products(str(path))
+    assert [row["finite"] for row in again.records] == [True, False, True]
+    assert "`backbone.layers.1.mixer.x_proj.weight` contains 1 NaN" in again.text()
+    assert again.records[0]["z"] == pytest.approx(products(plain).records[0]["z"])

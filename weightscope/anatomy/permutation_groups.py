@@ -127,6 +127,24 @@ _RMS_GATED = (
     Rule(_LLAMA_BLOCK + r"mlp\.down_proj\.weight", ("~channels", "~hidden.{b}")),
     Rule(r"lm_head\.weight", (None, "~channels")),
 )
+_MAMBA_MIXER = r"backbone\.layers\.(?P<b>\d+)\.mixer\."
+# Inner channels only: states start at different rates (S4D), and rows of the low-rank step are not renumbered.
+_MAMBA = (
+    Rule(r"(backbone\.embeddings|lm_head)\.weight", (None, "~channels")),
+    Rule(r"backbone\.(layers\.\d+\.norm|norm_f)\.weight", (_C,)),
+    Rule(
+        _MAMBA_MIXER + r"in_proj\.weight", parts=(("x", ("inner.{b}", "~channels")), ("z", ("inner.{b}", "~channels")))
+    ),
+    Rule(_MAMBA_MIXER + r"(conv1d\.bias|dt_proj\.bias|D)", ("inner.{b}",)),
+    Rule(_MAMBA_MIXER + r"conv1d\.weight", ("inner.{b}", None, None)),
+    Rule(_MAMBA_MIXER + r"x_proj\.weight", (None, "inner.{b}")),
+    Rule(_MAMBA_MIXER + r"(dt_proj\.weight|A_log)", ("inner.{b}", None)),
+    Rule(_MAMBA_MIXER + r"out_proj\.weight", ("~channels", "inner.{b}")),
+    # the attention of one head of hybrids
+    Rule(_MAMBA_MIXER + r"[qk]_proj\.weight", ("~qk.{b}", "~channels")),
+    Rule(_MAMBA_MIXER + r"v_proj\.weight", ("~vo.{b}", "~channels")),
+    Rule(_MAMBA_MIXER + r"o_proj\.weight", ("~channels", "~vo.{b}")),
+)
 _MLP = (
     Rule(r"(.*\.)?fc1\.weight", ("hidden", None)),
     Rule(r"(.*\.)?fc1\.bias", ("hidden",)),
@@ -139,6 +157,7 @@ ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
     "ViT": _VIT,
     "transformers' ViT": _HF_VIT,
     "RMSNorm with gated MLPs": _RMS_GATED,
+    "Mamba": _MAMBA,
     "MLP": _MLP,
 }
 
@@ -149,7 +168,8 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which
     a pointwise convolution maps to those of the next. ViT: the channels, each MLP's hidden units, and the signed
     coordinates of each block's queries and keys, values and outputs. RMSNorm networks with gated MLPs: signed
-    channels, up and down signed, the gate not.
+    channels, up and down signed, the gate not. Mamba: signed channels, the inner channels of each block; its states
+    are exchangeable by function but not at the start, where they have different rates, and are left fixed.
 
     Args:
         network: its spec, of all tensors or of some of them; or a module, which also tells which units are of one head.

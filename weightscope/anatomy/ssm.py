@@ -9,7 +9,7 @@ from weightscope.anatomy.slots import Slot
 from weightscope.anatomy.tensors import NamedTensors
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
-SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "conv_weight", "conv_bias"]
+SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "in", "conv_weight", "conv_bias"]
 
 _STATE = ("ssm_state_size", "d_state", "state_size", "mamba_d_state")
 _GROUPS = ("n_groups", "ngroups", "mamba_n_groups")
@@ -59,7 +59,8 @@ class SSMPart:
 
         Shapes for Mamba-1: A_log (channels, N), dt_weight (channels, rank), dt_bias (channels,), B and C (N, channels).
         For Mamba-2: A_log (heads,), dt_weight (heads, d), dt_bias (heads,), B and C (groups * N, d).
-        Both: D, conv_weight (convolved channels, taps), the *last* tap being the current token, conv_bias.
+        Both: D, in (channels, d), which the scan's inputs are made of before the convolution, conv_weight (convolved
+        channels, taps), the *last* tap being the current token, conv_bias.
         """
         return self._slot(part).read(self._tensors)
 
@@ -117,6 +118,8 @@ def _mamba1(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
         "B": Slot(f"{prefix}x_proj.weight", slice(rank, rank + state)),
         "C": Slot(f"{prefix}x_proj.weight", slice(rank + state, rows)),
     }
+    if f"{prefix}in_proj.weight" in tensors:
+        slots["in"] = Slot(f"{prefix}in_proj.weight", slice(0, channels))
     slots |= _common(tensors, prefix)
     return SSMPart(layer, 1, prefix.removesuffix("."), state, channels, channels, 1, tensors, slots)
 
@@ -144,6 +147,7 @@ def _mamba2(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
         "dt_bias": Slot(f"{prefix}dt_bias", vector=True),
         "B": Slot(f"{prefix}in_proj.weight", slice(end - shared, end - half)),
         "C": Slot(f"{prefix}in_proj.weight", slice(end - half, end)),
+        "in": Slot(f"{prefix}in_proj.weight", slice(end - shared - channels, end - shared)),
     }
     slots |= _common(tensors, prefix)
     return SSMPart(layer, 2, path, half // groups, channels, heads, groups, tensors, slots)

@@ -127,6 +127,7 @@ def products(
     SOURCE is a .safetensors or .pt file, a model folder or hf://org/name[@revision], from which only the attention's
     tensors are fetched. One model is drawn as a grid of matrices, several are compared by depth. In
     W ~ alpha Z + beta I, beta is the mean of the diagonal; z compares it with that of independent Gaussian factors.
+    Mamba and Mamba-2 layers have W_C^T W_B.
 
     \b
     Examples:

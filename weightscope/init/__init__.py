@@ -34,6 +34,8 @@ from weightscope.init.residual import t_fixup_ as t_fixup_
 from weightscope.init.residual import zero_init_ as zero_init_
 from weightscope.init.selection import select_weights_ as select_weights_
 from weightscope.init.ssm import mimetic_ssm_ as mimetic_ssm_
+from weightscope.init.ssm_transfer import repeat_layer_ as repeat_layer_
+from weightscope.init.ssm_transfer import ssm_from_attention_ as ssm_from_attention_
 from weightscope.init.transfer import permute_ as permute_
 from weightscope.init.transfer import transfer_ as transfer_
 from weightscope.init.transfer import transfer_singular_ as transfer_singular_

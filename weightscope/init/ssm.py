@@ -51,6 +51,13 @@ def mimetic_ssm_(
         cb           W_C <- (W_C + W_B) / 2         W_C^T W_B near a multiple of I: tokens attend to similar ones
         convolution  last tap 1, other taps and bias 0        the short convolution is the identity
 
+    The four switches give the 16 combinations of thesis Fig. 3.26.
+
+    Linear attention is approached, not reached: A_log of Mamba's state 1 (of Mamba-2's head 1) is log 1 = 0, so that
+    its A is -1 for any c, and it decays by e at every token. With N = 8 and c = 8, the maps of random correlated B and
+    C on 16 tokens differ from linear attention by 23 % in Frobenius norm, on 100 tokens by 34 %; with N = 16 by 17 and
+    24 %.
+
     The components transform the present weights, assumed to be those of Mamba's own initialisation: A_log log n or the
     log of U(1, 16), W_B and W_C independent. They are not idempotent.
 

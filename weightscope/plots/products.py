@@ -14,9 +14,9 @@ from weightscope.errors import DataError
 from weightscope.plots import theme, typography
 from weightscope.plots.grids import matrix_grid
 
-_PANELS = (("qk", "beta"), ("qk", "alpha"), ("vo", "beta"), ("vo", "alpha"))
+_PARTS = ("qk", "vo", "cb")
 _APART = 8.0  # ratio of the sources' magnitudes beyond which an axis is logarithmic
-_NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers"}
+_NAMES = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers", "cb": "W_C^T W_B, groups"}
 
 
 @theme.themed
@@ -58,12 +58,18 @@ def product_grid(
         prefix = f"{source} " if len(sources) > 1 else ""
         whole = [] if values == "heads" else [("vo", None)]
         single = [("vo", head) for head in there[:heads] if values != "layers"]
-        for part, head in [*(("qk", head) for head in there[:heads]), *single, *whole]:
+        groups = sorted({head for *_, part, head in mine if part == "cb" and head is not None})
+        most = max(most, len(groups))
+        scans = [("cb", group) for group in groups[:heads]]
+        for part, head in [*(("qk", head) for head in there[:heads]), *single, *whole, *scans]:
             found = [mine.get((*column, part, head)) for column in columns]
             if any(panel is not None for panel in found):
                 lines.append([None if panel is None else np.asarray(panel)[:side, :side] for panel in found])
-                labels.append(f"{prefix}{part.upper()} " + ("layer" if head is None else f"head {head}"))
-    quantity = "entries of W_Q W_K^T (QK) and W_V W_O (VO)"
+                one = "layer" if head is None else f"{'group' if part == 'cb' else 'head'} {head}"
+                labels.append(f"{prefix}{part.upper()} {one}")
+    formulas = {"qk": "W_Q W_K^T (QK)", "vo": "W_V W_O (VO)", "cb": "W_C^T W_B (CB)"}
+    shown = {key.part for key in corners}
+    quantity = "entries of " + " and ".join(text for part, text in formulas.items() if part in shown)
     if any(width > side for width in widths):
         quantity += f", upper left {side} × {side} of {' or '.join(f'{w} × {w}' for w in widths)}"
     if most > heads:
@@ -95,9 +101,11 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
     if not rows:
         raise DataError("products by depth: expected rows, found none")
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    figure, grid = theme.subplots(2, 2, width=10.5, height=6.6, title=title)
+    parts = [part for part in _PARTS if any(row["part"] == part for row in rows)]
+    panels = [(part, quantity) for part in parts for quantity in ("beta", "alpha")]
+    figure, grid = theme.subplots(len(parts), 2, width=10.5, height=3.3 * len(parts), title=title)
     same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
-    for ax, (part, quantity) in zip([ax for line in grid for ax in line], _PANELS, strict=True):
+    for ax, (part, quantity) in zip([ax for line in grid for ax in line], panels, strict=True):
         for i, source in enumerate(sources):
             found = [r for r in rows if (r["source"], r["part"]) == (source, part)]
             found = [r for r in found if (r["head"] is None) == (part == "vo")]

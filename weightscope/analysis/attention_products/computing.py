@@ -14,7 +14,8 @@ from weightscope._util.names import numbered
 from weightscope.analysis.attention_products.factored import STATISTICS, FactoredProduct
 from weightscope.analysis.attention_products.reading import Reader, gain_before, mean_rotation, name_of
 from weightscope.analysis.attention_products.result import Key, ProductsResult, SourceInfo
-from weightscope.anatomy import AttentionPart
+from weightscope.analysis.attention_products.state_spaces import output_input_product
+from weightscope.anatomy import AttentionPart, SSMPart
 from weightscope.anatomy.layer_scale import layer_scale
 from weightscope.errors import AnatomyError, UsageError
 
@@ -79,6 +80,8 @@ def products(
 ) -> ProductsResult:
     """Statistics of `W_Q W_K^T` of every head and `W_V W_O` of every layer and head (thesis Fig. 3.17 and 3.23).
 
+    Of state-space layers, of `W_C^T W_B` of every group (part "cb"; Mamba has one group, and p inner channels for d).
+
     With W_Q, W_K, W_V (d, k) and W_O (k, d) of a head and tokens as rows x of X (n, d), logits are
     `x W_Q W_K^T y^T / sqrt(k)` and the layer adds `sum_h A_h X W_V W_O` to the residual stream. Query heads that share
     keys and values (grouped queries) are each multiplied with those that they use. `FactoredProduct.statistics` defines
@@ -110,7 +113,8 @@ def products(
 
     Raises:
         DataError: if a source cannot be read.
-        AnatomyError: if a model has no attention, or only some between streams of different widths.
+        AnatomyError: if a model has neither state-space layers nor attention, or only some between streams of different
+            widths.
         UsageError: if an option is invalid.
 
     Example:
@@ -151,12 +155,12 @@ class _Table:
     @classmethod
     def for_parts(cls, parts: Sequence[AttentionPart], options: Options) -> "_Table":
         rows = sum(2 * part.heads + 1 for part in parts)
-        rank = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[options.spectra]
-        side = min(options.clip or 0, max(part.width for part in parts))
+        rank: Any = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[options.spectra]
+        side = min(options.clip or 0, max((part.width for part in parts), default=0))
         return cls(
             [],
             np.full((rows, len(_COLUMNS)), np.nan),
-            np.full((rows, max(map(rank, parts))), np.nan),
+            np.full((rows, max(map(rank, parts), default=0)), np.nan),
             np.full((rows, side, side), np.nan, dtype=np.float32),
         )
 
@@ -211,13 +215,47 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
         if options.clip is not None:
             side = min(options.clip, part.width)
             out.corners[Key(label, part.layer, name, head, part.kind)] = table.corners[i, :side, :side]
+    for state_space in reader.state_spaces:
+        _outputs_inputs(out, state_space, label, options, nonfinite)
+        reader.forget()
     heads = tuple(part.heads for part in reader.parts)
     commit = None if reader.checkpoint is None else reader.checkpoint.commit
-    widths = tuple(dict.fromkeys(part.width for part in reader.parts))
+    widths = tuple(dict.fromkeys(row["width"] for row in out.records if row["source"] == label))
     unverified = () if reader.checkpoint is None else reader.checkpoint.unverified
     facts = reader.bytes_read, commit, nonfinite, reader.skipped, unverified
-    info = SourceInfo(label, len(reader.parts), heads, widths, *facts)
+    info = SourceInfo(label, len(reader.parts), heads, widths, *facts, state_spaces=len(reader.state_spaces))
     out.sources.append(info)
+
+
+def _outputs_inputs(
+    out: ProductsResult, part: SSMPart, label: str, options: Options, nonfinite: dict[str, int]
+) -> None:
+    """Append the rows of one state-space layer, one for each group."""
+    product = output_input_product(part)
+    spectra = (
+        product.singular_values().numpy()
+        if options.spectra == "all" or (options.spectra == "heads" and product.small)
+        else None
+    )
+    numbers = {name: values.tolist() for name, values in product.statistics().items()}
+    if not bool(product.finite.all()):
+        for letter in ("B", "C"):
+            bad = int((~part.read(letter).isfinite()).sum())
+            name = part.parameters[letter][0]
+            nonfinite |= {name: nonfinite.get(name, 0) + bad} if bad else {}
+    for group in range(part.groups):
+        beta = _plain(numbers["beta"][group])
+        row = {"source": label, "name": part.name, "kind": "self", "layer": part.layer, "head": group, "part": "cb"}
+        row |= {"width": product.shape[0], "rank": product.rank}
+        row |= {name: _plain(values[group]) for name, values in numbers.items()}
+        row["sign"] = None if beta is None else (beta > 0) - (beta < 0)
+        row["spectral_norm"] = None if spectra is None else _plain(float(spectra[group, 0]))
+        row |= {"finite": beta is not None, "rotary": False, "normalised": False, "layer_scale": False}
+        out.records.append(row)
+        out.spectra.append(None if spectra is None or beta is None else spectra[group])
+        if options.clip is not None:
+            key = Key(label, part.layer, "cb", group)
+            out.corners[key] = product.corner(options.clip)[group].float().numpy()
 
 
 def _batches(part: AttentionPart, width: int) -> list[list[int]]:

@@ -1,17 +1,21 @@
 """Reading the attention of a model: the parts of one layer at a time, each tensor once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, attention, named_tensors, opened
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, opened
+from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy.matrices import Layered
+from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
 
+P = TypeVar("P", bound=Layered)
 _PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
 
 
@@ -27,11 +31,12 @@ class Once(Mapping[str, Tensor]):
         self._kept: dict[str, Tensor] = {}
         self._fused: set[str] = set()
 
-    def keep(self, parts: list[AttentionPart]) -> None:
+    def keep(self, parts: Iterable[AttentionPart | SSMPart]) -> None:
         """Declare the parts that will be read; tensors that contain several parts are cached."""
         for part in parts:
             names = [name for group in part.parameters.values() for name in group]
-            names += [name for group in part.bias_parameters.values() for name in group]
+            if isinstance(part, AttentionPart):
+                names += [name for group in part.bias_parameters.values() for name in group]
             self._fused |= {name for name in names if names.count(name) > 1}
 
     def forget(self) -> None:
@@ -61,7 +66,7 @@ class Once(Mapping[str, Tensor]):
 
 
 class Reader:
-    """One model and its self-attention.
+    """One model, its self-attention and its state-space layers.
 
     Args:
         source: a path, `hf://org/name`, a `Checkpoint`, a module, a mapping of tensors, or an anatomy `NamedTensors`.
@@ -73,10 +78,11 @@ class Reader:
         source: named tensors for the anatomy.
         checkpoint: None for a model in memory.
         parts: attention modules, in order.
+        state_spaces: state-space layers, in order.
         skipped: name of an attention module -> why it is left out.
 
     Raises:
-        AnatomyError: if the model has no such attention.
+        AnatomyError: if the model has no such attention and no state-space layer.
         UsageError: if a layer does not exist.
     """
 
@@ -88,10 +94,16 @@ class Reader:
             self.checkpoint, self._once = source, Once(source)
             source = MappingTensors(self._once, {**source.config, **(config or {})})
         self.source: NamedTensors = named_tensors(source, config)
-        self.parts, self.skipped = _usable(attention(self.source), cross)
-        self.parts = _chosen(self.parts, layers)
+        self.state_spaces: list[SSMPart] = find_state_spaces(self.source)
+        self.parts: list[AttentionPart] = []
+        self.skipped: dict[str, str] = {}
+        if not self.state_spaces or find_attention(self.source):
+            self.parts, self.skipped = _usable(attention(self.source), cross)
+        if layers is not None:
+            _there(layers, {part.layer for part in self.parts} | {part.layer for part in self.state_spaces})
+            self.parts, self.state_spaces = _chosen(self.parts, layers), _chosen(self.state_spaces, layers)
         if self._once is not None:
-            self._once.keep(self.parts)
+            self._once.keep((*self.parts, *self.state_spaces))
 
     @property
     def bytes_read(self) -> int | None:
@@ -121,15 +133,16 @@ def _usable(found: list[AttentionPart], cross: bool) -> tuple[list[AttentionPart
     return parts, skipped
 
 
-def _chosen(parts: list[AttentionPart], layers: Any) -> list[AttentionPart]:
-    if layers is None:
-        return parts
+def _chosen(parts: list[P], layers: Any) -> list[P]:
+    return [part for part in parts if part.layer in ({layers} if isinstance(layers, int) else set(layers))]
+
+
+def _there(layers: Any, there: set[int]) -> None:
+    """Refuse layers that do not exist."""
     wanted = {layers} if isinstance(layers, int) else set(layers)
-    there = {part.layer for part in parts}
     if not wanted or not wanted <= there:
         odd = sorted(wanted - there) or "none"
         raise UsageError(f"layers: expected some of {min(there)} to {max(there)}, found {odd}")
-    return [part for part in parts if part.layer in wanted]
 
 
 def name_of(source: Any) -> str:

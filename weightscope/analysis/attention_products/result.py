@@ -16,7 +16,7 @@ from weightscope.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Part = Literal["qk", "vo"]
+Part = Literal["qk", "vo", "cb"]
 Values = Literal["layers", "heads", "both"]
 View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
@@ -47,6 +47,7 @@ class SourceInfo:
         nonfinite: name of a tensor -> number of its entries used that are NaN or infinite.
         skipped: name of an attention module -> why it is left out.
         unverified: files at a hub of which only byte ranges were read, so that their hash was not compared.
+        state_spaces: number of state-space layers.
     """
 
     label: str
@@ -58,6 +59,7 @@ class SourceInfo:
     nonfinite: dict[str, int]
     skipped: dict[str, str]
     unverified: tuple[str, ...] = ()
+    state_spaces: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class ProductsResult(Result):
 
     Attributes:
         records: flat dictionaries, None for undefined numbers: `source`, `name` and `kind` of the attention module,
-            `layer`, `head` (None for a whole layer), `part` ("qk" or "vo"), `width` d, `rank` r, the columns of
+            `layer`, `head` (None for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of
             `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`,
             `normalised` (queries and keys are normalised before their product, so its scale is meaningless),
             `layer_scale` (the model has one, folded in or not).
@@ -151,8 +153,13 @@ class ProductsResult(Result):
 
     def finding(self, source: str) -> str:
         """One line: how many diagonals of a model are positive."""
-        qk, vo = self.count("qk", source), self.count("vo", source, layers=True)
-        return f"{qk.text('QK', 'heads')}, {vo.text('VO', 'layers')}"
+        found = []
+        if self.select("qk", source):
+            qk, vo = self.count("qk", source), self.count("vo", source, layers=True)
+            found += [qk.text("QK", "heads"), vo.text("VO", "layers")]
+        if self.select("cb", source):
+            found.append(self.count("cb", source).text("CB", "groups of state-space layers"))
+        return ", ".join(found)
 
     @property
     def warnings(self) -> list[str]:
@@ -195,6 +202,7 @@ class ProductsResult(Result):
                 "vo_layers": asdict(self.count("vo", info.label, layers=True)),
                 "vo_heads": asdict(self.count("vo", info.label)),
             }
+            | ({"cb_groups": asdict(self.count("cb", info.label))} if info.state_spaces else {})
             for info in self.sources
         }
         spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
@@ -254,13 +262,32 @@ class ProductsResult(Result):
 
     def _table(self, info: SourceInfo) -> str:
         heads = "/".join(map(str, dict.fromkeys(info.heads)))
-        text = f"{info.label}: {info.modules} attention modules of {heads} heads, d = {'/'.join(map(str, info.widths))}"
+        kinds = [f"{info.modules} attention modules of {heads} heads"] if info.modules else []
+        kinds += [f"{info.state_spaces} state-space layers"] if info.state_spaces else []
+        text = f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}"
         if info.bytes_read:
             text += f", read {info.bytes_read / 1e6:,.1f} MB"
         head = ("layer", "QK beta", "lowest", "highest", "alpha", "heads > 0", "VO beta", "alpha", "rank", "z")
         layers = dict.fromkeys((r["layer"], r["kind"]) for r in self.select("qk", info.label))
         rows = [self._cells(info.label, layer, kind) for layer, kind in layers]
-        return "\n".join([text, text_table(head, rows, left=()), self.finding(info.label)])
+        tables = [text_table(head, rows, left=())] if rows else []
+        if info.state_spaces:
+            tables.append(self._state_spaces(info.label))
+        return "\n".join([text, *tables, self.finding(info.label)])
+
+    def _state_spaces(self, label: str) -> str:
+        head = ("layer", "CB beta", "lowest", "highest", "alpha", "groups > 0", "rank", "z")
+        rows = []
+        for layer in dict.fromkeys(row["layer"] for row in self.select("cb", label)):
+            found = [row for row in self.select("cb", label) if row["layer"] == layer and row["finite"]]
+            if not found:
+                rows.append([f"{layer}", "not finite", *[""] * 6])
+                continue
+            beta, alpha, z, rank = ([row[key] for row in found] for key in ("beta", "alpha", "z", "effective_rank"))
+            counted = f"{sum(b > 0 for b in beta)} of {len(beta)}"
+            cells = map(_number, (float(np.mean(beta)), min(beta), max(beta), float(np.mean(alpha))))
+            rows.append([f"{layer}", *cells, counted, f"{np.mean(rank):.0f}", f"{np.mean(z):+.1f}"])
+        return text_table(head, rows, left=())
 
     def _cells(self, label: str, layer: int, kind: str) -> Sequence[str]:
         def rows(part: Part, layers: bool) -> list[Row]:

@@ -1,0 +1,107 @@
+"""State-space initialisers: all combinations of the four components, transfer from attention, repeated layers."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from references_init import low_rank_product
+
+from weightscope import anatomy
+from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
+from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+
+COMPONENTS = {
+    "a": {"A_log"},
+    "delta": {"dt_weight", "dt_bias"},
+    "cb": {"C"},
+    "convolution": {"conv_weight", "conv_bias"},
+}
+
+
+def _network(version: int, depth: int = 2, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    if version == 1:
+        return Mamba(9, 16, depth, state=4)
+    return Mamba2(9, 16, depth, state=4, head_width=8, groups=2)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("on", list(itertools.product([False, True], repeat=4)))
+def test_all_sixteen_combinations(version, on):
+    """Thesis Fig. 3.26: each combination changes the parts of its components as each component alone does."""
+    base, together = _network(version), _network(version)
+    mimetic_ssm_(together, **dict(zip(COMPONENTS, on, strict=True)))
+    expected = copy.deepcopy(base)
+    for name in (name for name, wanted in zip(COMPONENTS, on, strict=True) if wanted):
+        mimetic_ssm_(expected, **{other: other == name for other in COMPONENTS})
+    touched = set().union(*(COMPONENTS[name] for name, wanted in zip(COMPONENTS, on, strict=True) if wanted))
+    for part, mine, theirs in zip(*(anatomy.ssms(m) for m in (base, expected, together)), strict=True):
+        for name in part.parts:
+            assert torch.equal(mine.read(name), theirs.read(name))
+            assert torch.equal(part.read(name), theirs.read(name)) == (name not in touched)
+
+
+def test_linear_attention_is_approached_to_23_percent():
+    """State 1 has A = -1 for any c; mean over 20 draws of 16 tokens, N = 8, c = 8, as the docstring says."""
+    g = torch.Generator().manual_seed(0)
+    off = []
+    for _ in range(20):
+        b = torch.randn(16, 8, generator=g, dtype=torch.float64)
+        c = (b + torch.randn(16, 8, generator=g, dtype=torch.float64)) / 2
+        rates = -(torch.arange(1, 9, dtype=torch.float64) ** -8.0)
+        distance = torch.arange(16)[:, None] - torch.arange(16)
+        decay = torch.exp(rates[:, None, None] * distance).tril()
+        linear = (c @ b.T).tril()
+        off.append(float((torch.einsum("in,nij,jn->ij", c, decay, b) - linear).norm() / linear.norm()))
+    assert sum(off) / 20 == pytest.approx(0.23, abs=0.02)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("state_below", [False, True])
+def test_queries_and_keys_become_outputs_and_inputs(version, state_below):
+    """Heads narrower than the state are reproduced, wider ones by their best approximation of rank N."""
+    torch.manual_seed(1)
+    trained, network = CausalTransformer(9, 16, 3, heads=2 if state_below else 8), _network(version)
+    source = anatomy.attention(trained)
+    ssm_from_attention_(network, trained, source_layer=2, scale=3.0)
+    for part in anatomy.ssms(network):
+        c, b = part.read("C").double(), part.read("B").double()
+        if version == 1:
+            c, b = (value @ part.read("in").double() for value in (c, b))
+        for g in range(part.groups):
+            rows = slice(4 * g, 4 * g + 4)
+            product = 3 * source[2].scale * source[2].read("q")[g].double() @ source[2].read("k")[g].double().T
+            torch.testing.assert_close(c[rows].T @ b[rows], low_rank_product(product, 4), atol=1e-6, rtol=1e-5)
+            assert part.read("B").abs().sum(1).min() > 0  # states that the head leaves free can still learn
+
+
+def test_one_layer_for_all():
+    teacher, student = _network(1, depth=4, seed=1), _network(1, depth=3)
+    before = copy.deepcopy(student.state_dict())
+    repeat_layer_(student, teacher, layer=2, layers=[0, 2])
+    wanted = teacher.backbone.layers[2].state_dict()
+    for i, layer in enumerate(student.backbone.layers):
+        same = [torch.equal(value, wanted[name]) for name, value in layer.state_dict().items()]
+        assert all(same) if i != 1 else not all(same)
+    for name in ("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers.1.mixer.in_proj.weight"):
+        assert torch.equal(student.state_dict()[name], before[name])
+
+
+def test_wrong_sources_are_one_line_errors():
+    network = _network(1)
+    with pytest.raises(SpecError, match=r"expected attention of width 16, found 8"):
+        ssm_from_attention_(network, CausalTransformer(9, 8, 2, heads=2))
+    with pytest.raises(SpecError, match=r"expected self-attention layer 1 in the source, which has 1"):
+        ssm_from_attention_(network, CausalTransformer(9, 16, 1, heads=2))
+    with pytest.raises(SpecError, match=r"2 groups need heads 1 to 2, found 2"):
+        ssm_from_attention_(_network(2), CausalTransformer(9, 16, 2, heads=2), head=1)
+    with pytest.raises(AnatomyError, match="expected attention modules"):
+        ssm_from_attention_(network, _network(2))
+    with pytest.raises(UsageError, match=r"layer: expected 0 to 1 of the source, found 2"):
+        repeat_layer_(network, _network(1), layer=2)
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(SpecError, match=r"A_log`: found \(32, 4\), and \(4,\) in the source's layer 0"):
+        repeat_layer_(network, _network(2))
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

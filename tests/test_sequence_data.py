@@ -1,0 +1,178 @@
+"""Generated tasks against a brute-force solver, text files, and the Markov source against its entropy."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import references_sequences as reference
+import torch
+
+from weightscope.data.sequences import TASKS, MarkovSource, Text, accuracy, bits, cross_entropy, perplexity
+from weightscope.errors import DataError, UsageError
+
+LENGTH, VOCABULARY, BATCH = 10, 26, 64
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_answers_are_those_of_the_solver(task):
+    found = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    assert found.tokens.dtype == found.targets.dtype == torch.int64
+    assert torch.equal(found.tokens[:, 1:], found.targets[:, :-1])
+    whole = torch.cat([found.tokens, found.targets[:, -1:]], 1)
+    assert whole.min() >= 0
+    assert whole.max() == VOCABULARY - 1
+    for row, mask in zip(whole.tolist(), found.mask.tolist(), strict=True):
+        string, separator, asked = row[:LENGTH], row[LENGTH], row[LENGTH + 1 :]
+        assert separator == VOCABULARY - 1
+        assert separator not in string + asked
+        expected = reference.answer(task, string, VOCABULARY, asked)
+        assert len(asked) == len(expected)
+        assert all(mine == theirs for mine, theirs in zip(asked, expected, strict=True) if theirs is not None)
+        assert mask == [False] * LENGTH + [token is not None for token in expected]
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_tasks_are_pure_functions_of_the_generator(task):
+    first, again = (TASKS[task](_generator(3), 4, LENGTH, VOCABULARY) for _ in range(2))
+    other = TASKS[task](_generator(4), 4, LENGTH, VOCABULARY)
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_tokens_of_the_strings_are_uniform(task):
+    """Counts of each possible token against their expectation, chi-squared below its 1 - 1e-6 quantile; fixed seed."""
+    from scipy.stats import chi2
+
+    found = TASKS[task](_generator(), 4000, LENGTH, VOCABULARY).tokens[:, :LENGTH]
+    if task == "associative_recall":
+        found = found[:, ::2]
+    if task == "selective_copy":
+        assert ((found == VOCABULARY - 2).sum(1) == 7).all()  # 3 of 10 are not blank
+        found = found[found != VOCABULARY - 2]
+    counts = torch.bincount(found.flatten()).double()
+    expected = found.numel() / len(counts)
+    assert len(counts) == {"associative_recall": 12, "selective_copy": 24}.get(task, 25)
+    assert float(((counts - expected) ** 2 / expected).sum()) < chi2.isf(1e-6, len(counts) - 1)
+
+
+def test_all_keys_are_asked_for_in_random_order():
+    found = TASKS["associative_recall"](_generator(), BATCH, LENGTH, VOCABULARY)
+    keys, asked = found.tokens[:, :LENGTH:2], found.tokens[:, LENGTH + 1 :: 2]
+    assert torch.equal(keys.sort(1).values, asked.sort(1).values)
+    assert not torch.equal(keys, asked)
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "vocabulary", "match"),
+    [
+        ("copy", 3, 1, "vocabulary: expected an integer >= 2, found 1"),
+        ("copy", 0, 5, "length: expected an integer >= 1, found 0"),
+        ("sort", 5, 5, "sorting 5 different tokens needs at least 6 with the separator, found 5"),
+        ("associative_recall", 6, 6, "need at least 7, found 6"),
+        ("associative_recall", 5, 20, "expected an even number, two tokens for each pair, found 5"),
+        ("selective_copy", 5, 2, "vocabulary: expected an integer >= 3, found 2"),
+    ],
+)
+def test_wrong_sizes_are_one_line_errors(task, length, vocabulary, match):
+    with pytest.raises(UsageError, match=match) as error:
+        TASKS[task](_generator(), 2, length, vocabulary)
+    assert "\n" not in str(error.value)
+
+
+def test_the_smallest_sizes_work():
+    for task, length, vocabulary in (("sort", 5, 6), ("associative_recall", 6, 7), ("selective_copy", 1, 3)):
+        assert TASKS[task](_generator(), 2, length, vocabulary).mask.any()
+
+
+def test_metrics_count_the_answer_only():
+    found = TASKS["copy"](_generator(), 2, 3, 5)
+    logits = torch.nn.functional.one_hot(found.targets, 5).double() * 50
+    assert accuracy(logits, found) == 1
+    assert float(cross_entropy(logits, found)) < 1e-12
+    logits[:, :3] = 0  # the string itself cannot be predicted, and is not scored
+    assert accuracy(logits, found) == 1
+    logits[0, 3] = logits[0, 3].roll(1)
+    assert accuracy(logits, found) == pytest.approx(5 / 6)
+    assert float(cross_entropy(torch.zeros(2, 6, 5), found)) == pytest.approx(math.log(5))
+    assert bits(math.log(8)) == pytest.approx(3)
+    assert perplexity(math.log(5)) == pytest.approx(5)
+
+
+# --- Markov source ---------------------------------------------------------------------------------------------------
+
+
+def test_the_markov_source_has_the_stated_entropy():
+    """-log2 p of 200,000 tokens, within 5 standard errors of the entropy: false alarm 6e-7."""
+    source = MarkovSource.random(12, seed=1)
+    found = source.batch(_generator(), 400, 500)
+    surprise = -np.log2(source.transitions)[found.tokens.numpy(), found.targets.numpy()].mean(1)  # independent rows
+    assert abs(surprise.mean() - source.entropy) < 5 * surprise.std() / len(surprise) ** 0.5
+    assert 1 < source.entropy < math.log2(12) - 0.5
+    first = np.bincount(found.tokens[:, 0].numpy(), minlength=12) / 400
+    assert abs(first - source.stationary).max() < 5 * 0.5 / 400**0.5
+
+
+def test_a_uniform_source_has_the_largest_entropy():
+    assert MarkovSource(np.full((8, 8), 1 / 8)).entropy == pytest.approx(3)
+    with pytest.raises(UsageError, match="rows of sum 1"):
+        MarkovSource(np.full((8, 8), 1 / 4))
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def _corpus(folder: Path, train: str, valid: str, test: str, names=("train.txt", "valid.txt", "test.txt")) -> Path:
+    for name, text in zip(names, (train, valid, test), strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_text_of_characters_and_words(tmp_path):
+    folder = _corpus(
+        tmp_path,
+        "the café\nthe <unk> cat\n",
+        "the cat\n",
+        "a dog\n",
+        ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+    )
+    words = Text.read(folder, "word")
+    assert words.units == ("<eos>", "<unk>", "café", "cat", "the")
+    assert words.train.tolist() == [4, 2, 0, 4, 1, 3, 0]
+    assert words.test.tolist() == [1, 1, 0]
+    (tmp_path / "ptb.test.txt").write_text("cat the\n")
+    characters = Text.read(folder, "character")
+    assert "".join(characters.units[i] for i in characters.train) == "the café\nthe <unk> cat\n"
+    assert characters.vocabulary == len(set("the café\nthe <unk> cat\n"))
+
+
+def test_windows_of_text(tmp_path):
+    text = Text.read(_corpus(tmp_path, "abcdefghij" * 3, "abcdefg", "ab"), "character")
+    found = text.batch(_generator(), 50, 29)
+    assert set(found.tokens[:, 0].tolist()) == {0}  # the only window of 29 tokens and the one that follows
+    found = text.batch(_generator(), 200, 4)
+    assert torch.equal((found.tokens + 1) % 10, found.targets)
+    assert len(found.tokens[:, 0].unique()) == 10
+    held = list(text.held_out(4))
+    assert [part.targets[0].tolist() for part in held] == [[1, 2, 3, 4], [5, 6]]
+    with pytest.raises(UsageError, match="expected less than the 30 tokens of the text, found 30"):
+        text.batch(_generator(), 1, 30)
+
+
+def test_damaged_text_is_a_one_line_error(tmp_path):
+    with pytest.raises(DataError, match=r"expected the files of a text corpus, one of ptb\.train\.txt"):
+        Text.read(tmp_path, "word")
+    _corpus(tmp_path, "abc", "abx", "abc")
+    with pytest.raises(DataError, match=r"valid\.txt: the character 'x' is not in the training text"):
+        Text.read(tmp_path, "character")
+    (tmp_path / "valid.txt").write_text(" \n")
+    with pytest.raises(DataError, match=r"valid\.txt: expected text, found none"):
+        Text.read(tmp_path, "character")
+    (tmp_path / "train.txt").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"train\.txt: expected UTF-8, found the byte 0xff at 2"):
+        Text.read(tmp_path, "character")

@@ -1,0 +1,256 @@
+"""Networks for sequences: scans against the step-by-step recurrence, Mamba against transformers, hybrids."""
+
+import time
+
+import pytest
+import references_sequences as reference
+import shims
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.threads import single_threaded
+from weightscope.anatomy import attention, ssms
+from weightscope.errors import UsageError
+from weightscope.networks.sequences import (
+    CausalTransformer,
+    LinearAttention,
+    Mamba,
+    Mamba2,
+    Mamba2Mixer,
+    MambaMixer,
+    block_scan,
+    selective_scan,
+)
+from weightscope.networks.sequences.attention import rotated
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small problems run in one thread: several cost ten times as much on a busy machine."""
+    with single_threaded():
+        yield
+
+
+def _scan_inputs(tokens: int, *, batch: int = 2, channels: int = 6, states: int = 4) -> list[Tensor]:
+    """Inputs whose decays range from none to 1e-16 within a few tokens, where inverse decays would overflow."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    rates = -torch.cat([torch.zeros(channels, 1), torch.rand(channels, states - 1, generator=g) * 40], 1).double()
+    values = [normal(batch, tokens, channels), normal(batch, tokens, channels).abs(), rates]
+    values += [normal(batch, tokens, states), normal(batch, tokens, states)]
+    return [value.requires_grad_() for value in values]
+
+
+def _block_inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    rates = -torch.tensor([0.0, 1e-3, 1.0, 60.0], dtype=torch.float64)[:heads]
+    values = [normal(2, tokens, heads, 3), normal(2, tokens, heads).abs(), rates]
+    values += [normal(2, tokens, groups, 5), normal(2, tokens, groups, 5)]
+    return [value.requires_grad_() for value in values]
+
+
+def _with_gradients(function, inputs: list[Tensor], **options) -> list[Tensor]:
+    y = function(*inputs, **options)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
+
+
+@pytest.mark.parametrize("segments", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_selective_scan_and_its_gradients_are_those_of_the_recurrence(tokens, segments):
+    inputs = _scan_inputs(tokens)
+    ours = _with_gradients(selective_scan, inputs, segments=segments)
+    for mine, theirs in zip(ours, _with_gradients(reference.selective_scan, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_block_scan_and_its_gradients_are_those_of_the_recurrence(tokens, block):
+    inputs = _block_inputs(tokens)
+    ours = _with_gradients(block_scan, inputs, block=block)
+    for mine, theirs in zip(ours, _with_gradients(reference.heads_scan, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_scans_name_shapes_that_do_not_fit():
+    x, delta, a, b, c = _scan_inputs(5)
+    with pytest.raises(UsageError, match=r"expected delta, A, B, C of .*found"):
+        selective_scan(x, delta, a, b[:, :4], c)
+    x, delta, a, b, c = _block_inputs(5)
+    with pytest.raises(UsageError, match="groups that divide the 4 heads"):
+        block_scan(x, delta, a, b[:, :, [0, 1, 0]], c[:, :, [0, 1, 0]])
+
+
+def test_selective_scan_is_faster_than_a_loop_over_time():
+    """A tenth of the loop's time is measured by benchmarks/sequences.py; a third must hold on a busy machine, too."""
+    inputs = [value.detach().float().requires_grad_() for value in _scan_inputs(512, batch=1, channels=32, states=8)]
+
+    def seconds(function) -> float:
+        _with_gradients(function, inputs)
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            _with_gradients(function, inputs)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(selective_scan) < seconds(reference.selective_scan) / 3
+
+
+# --- transformers --------------------------------------------------------------------------------------------------
+
+
+def _theirs(version: int) -> nn.Module:
+    transformers = shims.transformers()
+    common = {"vocab_size": 11, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5, "expand": 2}
+    if version == 1:
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**common)).eval()
+    sizes = {"num_heads": 6, "head_dim": 8, "n_groups": 2, "chunk_size": 8}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**common, **sizes)).eval()
+
+
+def _ours(version: int) -> nn.Module:
+    if version == 1:
+        return Mamba(11, 24, 2, state=5)
+    return Mamba2(11, 24, 2, state=5, head_width=8, groups=2)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mamba_exchanges_state_dicts_with_transformers(version):
+    theirs, ours = _theirs(version), _ours(version)
+    tokens = torch.randint(11, (3, 21), generator=torch.Generator().manual_seed(0))
+    g = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for value in theirs.parameters():  # so that no tensor can be overlooked
+            value.copy_(0.5 * torch.randn(value.shape, generator=g))
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    before = ours(tokens).detach()
+    ours.load_state_dict(theirs.state_dict())
+    expected = theirs(tokens).logits.detach()
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert not torch.allclose(before, expected, atol=1e-2)
+    back = _theirs(version)
+    back.load_state_dict(_ours(version).state_dict())
+    ours.load_state_dict(back.state_dict())
+    torch.testing.assert_close(back(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+# --- initial weights, causality, hybrids -----------------------------------------------------------------------------
+
+
+def _networks() -> dict[str, nn.Module]:
+    hybrid = ["default", "attention", "linear_attention"]
+    return {
+        "mamba": Mamba(9, 16, 2, state=3),
+        "mamba2": Mamba2(9, 16, 2, state=3, head_width=8, groups=2),
+        "hybrid": Mamba(9, 16, 3, state=3, layers=hybrid, key_width=8),
+        "hybrid of Mamba-2": Mamba2(9, 16, 3, state=3, head_width=8, layers=hybrid),
+        "sinusoidal": CausalTransformer(9, 16, 2, heads=2),
+        "rotary": CausalTransformer(9, 16, 2, heads=2, positions="rotary"),
+    }
+
+
+@pytest.mark.parametrize("name", list(_networks()))
+def test_outputs_depend_on_past_and_present_tokens_only(name):
+    torch.manual_seed(0)
+    network = _networks()[name].double()
+    tokens = torch.randint(9, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 9
+    difference = (network(tokens) - network(changed)).abs().amax((0, 2))
+    assert difference[:7].max() == 0
+    assert difference[7] > 1e-3
+    assert difference[-1] > 1e-9  # and reach the last token
+
+
+def test_layers_of_a_hybrid_are_those_listed():
+    network = Mamba2(9, 16, 4, state=3, head_width=8, layers=["default", "attention", "linear_attention", "default"])
+    assert [part.name for part in ssms(network)] == ["backbone.layers.0.mixer", "backbone.layers.3.mixer"]
+    assert isinstance(network.backbone.layers[2].mixer, LinearAttention)
+    grouped = ssms(Mamba2(9, 16, 1, state=3, head_width=8, groups=2))[0]
+    assert (grouped.groups, grouped.state, grouped.heads) == (2, 3, 4)
+    with pytest.raises(UsageError, match="expected 4 names"):
+        Mamba(9, 16, 4, layers=["attention"])
+    with pytest.raises(UsageError, match="'linear_attention', found 'hyena'"):
+        Mamba(9, 16, 1, layers=["hyena"])
+
+
+@pytest.mark.parametrize("key_width", [2, 8, 40])
+def test_linear_attention_is_the_masked_product(key_width):
+    torch.manual_seed(0)
+    layer, x = LinearAttention(8, key_width).double(), torch.randn(2, 70, 8, dtype=torch.float64)
+    scores = (layer.q_proj(x) @ layer.k_proj(x).mT).tril() / key_width**0.5
+    torch.testing.assert_close(layer(x), layer.o_proj(scores @ layer.v_proj(x)))
+
+
+def test_rotated_products_depend_on_relative_positions():
+    q, k = torch.randn(2, 1, 6, dtype=torch.float64).expand(2, 9, 6)
+    products = rotated(q) @ rotated(k).T
+    torch.testing.assert_close(products[3:, 3:], products[:-3, :-3])
+    assert (products[0] - products[0, 0]).abs().max() > 0.1
+
+
+def test_anatomy_reads_the_transformer():
+    for positions in ("sinusoidal", "rotary"):
+        parts = attention(CausalTransformer(9, 16, 2, heads=2, positions=positions))
+        assert [(part.heads, part.rotary, part.causal) for part in parts] == [(2, positions == "rotary", True)] * 2
+
+
+def test_mamba_starts_from_s4d_rates_and_log_uniform_steps():
+    """Bounds of the mean of 2,048 logarithms, log-uniform in [0.001, 0.1]: 5 standard errors, false alarm 6e-7."""
+    torch.manual_seed(0)
+    mixer = MambaMixer(1024, state=3)
+    assert torch.equal(mixer.A_log, torch.tensor([1.0, 2.0, 3.0]).log().expand(2048, 3))
+    steps = nn.functional.softplus(mixer.dt_proj.bias.detach().double()).log10()
+    assert steps.min() >= -3.0001
+    assert steps.max() <= -0.9999
+    assert abs(float(steps.mean()) + 2) < 5 * (2 / 12**0.5) / 2048**0.5
+    heads = Mamba2Mixer(16, state=3, head_width=8)
+    torch.testing.assert_close(heads.A_log.detach().exp(), torch.arange(1.0, 5.0))
+
+
+def test_resetting_every_layer_gives_initial_weights():
+    torch.manual_seed(0)
+    network = Mamba(9, 16, 2, state=3)
+    for module in network.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert float(network.backbone.embeddings.weight.detach().std()) < 0.03
+    assert torch.equal(network.backbone.layers[0].mixer.A_log[0], torch.tensor([1.0, 2.0, 3.0]).log())
+    assert (network.backbone.layers[0].mixer.dt_proj.bias < -2).all()
+
+
+def test_wrong_tokens_are_one_line_errors():
+    for network in _networks().values():
+        for wrong in (9, -1):
+            with pytest.raises(UsageError, match=f"expected numbers from 0 to 8, found {wrong}"):
+                network(torch.tensor([[0, wrong]]))
+    with pytest.raises(UsageError, match=r"expected at most 4 in a sequence.*found 5"):
+        CausalTransformer(9, 16, 1, heads=2, context=4)(torch.zeros(1, 5, dtype=torch.int64))
+    with pytest.raises(UsageError, match="head_width must divide the 32 inner channels"):
+        Mamba2(9, 16, 1, head_width=7)
+
+
+def test_a_hybrid_learns_to_repeat_a_token():
+    """The loss of predicting the token before falls from log 9 = 2.2, where an untrained network stays, to 1.5."""
+    torch.manual_seed(0)
+    network = Mamba(9, 16, 2, state=4, layers=["default", "linear_attention"])
+    optimiser = torch.optim.AdamW(network.parameters(), 2e-2)
+    losses = []
+    for _ in range(60):
+        tokens = torch.randint(9, (16, 12))
+        loss = nn.functional.cross_entropy(network(tokens)[:, 1:].flatten(0, 1), tokens[:, :-1].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] > 2
+    assert losses[-1] < 1.5

@@ -1,0 +1,125 @@
+"""Maps of state-space layers: the layer's own output, masks, checkpoints and pictures."""
+
+import numpy as np
+import pytest
+import shims
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from weightscope._util.threads import single_threaded
+from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init import mimetic_ssm_
+from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small problems run in one thread: several cost ten times as much on a busy machine."""
+    with single_threaded():
+        yield
+
+
+def _network(version: int, layers=None) -> nn.Module:
+    torch.manual_seed(0)
+    if version == 1:
+        return Mamba(9, 16, 3, state=4, layers=layers)
+    return Mamba2(9, 16, 3, state=4, head_width=8, groups=2, layers=layers)
+
+
+def _tokens(batch: int = 2, length: int = 15) -> Tensor:
+    return torch.randint(9, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_maps_are_the_formula_and_give_the_output(version):
+    """M_d by its definition, with explicit products; applied, skipped, gated and projected it is the layer's output."""
+    mixer = _network(version).double().backbone.layers[0].mixer
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    s = mixer.select(x)
+    maps = channel_maps(s)
+    channels, states, groups = s.x.shape[2], s.a.shape[1], s.b.shape[2]
+    for d in (0, 9, channels - 1):
+        g = d // (channels // groups)
+        for i in range(7):
+            for j in range(7):
+                expected = torch.zeros(2, dtype=torch.float64)
+                for n in range(states) if i >= j else ():
+                    decay = torch.stack(
+                        [torch.exp(s.delta[:, k, d] * s.a[d, n]) for k in range(j + 1, i + 1)] or [1 + 0 * expected]
+                    )
+                    expected += s.c[:, i, g, n] * decay.prod(0) * s.delta[:, j, d] * s.b[:, j, g, n]
+                torch.testing.assert_close(maps[:, d, i, j], expected, rtol=1e-10, atol=1e-12)
+    y = torch.einsum("bdij,bjd->bid", maps, s.x) + s.x * s.skip
+    torch.testing.assert_close(mixer.finish(y, s.gate), mixer(x), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mean_maps_of_a_network(version, tmp_path):
+    network = _network(version, ["default", "attention", "default"])
+    found = state_space_maps(network, _tokens())
+    assert [layer.name for layer in found.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
+    for layer in found.layers:
+        assert layer.error < 1e-12
+        assert not np.triu(layer.map, 1).any()
+        np.testing.assert_allclose(np.diag(layer.mask), 1)
+        assert ((layer.mask >= 0) & (layer.mask <= 1)).all()
+    assert "layer" in found.text()
+    assert len(found.rows()) == 2
+    found.plot(tmp_path / "maps.png")
+    assert (tmp_path / "maps.png").stat().st_size > 1000
+    assert next(network.parameters()).dtype == torch.float32  # the model itself is left alone
+
+
+def test_mimetic_layers_reach_far():
+    """State 1 decays by e at each step for any c; the others hardly do: the mask is about (N - 1) / N."""
+    before, after = _network(1), mimetic_ssm_(_network(1), c=8.0)
+    default, mimetic = (state_space_maps(network, _tokens()).rows() for network in (before, after))
+    for old, new in zip(default, mimetic, strict=True):
+        assert new["reach"] == pytest.approx(3 / 4, abs=0.06)
+        assert old["reach"] < 0.95
+    # One state less of N in linear attention: the mask with all states kept is one everywhere.
+    with torch.no_grad():
+        for layer in after.backbone.layers:
+            layer.mixer.A_log.fill_(-30)
+    assert state_space_maps(after, _tokens()).rows()[0]["reach"] == pytest.approx(1)
+
+
+def test_an_output_that_maps_do_not_give_is_an_error():
+    network = _network(1)
+    network.backbone.layers[1].mixer.register_forward_hook(lambda _, x, y: y + 1e-3)
+    with pytest.raises(DataError, match=r"layers\.1\.mixer`: the maps do not give the layer's output"):
+        state_space_maps(network, _tokens())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_maps_of_transformers_models_and_of_files(version, tmp_path):
+    shims.transformers()
+    from families import FAMILIES
+
+    theirs = FAMILIES["hf-mamba" if version == 1 else "hf-mamba2"].build().eval()
+    tokens = _tokens()
+    found = state_space_maps(theirs, tokens)
+    groups = {"n_groups": theirs.config.n_groups} if version == 2 else {}
+    state = {name: value.clone() for name, value in theirs.state_dict().items()}
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    again = state_space_maps(str(path), tokens, config=groups)
+    for one, two in zip(found.layers, again.layers, strict=True):
+        np.testing.assert_array_equal(one.map, two.map)
+        assert np.abs(one.map).max() > 0
+    base = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
+    np.testing.assert_array_equal(state_space_maps(base, tokens, config=groups).layers[0].map, found.layers[0].map)
+    del state["backbone.norm_f.weight"]
+    with pytest.raises(AnatomyError, match=r"`backbone\.norm_f\.weight`: expected \(\d+,\).* found none"):
+        state_space_maps(state, tokens, config=groups)
+
+
+def test_wrong_input_is_a_one_line_error():
+    with pytest.raises(DataError, match=r"expected tokens \(B, n\) of an integer type, found \(3,\)"):
+        state_space_maps(_network(1), [1, 2, 3])
+    with pytest.raises(UsageError, match="expected numbers from 0 to 8, found 9"):
+        state_space_maps(_network(1), [[9, 1]])
+    with pytest.raises(AnatomyError, match="expected state-space layers"):
+        state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])

@@ -1,0 +1,164 @@
+"""Generated tasks: a string, a separator, and an answer that the string determines.
+
+A task is a pure function of (generator, batch, length, vocabulary): the same state of the generator gives the same
+sequences, on the generator's device. `length` counts the tokens of the string before the separator; the vocabulary
+includes the separator, which is its last token.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import count
+from weightscope._util.plugins import Registry
+from weightscope.data.sequences.batch import SequenceBatch
+from weightscope.errors import UsageError
+
+Task = Callable[[torch.Generator, int, int, int], SequenceBatch]
+
+TASKS: Registry[Task] = Registry("task")
+"""Name -> `f(generator, batch, length, vocabulary)`."""
+
+
+@TASKS.register("copy", source="Jelassi et al. 2024; thesis Eq. 3.36")
+def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+    """Repeat the string: `a b c | a b c`, tokens uniform.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string.
+        vocabulary: v >= 2, tokens 0 to v - 2 and the separator v - 1.
+
+    Returns:
+        Sequences of 2 length tokens.
+
+    Raises:
+        UsageError: if a number is out of range.
+
+    Example:
+        >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
+        torch.Size([2, 6])
+    """
+    _checked(batch, length, vocabulary)
+    string = _uniform(generator, batch, length, vocabulary - 1)
+    return _sequences(string, string, vocabulary)
+
+
+@TASKS.register("copy_reversed", source="thesis 3.3.1")
+def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+    """Repeat the string in stack order, last token first: `a b c | c b a`; arguments and errors as `copy`."""
+    _checked(batch, length, vocabulary)
+    string = _uniform(generator, batch, length, vocabulary - 1)
+    return _sequences(string, string.flip(1), vocabulary)
+
+
+@TASKS.register("sort", source="thesis 3.3.3")
+def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+    """Sort the string, whose tokens are all different: `c a b | a b c`; arguments as `copy`.
+
+    Raises:
+        UsageError: if a number is out of range, or there are fewer than `length` tokens.
+    """
+    _checked(batch, length, vocabulary)
+    if vocabulary - 1 < length:
+        raise UsageError(
+            f"vocabulary: sorting {length} different tokens needs at least {length + 1} with the separator, "
+            f"found {vocabulary}"
+        )
+    string = _permutations(generator, batch, vocabulary - 1)[:, :length]
+    return _sequences(string, string.sort(1).values, vocabulary)
+
+
+@TASKS.register("associative_recall", source="Arora et al. 2024; thesis Eq. 3.37")
+def associative_recall(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+    """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
+
+    With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
+    All keys are asked for, in random order.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string, even: two tokens for each pair.
+        vocabulary: v.
+
+    Returns:
+        Sequences of 2 length tokens.
+
+    Raises:
+        UsageError: if a number is out of range, or there are fewer keys than pairs.
+    """
+    count("length", length, 2)
+    _checked(batch, length, vocabulary)
+    if length % 2:
+        raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
+    pairs, keys = length // 2, (vocabulary - 1) // 2
+    if keys < pairs:
+        raise UsageError(
+            f"vocabulary: {pairs} different keys, as many values and the separator need at least {length + 1}, "
+            f"found {vocabulary}"
+        )
+    key = _permutations(generator, batch, keys)[:, :pairs]
+    value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
+    string = torch.stack([key, value], 2)  # (B, pairs, 2)
+    order = _permutations(generator, batch, pairs)
+    asked = string.gather(1, order.unsqueeze(2).expand_as(string))
+    found = _sequences(string.flatten(1), asked.flatten(1), vocabulary)
+    found.mask[:, length::2] = False  # keys of the answer
+    return found
+
+
+@TASKS.register("selective_copy", source="Gu and Dao 2023, section 4.1.1")
+def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+    """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string, with its blanks.
+        vocabulary: v >= 3, tokens 0 to v - 3, the blank v - 2 and the separator v - 1.
+
+    Returns:
+        Sequences of length + ceil(length / 4) tokens.
+
+    Raises:
+        UsageError: if a number is out of range.
+    """
+    count("vocabulary", vocabulary, 3)
+    _checked(batch, length, vocabulary)
+    kept = -(-length // 4)
+    answer = _uniform(generator, batch, kept, vocabulary - 2)
+    places = _permutations(generator, batch, length)[:, :kept].sort(1).values
+    string = torch.full((batch, length), vocabulary - 2, device=generator.device).scatter(1, places, answer)
+    return _sequences(string, answer, vocabulary)
+
+
+def _checked(batch: int, length: int, vocabulary: int) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        UsageError: naming the number.
+    """
+    count("batch", batch)
+    count("length", length)
+    count("vocabulary", vocabulary, 2)
+
+
+def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -> Tensor:
+    return torch.randint(tokens, (batch, length), generator=generator, device=generator.device)
+
+
+def _permutations(generator: torch.Generator, batch: int, size: int) -> Tensor:
+    """Uniform permutations of 0 .. size - 1, (B, size)."""
+    return torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64).argsort(1)
+
+
+def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> SequenceBatch:
+    """`string | answer`, without its last token, and shifted by one."""
+    separator = torch.full_like(string[:, :1], vocabulary - 1)
+    whole = torch.cat([string, separator, answer], 1)
+    mask = torch.zeros(whole[:, 1:].shape, dtype=torch.bool, device=whole.device)
+    mask[:, string.shape[1] :] = True
+    return SequenceBatch(whole[:, :-1], whole[:, 1:], mask)
