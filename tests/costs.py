@@ -46,7 +46,7 @@ def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
 
 
 def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
-    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...]`."""
+    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...] [--probe]`."""
     _, name, *options = shlex.split(command)
 
     def values(option: str) -> list[str]:
@@ -64,5 +64,14 @@ def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
 
 
 def command_cost(command: str) -> int:
-    """Multiply-adds of such a command."""
-    return benchmark_cost(*planned_command(command))[2]
+    """Multiply-adds of such a command; of a probe those of the features, which are computed once."""
+    recipe, arms = planned_command(command)
+    return sum(map(probing_cost, arms)) if "--probe" in shlex.split(command) else benchmark_cost(recipe, arms)[2]
+
+
+def probing_cost(arm: Arm) -> int:
+    """Multiply-adds of the features of an arm's networks; those of the classifiers are few."""
+    data = arm.recipe.data
+    info = dataset_info(data)
+    images = (data.train or info.train) + (data.test or info.test)
+    return forward_cost(arm.recipe)[1] * images * arm.recipe.population.networks
