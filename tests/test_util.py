@@ -255,13 +255,15 @@ def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.M
 
     reference = plugins.reference_to(local)
     assert plugins.imported(reference) is local
-    assert plugins.passed() == {reference: local}
-    handed_over = plugins.passed()
+    handed_over = plugins.passed([reference, "json:dumps"])
+    assert handed_over == {reference: (local, plugins.source_hash(local))}
     plugins._passed.clear()
     with pytest.raises(UsageError):
         plugins.imported(reference)
-    plugins.restore(handed_over)
+    plugins.restore({reference: (local, "its hash there")})
     assert plugins.imported(reference)() == 5
+    assert plugins.source_hash(local, reference) == "its hash there"
+    monkeypatch.setattr(plugins, "_hashes", {})
 
 
 def test_the_hash_of_a_partial_is_that_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ CASES = {
     "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "q", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
     "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
+    "constant_mlp_bias": Case("constant_mlp_bias", convnext, C, error_in("value"), {"value": 0.12}),
     "layer_scale_identity": Case("layer_scale_identity", convnext, C, error_in("value"), {"value": 0.12}),
 }
 

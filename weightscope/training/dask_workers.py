@@ -97,7 +97,8 @@ class _Dask:
         answering = self._lookout.age() < _ANSWERING and self._client.status == "running"
         if answering and left:
             self._client.cancel(left, force=True)
-        self._client.close(timeout=5 if answering else 0.1)
+        with contextlib.suppress(TimeoutError):  # of a scheduler that is gone
+            self._client.close(timeout=5 if answering else 0.1)
 
     def _idle(self) -> list[str]:
         return sorted(self._alive() - self._running.keys())

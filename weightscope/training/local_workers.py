@@ -167,6 +167,7 @@ def _serve(connection: Connection) -> None:
         while connection.poll(_UNUSED_SECONDS):
             task, tile, hangs = connection.recv()
             now.update(tile=tile, done=None)
+            send("progress", tile, None)  # a process that is stopped right away is known to have started
             try:
                 value = workers.run(cloudpickle.loads(task), tile, lambda done: now.update(done=done), hangs)
             except Exception as error:  # noqa: BLE001 - raised in the parent
