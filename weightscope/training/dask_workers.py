@@ -70,11 +70,13 @@ class _Dask:
         time.sleep(_POLL_SECONDS)
         alive = self._alive()
         limit = workers.LOST_SECONDS
-        if self._lookout.age() > limit or self._client.status == "closed":
+        silent = time.monotonic() - self._last_heartbeat  # while it reconnects, the client repeats what it knew
+        away = self._client.status != "running" and silent > limit
+        if self._lookout.age() > limit or self._client.status == "closed" or away:
             raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {limit:.0f} seconds")
         if not self._heartbeats:  # workers that are still to start
             limit = workers.START_SECONDS
-        if self._lookout.age() < _ANSWERING and time.monotonic() - self._last_heartbeat > limit:
+        if self._lookout.age() < _ANSWERING and silent > limit:
             raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
         ended = []
         for address, (tile, future) in list(self._running.items()):
