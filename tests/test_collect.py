@@ -18,6 +18,7 @@ from typing import Any
 import fake_training as fake
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from weightscope import training
 from weightscope._util import atomic
@@ -638,3 +639,14 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
 )
 def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...], seconds: float) -> None:
     assert _seconds(tiles, each) == pytest.approx(seconds)
+
+
+def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: list[int]) -> None:
+    source = tmp_path / "source.safetensors"
+    save_file({"w": np.ones(3, np.float32)}, source)
+    wanted = fake.recipe().replace({"init": [{"name": "transfer", "source": str(source)}]})
+    collect(wanted, tmp_path / "a.pop", workers=1, progress=False)
+    collect(wanted, tmp_path / "a.pop", networks=24, workers=1, progress=False)
+    save_file({"w": 5 * np.ones(3, np.float32)}, source)
+    with pytest.raises(DataError, match="collected with another weights .*: expected hash"):
+        collect(wanted, tmp_path / "a.pop", networks=32, workers=1, progress=False)

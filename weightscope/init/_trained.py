@@ -1,5 +1,6 @@
 """Sources of trained weights, and the component of a network to which each tensor belongs."""
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,16 @@ def tensors(source: Any) -> Mapping[str, Any]:
     if isinstance(model, Mapping):
         return model
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
+
+
+def fingerprint(source: Any) -> str:
+    """16 hex digits of the SHA-256 of the names, shapes, types and values of a source's tensors; see `tensors`."""
+    named, digest = tensors(source), hashlib.sha256()
+    for name in sorted(named):
+        value = named[name]
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:

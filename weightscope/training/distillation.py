@@ -1,7 +1,6 @@
 """Distillation: a term of the loss that compares every network of a tile with one trained network, the teacher."""
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from weightscope._util.sources import population_member
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
-from weightscope.init._trained import COMPONENTS
+from weightscope.init._trained import COMPONENTS, fingerprint
 from weightscope.population import Population
 from weightscope.recipe import DistillationConfig, Recipe
 from weightscope.training.batched_networks import BatchedNetworks
@@ -54,11 +53,7 @@ def teacher_hash(recipe: Recipe) -> dict[str, str]:
     teacher = teacher_of(recipe)
     if teacher is None or recipe.distillation is None:
         return {}
-    digest = hashlib.sha256()
-    for name, value in sorted(teacher.state_dict().items()):
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
-    return {f"teacher {recipe.distillation.teacher}": digest.hexdigest()[:16]}
+    return {f"teacher {recipe.distillation.teacher}": fingerprint(teacher)}
 
 
 def head_of(network: nn.Module, outputs: int | None = None) -> str:

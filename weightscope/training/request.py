@@ -46,7 +46,7 @@ def requested(
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code | teacher_hash(recipe)
+    inputs = manifests.artifact_hashes(recipe) | own_code | teacher_hash(recipe) | _source_hashes(recipe)
     for init in recipe.init:
         resolve_init(init)
     limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
@@ -100,6 +100,17 @@ def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
         for kind, name in references(recipe)
         if kind != "data"
     }
+
+
+def _source_hashes(recipe: Recipe) -> dict[str, str]:
+    """`"weights PATH"` -> hash of the trained weights, for each source of an initialiser of a recipe."""
+    from weightscope.init import _trained
+
+    own = {name for section, name in references(recipe) if section == "init"}
+    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
+    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
+    named = {value for value in given if isinstance(value, str)}
+    return {f"{manifests.WEIGHTS}{name}": _trained.fingerprint(name) for name in sorted(named)}
 
 
 def references(recipe: Recipe) -> list[tuple[str, str]]:
