@@ -648,5 +648,5 @@ def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: l
     collect(wanted, tmp_path / "a.pop", workers=1, progress=False)
     collect(wanted, tmp_path / "a.pop", networks=24, workers=1, progress=False)
     save_file({"w": 5 * np.ones(3, np.float32)}, source)
-    with pytest.raises(DataError, match="collected with another weights .*: expected hash"):
+    with pytest.raises(DataError, match=r"collected with another weights .*: expected hash"):
         collect(wanted, tmp_path / "a.pop", networks=32, workers=1, progress=False)
