@@ -550,3 +550,11 @@ def test_what_the_command_refuses(folder, arguments, message, capsys):
     assert code != 0
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_images_of_a_population_are_those_that_its_networks_were_evaluated_on(tmp_path):
+    plan = Recipe.load("digits-vit").replace({"data.train": 100, "data.validation": 40, "training.epochs": 1})
+    population = collect(plan, tmp_path / "a.pop", networks=1, workers=1, progress=False)
+    data = load("digits", train=100, validation=40)
+    expected = normalise(data.test_images[:8], data.mean, data.std)
+    assert torch.equal(images_for(population.path, count=8), expected)

@@ -393,3 +393,11 @@ def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
     ]
     with pytest.raises(UsageError, match="form: expected one of 'text', 'markdown', 'latex'"):
         swept.table("html")
+
+
+def test_arms_that_differ_in_punctuation_have_folders_of_their_own() -> None:
+    names = [f'transfer(source="a.pt",select="{pattern}")' for pattern in ("*.norm*", "?.norm?", "*.norm")]
+    folders = {arm.folder for arm in plan_arms(RECIPE, ["default", *names], seeds=2)}
+    assert len(folders) == 4
+    with pytest.raises(UsageError, match="expected arms with folders of their own"):
+        plan_arms(RECIPE, ['transfer(source="a b.pt")', 'transfer(source="a-b.pt")'], seeds=2)

@@ -131,3 +131,14 @@ def _toml() -> str:
 def test_nothing_is_frozen_in_part(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="frozen: a linear probe trains no tensor"):
         linear_probe(RECIPE, ["default"], tmp_path, frozen="*", **OPTIONS)
+
+
+def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="learning_rate: a linear probe does not train the network"):
+        linear_probe(RECIPE, ["default"], tmp_path, vary={"training.learning_rate": [0.1, 0.2]})
+    (tmp_path / "bench" / "runs").mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds a benchmark of trained networks"):
+        linear_probe(RECIPE, ["default"], tmp_path / "bench")
+    (tmp_path / "a.pop").mkdir()
+    with pytest.raises(UsageError, match="expected a folder for the results, found a population"):
+        linear_probe(RECIPE, ["default"], tmp_path / "a.pop")

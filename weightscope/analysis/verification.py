@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from weightscope.population import Population
 
 
+_MOST = 1000  # missing files that are listed
+
+
 @dataclass(frozen=True, repr=False)
 class Verification(Result):
     """What was compared with a checksum.
 
     Attributes:
         source: as text.
-        files: one row for each file: `name`, `status` ("verified", "unverified" or "damaged"), `compared` ("sha256",
-            "sha1", "crc32" or empty), and `detail`: why it is unverified or damaged, and what to do.
+        files: one row for each file: `name`, `status` ("verified", "unverified", "missing" or "damaged"), `compared`
+            ("sha256", "sha1", "crc32" or empty), and `detail`: why it is not verified, and what to do.
     """
 
     source: str
@@ -49,7 +52,8 @@ class Verification(Result):
     def summary(self) -> str:
         """The number of files of each status."""
         statuses = [row["status"] for row in self.files]
-        counts = [f"{n} {kind}" for kind in ("verified", "unverified", "damaged") if (n := statuses.count(kind))]
+        kinds = ("verified", "unverified", "missing", "damaged")
+        counts = [f"{n} {kind}" for kind in kinds if (n := statuses.count(kind))]
         return f"{self.source}: {', '.join(counts) or 'no files'}"
 
     def text(self) -> str:
@@ -102,12 +106,17 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
 
 
 def _population(path: Path) -> Verification:
-    from weightscope.population import Population
+    from weightscope.population import Population, shards
 
     population = Population(path, partial=True)
     rows = []
     for name, error in population.check_shards():
         rows.append(_row(name, "damaged" if error else "verified", "sha256", error or ""))
+    for file in (shards.shard_file(path, tile) for tile in population.missing[:_MOST]):
+        if shards.hash_file(file).exists() and not file.exists():
+            rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
+        elif not file.exists():
+            rows.append(_row(file.name, "missing", detail="not trained yet, or removed"))
     return Verification(str(path), tuple(rows))
 
 

@@ -110,6 +110,12 @@ def plan_arms(
                         changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
                     changed = _changed(recipe, changes, cell)
                     out.append(Arm(candidate.label + suffix, length, changed, cell, candidate.numbers))
+    alike = [arm for arm in out if [other.folder for other in out].count(arm.folder) > 1]
+    if alike:
+        raise UsageError(
+            f"{alike[0].init} and {alike[1].init}: expected arms with folders of their own, found {alike[0].folder} "
+            "for both; give one a name (name:initialiser)"
+        )
     return out
 
 
@@ -183,6 +189,6 @@ def default_folder(source: Recipe | str | Path) -> Path:
 def _file_name(text: str) -> str:
     """The text with hyphens for what a file's name should not have; long ones end in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
-    if len(name) <= _LONGEST:
+    if len(name) <= _LONGEST and not re.search(r"[*?!<>|:\\]|\[.*[*?]", text):  # of which several give one name
         return name
     return f"{name[: _LONGEST - 17]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

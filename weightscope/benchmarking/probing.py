@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from weightscope._util.environment import environment
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.benchmarking.arms import default_folder
+from weightscope.benchmarking.axes import Axis
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
+from weightscope.benchmarking.training import RUNS
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
@@ -77,9 +79,20 @@ def linear_probe(
     """
     if given.get("frozen") is not None:
         raise UsageError("frozen: a linear probe trains no tensor of the network; leave it out")
+    ignored = [axis for axis in _axes(given.get("vary")) if axis.startswith(("training.", "distillation."))]
+    if ignored := [axis for axis in ignored if axis != "training.batch_size"]:
+        raise UsageError(f"{ignored[0]}: a linear probe does not train the network, so it would change nothing")
+    if out is not None and (Path(out) / RUNS).exists():
+        raise UsageError(f"{out}: holds a benchmark of trained networks; give the probe another folder (-o)")
     if out is None:
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
     return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=_probed, **given)
+
+
+def _axes(vary: Any) -> list[str]:
+    """The names of fields that vary, in any of the forms that `bench` takes."""
+    found = list(vary) if vary else []  # of a mapping, its keys
+    return [name.strip() for axis in found for name in (axis.names if isinstance(axis, Axis) else axis.split(","))]
 
 
 @dataclass(frozen=True)

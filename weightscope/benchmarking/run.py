@@ -15,6 +15,7 @@ import numpy as np
 from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope._util.environment import environment
+from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
 from weightscope.benchmarking.axes import Axis
@@ -75,6 +76,9 @@ def bench(
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     folder = default_folder(recipe) if out is None else Path(out)
+    if is_population(folder) or folder.is_file():
+        what = "a file" if folder.is_file() else "a population"
+        raise UsageError(f"{folder}: expected a folder for the results, found {what}; give another one (-o)")
     given = {"init": inits, "epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen}
     recipe, arms = planned(recipe, **given, control=control, vary=vary, grid=grid)
     collector = options.pop("collector", None)

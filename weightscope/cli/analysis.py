@@ -165,6 +165,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
     \b
     Example:
       weightscope audit vit/ --init mimetic_attention
+      weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
     """
     from weightscope.auditing import audit as run
     from weightscope.benchmarking.arms import labelled
@@ -172,7 +173,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
 
     checkpoint = Checkpoint(source)
     name, parameters = init, {}
-    if init is not None and init.endswith(".toml"):
+    if init is not None and (init.endswith((".toml", ")"))):
         config = labelled(init)[1]
         name, parameters = config.name, config.parameters
     report = run(checkpoint, name, config=checkpoint.config, **{"strict": not no_strict, **parameters})

@@ -92,6 +92,8 @@ def fit_init(
     options = parsed_options(texts)
     if gain is not None and structure != "exchangeable":
         raise UsageError(f"--gain: for --structure exchangeable, found {structure}")
+    if gain not in (None, "auto") and not _is_gain(gain):
+        raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
     if gain != "auto" and training:
         raise UsageError(f"--{next(iter(training)).replace('_', '-')}: for --gain auto, found {gain or 'no gain'}")
     curve: dict[str, Any] = {}
@@ -126,3 +128,10 @@ def _chosen(
     choice.plot(picture)
     click.echo(f"{choice.text()}\nwrote {picture}\n")
     return choice.fit, {"gain": choice.to_dict()}
+
+
+def _is_gain(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False

@@ -136,13 +136,13 @@ def bench(
         if only_plan:
             raise UsageError("--plan: not available with --probe, which trains no tile")
         folder, run = out or Path(f"{str(folder).removesuffix('-bench')}-probe"), linear_probe
-    plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
-    if not only_plan:
-        click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
     else:
-        click.echo(plan.text())
-        write_json(json_file, plan.to_dict())
-        return
+        plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
+        if only_plan:
+            click.echo(plan.text())
+            write_json(json_file, plan.to_dict())
+            return
+        click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
     result = run(recipe, inits, folder, **axes, **options)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")

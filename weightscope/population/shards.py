@@ -96,7 +96,7 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kern
         atomic.write(file, data)
     except WeightscopeError:
         if there.kind == "missing":
-            _hash_file(file).unlink(missing_ok=True)
+            hash_file(file).unlink(missing_ok=True)
         raise
     if old:
         _write_hashes(file, [digest])
@@ -189,7 +189,7 @@ def _check_hash(file: Path) -> None:
         # It may have been replaced between the two reads.
         digest, listed = _digest(file), _listed(file)
     if not listed:
-        raise DamagedShard(f"{file}: expected its sha256 in {_hash_file(file).name} beside it, found none; {AGAIN}")
+        raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
     if digest not in listed:
         raise DamagedShard(
             f"{file}: checksum mismatch, expected sha256 {listed[0][:16]}, found {digest[:16]} in "
@@ -202,13 +202,14 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _hash_file(file: Path) -> Path:
+def hash_file(file: Path) -> Path:
+    """The file beside a shard that holds its SHA-256."""
     return file.with_name(file.name + ".sha256")
 
 
 def _listed(file: Path) -> list[str]:
     try:
-        with open_regular(_hash_file(file)) as stream:
+        with open_regular(hash_file(file)) as stream:
             lines = stream.read(1024).decode("ascii", errors="replace").splitlines()
     except FileNotFoundError:
         return []
@@ -218,4 +219,4 @@ def _listed(file: Path) -> list[str]:
 
 def _write_hashes(file: Path, digests: list[str]) -> None:
     unique = dict.fromkeys(digests)
-    atomic.write(_hash_file(file), "".join(f"{d}  {file.name}\n" for d in unique).encode())
+    atomic.write(hash_file(file), "".join(f"{d}  {file.name}\n" for d in unique).encode())

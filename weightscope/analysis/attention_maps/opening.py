@@ -90,8 +90,9 @@ def images_for(
         if name is not None or size is not None:
             raise UsageError("a population's networks take the images of its recipe; leave out their name and size")
         population: Population = population_in(source)
-        data = load(population.recipe.data, root, train=population.recipe.data.train, test=count)
-        return normalise(data.test_images, data.mean, data.std)
+        recipe = population.recipe
+        data = load(recipe.data, root, **{key: getattr(recipe.data, key) for key in ("train", "test", "validation")})
+        return normalise(data.test_images[:count], data.mean, data.std)
     folder = Path(source)
     pixels = load(name or "cifar10", root, train=1, test=count).test_images.float() / 255
     side = size or _stated(folder / "config.json").get("image_size") or pixels.shape[-1]
