@@ -5,7 +5,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def picture(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def classes_in(folder: Path, each: int = 5, names: str = "abc", first: int = 0) -> None:
+def classes_in(folder: Path, each: int = 5, names: Sequence[str] = "abc", first: int = 0) -> None:
     """Folders of `each` PNG files; every image is told by its red value in the corner."""
     for c, name in enumerate(names):
         (folder / name).mkdir(parents=True)
@@ -103,6 +103,64 @@ def test_a_folder_may_have_its_own_parts(tmp_path: Path, test: str) -> None:
     Image.fromarray(picture(8)).save(tmp_path / "pets" / test / "d" / "0.png")
     with pytest.raises(DataError, match=r"expected classes of .*train, found 1 others: `d`"):
         load(config())
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("Train", "Test"), ("training", "testing"), ("TRAIN", "VAL"), ("Training", "Validation")]
+)
+def test_parts_may_be_spelt_otherwise(tmp_path: Path, train: str, test: str) -> None:
+    classes_in(tmp_path / "pets" / train)
+    classes_in(tmp_path / "pets" / test, each=2, first=100)
+    data = load(config())
+    assert data.train_labels.bincount().tolist() == [5, 5, 5]
+    assert data.test_labels.bincount().tolist() == [2, 2, 2]
+    assert data.test_images[:, 0, 0, 0].min() >= 100
+    (tmp_path / "pets" / "valid").mkdir()
+    with pytest.raises(DataError, match="expected one folder of test, .* found `" + test + "`, `valid`"):
+        load(config())
+
+
+def test_a_class_of_several_folders_is_refused(tmp_path: Path) -> None:
+    """They are parts of another name, or groups of classes; one folder below that of the class is unambiguous."""
+    classes_in(tmp_path / "pets" / "Fit")
+    classes_in(tmp_path / "pets" / "Check")
+    with pytest.raises(
+        DataError, match=r"Check: expected the images of one class, found only 3 folders .*`a`, `b`, `c`"
+    ):
+        load(config())
+    for name in "abc":
+        classes_in(tmp_path / "nested" / name, names=["images"])  # as in Tiny ImageNet
+    assert load(config(path="nested")).train_labels.bincount().tolist() == [4, 4, 4]
+
+
+def test_hidden_folders_are_skipped(tmp_path: Path) -> None:
+    classes_in(tmp_path / "pets")
+    before = load(config()).fingerprint
+    hidden = tmp_path / "pets" / "a" / ".ipynb_checkpoints" / "deeper"
+    hidden.mkdir(parents=True)
+    for folder in (hidden, hidden.parent):
+        Image.fromarray(picture(7)).save(folder / "0-checkpoint.png")
+    assert load(config()).fingerprint == before
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"test_share": 0.5}, r"data\.test_share,"),
+        ({"split_seed": 0}, r"data\.split_seed,"),
+        ({"test_share": 0.2, "split_seed": 3}, r"data\.test_share or data\.split_seed,"),
+    ],
+)
+def test_a_split_of_data_with_a_test_part_is_refused(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+    classes_in(tmp_path / "pets" / "train")
+    classes_in(tmp_path / "pets" / "test")
+    pixels, labels = arrays()
+    np.savez(tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    for path in ("pets", "a.npz"):
+        assert len(load(config(path=path)).test_labels) > 0
+        for classes in (None, 3):
+            with pytest.raises(DataError, match=f"expected no {found} as there are training and test images"):
+                load(config(path=path, classes=classes, **values))
 
 
 def write_modes(folder: Path) -> dict[str, np.ndarray]:
@@ -334,6 +392,44 @@ def test_an_npz_is_read_in_each_form(tmp_path: Path) -> None:
     assert load(config(path="grey.npz", channels=1, size=4)).train_images.shape == (24, 1, 4, 4)
     with pytest.raises(DataError, match=r"expected images of 3 channels \(data\.channels\), found 1"):
         load(config(path="grey.npz"))
+
+
+def test_the_classes_of_a_sorted_npz_are_interleaved(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (70, 3, 8, 8), dtype=np.uint8)
+    labels = np.repeat([0, 1, 2], [10, 40, 20])
+    np.savez(
+        tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels[::2], test_labels=labels[::2]
+    )
+    data = load(config(path="a.npz"))
+    for label in range(3):
+        mine = data.train_images[data.train_labels == label].numpy()
+        np.testing.assert_array_equal(mine, pixels[labels == label], "images keep their labels and order")
+        mine = data.test_images[data.test_labels == label].numpy()
+        np.testing.assert_array_equal(mine, pixels[::2][labels[::2] == label])
+    part = load(config(path="a.npz"), train=14, test=14)
+    assert part.train_labels.bincount().tolist() == part.test_labels.bincount().tolist() == [2, 8, 4]
+    assert load(config(path="a.npz"), validation=14).test_labels.bincount().tolist() == [2, 8, 4]
+    names = ("train_images", "train_labels", "test_images", "test_labels")
+    np.savez(tmp_path / "b.npz", **{name: getattr(data, name).numpy() for name in names})
+    assert load(config(path="b.npz")).fingerprint == data.fingerprint, "an interleaved file is read as it is"
+
+
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        (np.arange(29) % 3, r"a\.npz: labels: expected shape \(30,\), .*found \(29,\)"),
+        (np.arange(31) % 3, r"a\.npz: labels: expected shape \(30,\), .*found \(31,\)"),
+        (np.eye(10, dtype=int)[np.arange(30) % 10], r"a\.npz: labels: expected shape \(30,\), .*found \(30, 10\)"),
+        (np.int64(1), r"a\.npz: labels: expected shape \(30,\), .*found \(\)"),
+        (np.arange(30) % 3 / 1.0, r"a\.npz: labels: expected integers, found float64"),
+        (np.r_[np.arange(29) % 2, 2], r"expected at least 2 images of each class, .* found 1 of class 2"),
+    ],
+)
+def test_labels_of_an_npz_that_do_not_fit_are_refused(tmp_path: Path, labels: np.ndarray, match: str) -> None:
+    np.savez(tmp_path / "a.npz", images=arrays()[0], labels=labels)
+    with pytest.raises(DataError, match=match):
+        load(config(path="a.npz"))
 
 
 def lying_npz(path: Path, shape: tuple[int, ...], content: bytes, descr: str = "|u1") -> None:

@@ -28,8 +28,8 @@ def checked(source: Any, name: str) -> Arrays:
         found = f"{len(source)} items" if isinstance(source, (tuple, list)) else type(source).__name__
         raise DataError(f"{name}: expected a Dataset or the four arrays ({', '.join(PARTS)}), found {found}")
     where = [f"{name}: {part}" for part in PARTS]
-    images = [_images(source[i], where[i]) for i in (0, 2)]
-    labels = [_labels(source[i], where[i], len(images[i // 2])) for i in (1, 3)]
+    images = [checked_images(source[i], where[i]) for i in (0, 2)]
+    labels = [checked_labels(source[i], where[i], len(images[i // 2])) for i in (1, 3)]
     if images[0].shape[1:] != images[1].shape[1:]:
         raise DataError(
             f"{where[2]}: expected images {images[0].shape[1:]} as in training, found {images[1].shape[1:]}"
@@ -54,7 +54,12 @@ def info_of(name: str, arrays: Arrays) -> DatasetInfo:
     return DatasetInfo(name, channels, size, int(arrays[1].max()) + 1, train, test)
 
 
-def _images(source: Any, where: str) -> np.ndarray:
+def checked_images(source: Any, where: str) -> np.ndarray:
+    """Images as uint8 (n, c, S, S).
+
+    Raises:
+        DataError: if they are not integers from 0 to 255 of shape (n, c, S, S) or (n, S, S).
+    """
     images = _array(source, where)
     if images.dtype.kind == "f":
         raise DataError(
@@ -77,7 +82,12 @@ def _images(source: Any, where: str) -> np.ndarray:
     return np.ascontiguousarray(images, dtype=np.uint8)
 
 
-def _labels(source: Any, where: str, count: int) -> np.ndarray:
+def checked_labels(source: Any, where: str, count: int) -> np.ndarray:
+    """Labels as int64 (count,).
+
+    Raises:
+        DataError: if they are not integers from 0 of shape (count,).
+    """
     labels = _array(source, where)
     if labels.dtype.kind not in "ui":
         raise DataError(f"{where}: expected integers, found {labels.dtype}; convert them with `.astype('int64')`")

@@ -54,8 +54,8 @@ class SourceConfig(BaseModel):
             are, see `load`. If None, it is the folder that is searched first (`--data`).
         channels: of a folder's images, 1 or 3; 3 if None.
         classes: the number of a folder's classes; counted if None, and recorded in populations.
-        test_share: the share of a folder's images that are for testing, if it has no parts of its own; 0.2 if None.
-        split_seed: of the choice of these; 0 if None.
+        test_share: the share of a folder's images that are for testing; 0.2 if None. Refused if it has a test part.
+        split_seed: of the choice of these; 0 if None. Refused if there is a test part.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

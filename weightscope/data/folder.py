@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope._util.names import listing
-from weightscope.data.arrays import PARTS, checked
+from weightscope.data.arrays import PARTS, checked, checked_images, checked_labels
 from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.images import SUFFIXES, read_images, resize
 from weightscope.data.locations import places
@@ -17,8 +17,8 @@ from weightscope.data.npz import read_npz
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
-_TRAIN = "train"
-_TESTS = ("test", "val", "valid", "validation")
+_TRAINS = ("train", "training")  # in upper or lower case
+_TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
 
 
@@ -55,7 +55,7 @@ def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
             arrays = _npz(path, config)
             classes, train, test = int(arrays[1].max()) + 1, len(arrays[0]), len(arrays[2])
         else:
-            found = contents(path, config.test_share or _TEST_SHARE, config.split_seed or 0)
+            found = contents(path, config)
             classes, train, test = len(found.classes), len(found.train[0]), len(found.test[0])
     return DatasetInfo(FOLDER, channels, size, classes, train, test, config=config)
 
@@ -93,9 +93,11 @@ def located(config: SourceConfig, root: Path | None) -> Path:
 def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | None) -> Arrays:
     """Training and test images of a folder, resized.
 
-    The folder has a folder for each class, or two folders `train` and `test` (or `val`) that have them. Without these,
-    a share of each class, drawn by `split_seed`, is for testing. An .npz file has `train_images`, `train_labels`,
-    `test_images` and `test_labels`, or `images` and `labels`; images are uint8 (n, S, S), (n, c, S, S) or (n, S, S, c).
+    The folder has a folder for each class, or two folders `train` (`training`) and `test` (`testing`, `val`, `valid`,
+    `validation`), in upper or lower case, that have them. Without these, a share of each class, drawn by `split_seed`,
+    is for testing. Hidden files and folders are skipped. An .npz file has `train_images`, `train_labels`, `test_images`
+    and `test_labels`, whose classes are interleaved, or `images` and `labels`, which are split as a folder is; images
+    are uint8 (n, S, S), (n, c, S, S) or (n, S, S, c), labels integers (n,).
 
     Args:
         info: with the recipe's settings in `info.config`.
@@ -104,8 +106,9 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
         test: how many test images; None for all.
 
     Raises:
-        DataError: if there is no such folder, a class has no images, images cannot be read (says how many, and which),
-            or the number of classes is not the recipe's.
+        DataError: if there is no such folder, a class has no images or only folders of them, images cannot be read
+            (says how many, and which), the number of classes is not the recipe's, or `test_share` or `split_seed` is
+            given for data that have a test part.
     """
     config = info.config
     assert config is not None, "made by `described`"
@@ -114,7 +117,7 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
         images, labels, test_images, test_labels = _npz(path, config)
         _check_classes(path, int(labels.max()) + 1, config)
         return images[:train], labels[:train], test_images[:test], test_labels[:test]
-    found = contents(path, config.test_share or _TEST_SHARE, config.split_seed or 0)
+    found = contents(path, config)
     _check_classes(path, len(found.classes), config)
     return (
         *_decoded(found.train, train, info.size, info.channels, f"{path} (training)", found.signature),
@@ -122,31 +125,49 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
     )
 
 
-def contents(path: Path, test_share: float, seed: int) -> Contents:
+def contents(path: Path, config: SourceConfig) -> Contents:
     """The classes and files of a folder.
 
     Raises:
-        DataError: if there are fewer than two classes, one has no images, or a test class is not one of training.
+        DataError: if there are fewer than two classes, one has no images or only folders of them, a test class is not
+            one of training, or the recipe says how to split a folder that has a test part.
     """
-    if not (path / _TRAIN).is_dir():
+    seed = config.split_seed or 0
+    trains, tests = _parts(path, _TRAINS), _parts(path, _TESTS)
+    if not trains:
         classes, files = _classes(path)
-        train, test = _split(files, test_share, seed)
+        train, test = _split(files, config.test_share or _TEST_SHARE, seed)
     else:
-        classes, train = _classes(path / _TRAIN)
-        tests = [path / name for name in _TESTS if (path / name).is_dir()]
-        if len(tests) != 1:
-            raise DataError(
-                f"{path}: expected one folder of {', '.join(_TESTS)} beside {_TRAIN}, found "
-                f"{listing([t.name for t in tests]) if tests else 'none'}"
-            )
+        for names, parts in ((_TRAINS, trains), (_TESTS, tests)):
+            if len(parts) != 1:
+                beside = "" if names is _TRAINS else f" beside {trains[0].name}"
+                found = listing([part.name for part in parts]) if parts else "none"
+                raise DataError(f"{path}: expected one folder of {', '.join(names)}{beside}, found {found}")
+        _check_not_split(path, config.test_share, config.split_seed)
+        classes, train = _classes(trains[0])
         test_classes, of_test = _classes(tests[0])
         if unknown := sorted(set(test_classes) - set(classes)):
             raise DataError(
-                f"{tests[0]}: expected classes of {path / _TRAIN}, found {len(unknown)} others: {listing(unknown)}"
+                f"{tests[0]}: expected classes of {trains[0]}, found {len(unknown)} others: {listing(unknown)}"
             )
         by_name = dict(zip(test_classes, of_test, strict=True))
         test = [by_name.get(name, []) for name in classes]
     return Contents(path, tuple(classes), _mixed(train, seed), _mixed(test, seed + 1), _signature([*train, *test]))
+
+
+def _parts(path: Path, names: tuple[str, ...]) -> list[Path]:
+    """The folders that have one of these names, in upper or lower case."""
+    return sorted(child for child in path.iterdir() if child.name.lower() in names and child.is_dir())
+
+
+def _check_not_split(path: Path, share: float | None, seed: int | None) -> None:
+    """Refuse settings of a split for data that are not split."""
+    given = [name for name, value in (("data.test_share", share), ("data.split_seed", seed)) if value is not None]
+    if given:
+        raise DataError(
+            f"{path}: expected no {' or '.join(given)}, as there are training and test images already; remove "
+            f"{'it' if len(given) == 1 else 'them'} from the recipe"
+        )
 
 
 def _classes(path: Path) -> tuple[list[str], list[list[Path]]]:
@@ -160,16 +181,32 @@ def _classes(path: Path) -> tuple[list[str], list[list[Path]]]:
             f"{path}: expected images ({', '.join(sorted(SUFFIXES))}) in each of {len(names)} folders, "
             f"found none in {len(empty)} of them: {listing(empty)}"
         )
+    for name, inside in zip(names, files, strict=True):
+        _check_one_class(path / name, inside)
     return names, files
 
 
+def _check_one_class(folder: Path, files: list[Path]) -> None:
+    """Refuse a folder of several folders of images: it is a part or a group of classes. One folder below is fine."""
+    if any(file.parent == folder for file in files):
+        return
+    below = sorted({file.relative_to(folder).parts[0] for file in files})
+    if len(below) > 1:
+        raise DataError(
+            f"{folder}: expected the images of one class, found only {len(below)} folders of images: {listing(below)}; "
+            f"name the parts `{_TRAINS[0]}` and `{_TESTS[0]}`, or put the images of a class directly into its folder"
+        )
+
+
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(
-        Path(place, name)
-        for place, _, names in os.walk(folder)
-        for name in names
-        if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
-    )
+    """Images in a folder and those below, sorted, without hidden files and folders."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk enters the remaining ones
+        found += [
+            Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+        ]
+    return sorted(found)
 
 
 def _split(files: list[list[Path]], share: float, seed: int) -> tuple[list[list[Path]], list[list[Path]]]:
@@ -218,32 +255,57 @@ def _decoded(
 
 
 def _npz(path: Path, config: SourceConfig) -> Arrays:
-    share, seed = config.test_share or _TEST_SHARE, config.split_seed or 0
-    return _from_npz(path, config.size or 0, config.channels or 3, share, seed, path.stat().st_mtime_ns)
+    size, channels = config.size or 0, config.channels or 3
+    return _from_npz(path, size, channels, config.test_share, config.split_seed, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=1)
-def _from_npz(path: Path, size: int, channels: int, share: float, seed: int, _date: int) -> Arrays:
-    """The four arrays of an .npz file, resized and split."""
+def _from_npz(path: Path, size: int, channels: int, share: float | None, seed: int | None, _date: int) -> Arrays:
+    """The four arrays of an .npz file, split or with interleaved classes, and resized."""
     found = read_npz(path)
     if "images" in found:
-        found = _split_arrays(found["images"], found["labels"], share, seed)
-    arrays = checked(tuple(found[part] for part in PARTS), str(path))
+        found = _split_arrays(found, path, share or _TEST_SHARE, seed or 0)
+        arrays = checked(tuple(found[part] for part in PARTS), str(path))
+    else:
+        _check_not_split(path, share, seed)
+        arrays = checked(tuple(found[part] for part in PARTS), str(path))
+        train, test = _interleaved(arrays[1]), _interleaved(arrays[3])
+        arrays = arrays[0][train], arrays[1][train], arrays[2][test], arrays[3][test]
     if arrays[0].shape[1] != channels:
         raise DataError(f"{path}: expected images of {channels} channels (data.channels), found {arrays[0].shape[1]}")
     return resize(arrays[0], size, str(path)), arrays[1], resize(arrays[2], size, str(path)), arrays[3]
 
 
-def _split_arrays(images: np.ndarray, labels: np.ndarray, share: float, seed: int) -> dict[str, np.ndarray]:
+def _split_arrays(found: dict[str, np.ndarray], path: Path, share: float, seed: int) -> dict[str, np.ndarray]:
     """A share of each class for testing, the others for training, each in a random order."""
+    images = checked_images(found["images"], f"{path}: images")
+    labels = checked_labels(found["labels"], f"{path}: labels", len(images))
     random, held = np.random.default_rng([seed, len(labels)]), np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         mine = random.permutation(np.flatnonzero(labels == label))
+        if len(mine) < 2:
+            raise DataError(
+                f"{path}: expected at least 2 images of each class, one of them for testing, found 1 of class {label}"
+            )
         held[mine[: min(max(1, round(share * len(mine))), len(mine) - 1)]] = True
     order = random.permutation(len(labels))
     train, test = order[~held[order]], order[held[order]]
     parts = (images[train], labels[train], images[test], labels[test])
     return dict(zip(PARTS, parts, strict=True))
+
+
+def _interleaved(labels: np.ndarray) -> np.ndarray:
+    """An order of the items, (n,), in which each class is spread evenly and keeps its own order.
+
+    Item r = 0, 1, ... of a class of m items is at the fraction (r + 1/2) / m of the whole, so that the first and the
+    last items are of all classes. The order of labels that are interleaved already does not change.
+    """
+    by_class = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels)
+    starts = np.cumsum(counts) - counts
+    place = np.empty(len(labels))
+    place[by_class] = (np.arange(len(labels)) - np.repeat(starts, counts) + 0.5) / np.repeat(counts, counts)
+    return np.argsort(place, kind="stable")
 
 
 def _check_classes(path: Path, found: int, config: SourceConfig) -> None:
