@@ -1,6 +1,6 @@
 """Growing a small trained network into a wider and deeper one that computes the same function."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -80,8 +80,7 @@ def net2net_(
     inputs = _with_inputs(module)
     added = _added(module, wanted, tensors) if depth == "identity" else set()
     zero = _branch_ends(module, added)
-    sums = _sum_weights(module)
-    shares = counterparts([sums[name] for name in found if name in sums], everything, tensors, "cycle")
+    shares = _shares_of_sums(module, found, tensors)
     grown: dict[str, Tensor] = {}
     for name, place in found.items():
         shape = tuple(wanted[name].shape)
@@ -89,10 +88,8 @@ def net2net_(
         grown[name] = _grown(name, value, shape, name in inputs, layout.blocks.get(name, 1))
         if noise and name in inputs:
             grown[name] = _noisy(grown[name], value.shape[0], noise, layout.blocks.get(name, 1), generator)
-        if name in sums:
-            matrix = everything[sums[name]]
-            inputs_before = tensors.read(shares[sums[name]], tuple(matrix.shape)).shape[1]
-            grown[name] = grown[name] * inputs_before / matrix.shape[1]
+        if name in shares:
+            grown[name] = shares[name] * grown[name]
     for name, value in grown.items():
         constant = 0.0 if name in zero else 1.0 if name in added and name.endswith("skip_scale") else None
         put(wanted[name], value if constant is None else torch.full_like(value, constant))
@@ -146,10 +143,15 @@ def _with_inputs(module: nn.Module) -> set[str]:
     }
 
 
-def _sum_weights(module: nn.Module) -> dict[str, str]:
-    """The factor of each sum of inputs -> the matrix of its layer."""
-    sums = {name: layer for name, layer in module.named_modules() if isinstance(layer, SumLinear)}
-    return {f"{name}.sum_weight".lstrip("."): f"{name}.weight".lstrip(".") for name in sums}
+def _shares_of_sums(module: nn.Module, wanted: Collection[str], source: Source) -> dict[str, float]:
+    """The factor of each wanted sum of inputs -> inputs of the smaller layer / inputs of the larger one."""
+    layers = {f"{name}.": layer for name, layer in module.named_modules() if isinstance(layer, SumLinear)}
+    matrices = {f"{name}weight": layer.weight for name, layer in layers.items() if f"{name}sum_weight" in wanted}
+    found = counterparts(matrices, _trained.weights(module), source, "cycle")
+    return {
+        name.removesuffix("weight") + "sum_weight": source.read(place, (0, 0)).shape[1] / matrices[name].shape[1]
+        for name, place in found.items()
+    }
 
 
 def _added(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> set[str]:
