@@ -17,14 +17,16 @@ import weightscope
 from weightscope import plots
 from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import plan as plans
 from weightscope.benchmarking.axes import axes_of, points_of
 from weightscope.benchmarking.inits import labelled, parse_init
-from weightscope.benchmarking.plan import _makespan
+from weightscope.benchmarking.plan import _makespan, _seconds_of
 from weightscope.benchmarking.run import planned
 from weightscope.errors import RecipeError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.engine import TileRun
 
 PLAIN: dict[str, Any] = {
     "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
@@ -231,6 +233,21 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     bench(RECIPE, inits, tmp_path, **given, progress=False, **options)
     done = plan_bench(RECIPE, inits, tmp_path, **given, **options)
     assert done.summary() == "2 cells, 4 arms, 8 networks in 4 tiles, 4 of them done; expected time 0 s with 1 worker"
+
+
+def test_the_plan_holds_validation_images_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a batch is smaller than they are."""
+    steps: list[int] = []
+
+    def timed(run: TileRun, few: int) -> tuple[float, float]:
+        steps.append(run.steps_per_epoch)
+        return _seconds_of(run, few)
+
+    monkeypatch.setattr(plans, "_seconds_of", timed)
+    recipe = RECIPE.replace({"data.validation": 30})
+    plan = plan_bench(recipe, ["default"], tmp_path, seeds=2, workers=1, device="cpu")
+    assert plan.seconds is not None
+    assert steps == [(64 - 30) // 16]
 
 
 def test_the_time_of_workers_is_that_of_the_one_that_ends_last() -> None:

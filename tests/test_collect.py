@@ -363,6 +363,21 @@ def test_a_damaged_shard_is_trained_again_and_reported(
     assert "trained again" in caplog.text
 
 
+@pytest.mark.parametrize(("ema", "share", "better"), [(0.9998, "99 %", "0.8"), (0.97, "17 %", "0.8"), (0.9, "", "")])
+def test_an_average_longer_than_the_training_is_reported(
+    tmp_path: Path, trained: list[int], caplog: pytest.LogCaptureFixture, ema: float, share: str, better: str
+) -> None:
+    recipe = fake.recipe(training__ema=ema, training__epochs=30)  # 60 steps
+    with caplog.at_level(logging.WARNING):
+        collect(recipe, tmp_path / "a.pop", workers=1)
+    assert trained
+    messages = [r.getMessage() for r in caplog.records]
+    assert len(messages) == bool(share)
+    if share:
+        assert f"training.ema = {ema} in 60 steps: {share} of the average" in messages[0]
+        assert messages[0].endswith(f"an average over a tenth of the steps has ema = {better}")
+
+
 def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
     path = tmp_path / "reference.pop"
     collect(fake.recipe(population__seed=8), tmp_path / "other.pop", workers=1)

@@ -469,9 +469,9 @@ def test_filters_are_padded_or_resampled(k, size):
 # --- growing ----------------------------------------------------------------------------------------------------------
 
 
-def convnexts(width, depth):
+def convnexts(width, depth, learned_sum=None):
     torch.manual_seed(0)
-    return scramble(ConvNeXt(width, depth, 3, 4, layer_scale=0.5))
+    return scramble(ConvNeXt(width, depth, 3, 4, layer_scale=0.5, learned_sum=learned_sum))
 
 
 def mixers(width, depth):
@@ -487,6 +487,11 @@ GROWN = {
     ),
     "hugging-face": (lambda: hugging_face_vit(32, 2, 2, 0), lambda: vit(64, 3, 4, pool="token", positions="learned")),
     "convnext": (lambda: convnexts(8, 2), lambda: convnexts(16, 3)),
+    "convnext, learned sum": (lambda: convnexts(8, 2, 0.1), lambda: convnexts(16, 3, 0.1)),
+    "vit, scaled skip": (
+        lambda: vit(32, 2, 2, layer_scale=0.3, layer_scale_on="skip"),
+        lambda: vit(64, 3, 4, seed=1, layer_scale=0.3, layer_scale_on="skip"),
+    ),
     "stages": (lambda: convnexts((8, 12), (1, 2)), lambda: convnexts((16, 24), (3, 2))),
     "convmixer": (lambda: mixers(8, 2), lambda: mixers(13, 2)),  # BatchNorm: any width
 }

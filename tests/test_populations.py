@@ -16,9 +16,6 @@ from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
 from weightscope.training.engine import train_tile
 
-# torch's remark on even kernels, which may need a padded copy of the images
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 EXPECTED = {

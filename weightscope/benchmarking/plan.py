@@ -188,7 +188,7 @@ def _measure(
     first = next(iter(by_init.values()))
     with TemporaryDirectory() as folder, one_thread(), current(where):
         begun = time.time()
-        images = load(first.data, data, train=first.data.train, test=first.data.test)
+        images = load(first.data, data, **first.data.counts)
         drawn: dict[str, float] = {}
         for kind, recipe in by_init.items():
             clock = time.perf_counter()
@@ -197,7 +197,7 @@ def _measure(
         steps, whole = min(_STEPS, run.steps_per_epoch), run.steps_per_epoch
         step, evaluation = _seconds_of(run, steps)
         short = first.replace({"training.epochs": 1, "population.networks": first.population.tile})
-        few = min(run.batch, len(run.images))
+        few = run.batch + (first.data.validation or 0)  # which are held back of these
         short = short.replace({"data.train": few, "init": {}})
         clock = time.perf_counter()
         collect(short, Path(folder) / "one.pop", workers=1, device=device, data=data, progress=False)

@@ -88,7 +88,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
 
 
 def _tile_on(recipe: Recipe, device: torch.device, data: str | Path | None) -> int:
-    images = load(recipe.data, data, train=recipe.data.train, test=recipe.data.test)
+    images = load(recipe.data, data, **recipe.data.counts)
     return choose_tile(recipe, images, device)
 
 

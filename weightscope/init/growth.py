@@ -1,6 +1,6 @@
 """Growing a small trained network into a wider and deeper one that computes the same function."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from weightscope.init._counterparts import counterparts
 from weightscope.init._family_names import Source, places
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.selection import Layout, found_parts, included
+from weightscope.networks.layers import SumLinear
 
 DEPTHS = ("identity", "stack")
 
@@ -38,8 +39,9 @@ def net2net_(
         W'[i, j] = W[i mod m, j mod n] / c(j),   c(j): how many inputs of the larger layer copy input j mod n
 
     for a layer of m outputs and n inputs. Vectors, position embeddings, depthwise filters and statistics are copied
-    without division. Added blocks are copies, too, block l of block l mod L; with "identity" the last layers of their
-    residual branches are zero, with "stack" (Gong et al. 2019) they are not.
+    without division; the factor b of a sum of inputs, `SumLinear`, is divided as W is. Added blocks are copies, too,
+    block l of block l mod L; with "identity" the last layers of their residual branches are zero and the factors of
+    their skip connections one, with "stack" (Gong et al. 2019) they are not.
 
     With `noise = 0` and "identity" the network computes the same function, if it normalises each channel by itself
     (BatchNorm) or its width is a multiple of the smaller one's (LayerNorm). Equal copies would get equal gradients and
@@ -76,7 +78,9 @@ def net2net_(
     _refuse_other_heads(module, small)
     found = counterparts(wanted, everything, tensors, "cycle")
     inputs = _with_inputs(module)
-    zero = _branch_ends(module, wanted, tensors) if depth == "identity" else set()
+    added = _added(module, wanted, tensors) if depth == "identity" else set()
+    zero = _branch_ends(module, added)
+    shares = _shares_of_sums(module, found, tensors)
     grown: dict[str, Tensor] = {}
     for name, place in found.items():
         shape = tuple(wanted[name].shape)
@@ -84,8 +88,11 @@ def net2net_(
         grown[name] = _grown(name, value, shape, name in inputs, layout.blocks.get(name, 1))
         if noise and name in inputs:
             grown[name] = _noisy(grown[name], value.shape[0], noise, layout.blocks.get(name, 1), generator)
+        if name in shares:
+            grown[name] = shares[name] * grown[name]
     for name, value in grown.items():
-        put(wanted[name], torch.zeros_like(value) if name in zero else value)
+        constant = 0.0 if name in zero else 1.0 if name in added and name.endswith("skip_scale") else None
+        put(wanted[name], value if constant is None else torch.full_like(value, constant))
     return module
 
 
@@ -136,14 +143,30 @@ def _with_inputs(module: nn.Module) -> set[str]:
     }
 
 
-def _branch_ends(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> set[str]:
+def _shares_of_sums(module: nn.Module, wanted: Collection[str], source: Source) -> dict[str, float]:
+    """The factor of each wanted sum of inputs -> inputs of the smaller layer / inputs of the larger one."""
+    layers = {f"{name}.": layer for name, layer in module.named_modules() if isinstance(layer, SumLinear)}
+    matrices = {f"{name}weight": layer.weight for name, layer in layers.items() if f"{name}sum_weight" in wanted}
+    found = counterparts(matrices, _trained.weights(module), source, "cycle")
+    return {
+        name.removesuffix("weight") + "sum_weight": source.read(place, (0, 0)).shape[1] / matrices[name].shape[1]
+        for name, place in found.items()
+    }
+
+
+def _added(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> set[str]:
+    """The tensors of added blocks."""
+    mine = places(_trained.weights(module))
+    return {name for name in wanted if not source.has(mine[name])}
+
+
+def _branch_ends(module: nn.Module, added: Set[str]) -> set[str]:
     """The last layers, with their biases, of the residual branches of added blocks.
 
     Raises:
         SpecError: if an added block has none.
     """
     mine = places(_trained.weights(module))
-    added = {name for name in wanted if not source.has(mine[name])}
     ends: set[str] = set()
     for part in [*found_parts(attention, module), *found_parts(mlps, module)]:
         for named in (part.parameters, part.bias_parameters):

@@ -9,6 +9,9 @@ leaves are replaced by batched layers; that is how many networks are trained as 
 Every layer with its own parameters has `reset_parameters()`, like those of `torch.nn`.
 """
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -211,8 +214,17 @@ def depthwise(width: int, kernel_size: int, dilation: int = 1) -> nn.Conv2d:
     Even kernels, which have no central pixel, have torch's padding "same": one more pixel after the image than before.
     """
     if kernel_size % 2 == 0:
+        _told_of_even_kernels()
         return nn.Conv2d(width, width, kernel_size, padding="same", dilation=dilation, groups=width)
     return nn.Conv2d(width, width, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation, groups=width)
+
+
+@cache
+def _told_of_even_kernels() -> None:
+    """Let torch say here, unheard, that even kernels may need a padded copy; it says so once in a process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
+        F.conv2d(torch.zeros(1, 1, 2, 2, device="cpu"), torch.zeros(1, 1, 2, 2, device="cpu"), padding="same")
 
 
 def patchify(channels: int, width: int, patch_size: int) -> nn.Conv2d:

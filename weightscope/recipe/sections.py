@@ -39,6 +39,11 @@ class DataConfig(SourceConfig):
     validation: Count | None = None
     augment: AugmentConfig = AugmentConfig()
 
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """The arguments `train`, `test` and `validation` of `weightscope.data.load`."""
+        return {"train": self.train, "test": self.test, "validation": self.validation}
+
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:

@@ -93,8 +93,7 @@ def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
     data = recipe.data
     # a reference may be bound to another function later, and files of a folder may change
     read = load if is_reference(data.name) or data.name == FOLDER else _load_cached
-    counts = {"train": data.train, "test": data.test, "validation": data.validation}
-    return read(data, None if root is None else str(root), **counts)
+    return read(data, None if root is None else str(root), **data.counts)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:

@@ -175,7 +175,7 @@ def _time_tile(
 
     own_code.load()
     where, training = resolve_device(device), recipe.training
-    images = load(recipe.data, data, train=recipe.data.train, test=recipe.data.test)
+    images = load(recipe.data, data, **recipe.data.counts)
     with one_thread(), current(where):
         begun = time.perf_counter()
         run = TileRun(recipe, 0, images, where)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weightscope.training.devices import Choice  # imports torch
 
 _log = logging.getLogger(__name__)
+_FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
 def requested(
@@ -49,9 +50,10 @@ def requested(
     inputs = manifests.artifact_hashes(recipe) | own_code | teacher_hash(recipe) | _source_hashes(recipe)
     for init in recipe.init:
         resolve_init(init)
-    limits = {key: getattr(recipe.data, key) for key in ("train", "test", "validation")}
-    images = load(recipe.data, data, **limits)
+    images = load(recipe.data, data, **recipe.data.counts)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
+    if there is None:
+        _warn_of_short_average(recipe, path, len(images.train_labels))
     there_kernels = None if there is None else there.recipe.training.kernels
     if recipe.training.kernels == "auto" and there_kernels == "torch":
         recipe = recipe.replace({"training.kernels": "torch"})
@@ -88,6 +90,23 @@ def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") 
             kernels.checked,
         )
     return recipe.replace({"training.kernels": kept})
+
+
+def _warn_of_short_average(recipe: Recipe, path: Path, images: int) -> None:
+    """Warn where the average of the weights, which is what is stored, still holds much of those of the first step."""
+    training = recipe.training
+    steps = training.epochs * (images // min(training.batch_size, images))
+    share = training.ema ** (steps - 1)
+    if steps > 1 and share > _FIRST_SHARE:
+        _log.warning(
+            "%s: training.ema = %g in %d steps: %.0f %% of the average that is evaluated and stored are the weights of "
+            "the first step; an average over a tenth of the steps has ema = %g",
+            path,
+            training.ema,
+            steps,
+            100 * share,
+            max(0.0, 1 - float(f"{10 / steps:.1g}")),
+        )
 
 
 def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
