@@ -1,6 +1,7 @@
 """Invariant covariances against brute force over all permutations, known densities, planted effects and renumbering."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scipy import stats
 
 from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
 from weightscope.analysis.covariances import covariance
+from weightscope.cli import main
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.init import mimetic_attention_
@@ -303,3 +305,13 @@ def test_options_that_do_not_apply_are_refused() -> None:
         covariance(ViT(8, 4, 8, 1, 2, 2), exchangeable=True, kind="correlation")
     with pytest.raises(UsageError, match="expected a population or one network, found 2 sources"):
         covariance([ViT(8, 4, 8, 1, 2, 2)] * 2, exchangeable=True)
+
+
+@pytest.mark.parametrize("option", ["--entries", "--means", "--init=default", "--matrix=a.npz", "--kind=correlation"])
+def test_the_command_refuses_options_that_do_not_apply(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["covariance", str(tmp_path), "--exchangeable", option])
+    assert stop.value.code == 2
+    assert f"{option.split('=')[0]}: not available with --exchangeable" in capsys.readouterr().err

@@ -108,8 +108,10 @@ def covariance(
 
     sources = tuple(maybe_partial(source, partial) for source in sources)
     if options.pop("exchangeable"):
-        if matrix is not None or (given := [key for key, value in options.items() if value and key != "select"]):
-            named = "--matrix" if matrix is not None else "--" + given[0].replace("_", "-")
+        given = ["matrix"] * (matrix is not None) + [key for key, value in options.items() if value and key != "select"]
+        given += ["entries"] * (options["means"] is False)
+        if given:
+            named = "--" + given[0].replace("_", "-").replace("inits", "init")
             raise UsageError(f"{named}: not available with --exchangeable, which takes --select only")
         result = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
         click.echo(result.text())
