@@ -76,7 +76,7 @@ class _Dask:
             raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {limit:.0f} seconds")
         if not self._heartbeats:  # workers that are still to start
             limit = workers.START_SECONDS
-        if self._lookout.age() < _ANSWERING and silent > limit:
+        if silent - self._lookout.age() > limit:  # as long as the scheduler has answered
             raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
         ended = []
         for address, (tile, future) in list(self._running.items()):

@@ -52,7 +52,7 @@ def requested(
         resolve_init(init)
     images = load(recipe.data, data, **recipe.data.counts)
     inputs[f"data {recipe.data.name}"] = images.fingerprint
-    if there is None:
+    if there is None and recipe.training.ema:
         _warn_of_short_average(recipe, path, len(images.train_labels))
     there_kernels = None if there is None else there.recipe.training.kernels
     if recipe.training.kernels == "auto" and there_kernels == "torch":
