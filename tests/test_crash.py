@@ -82,8 +82,8 @@ def in_the_middle_of_writing(path: Path) -> bool:
 def test_killed_at_20_random_moments_the_shards_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     """A new population and, every other time, one that grows over its short last tile."""
     recipe, smaller = fake.recipe(networks=60), fake.recipe(networks=20)
+    finish(tmp_path / "smaller.pop", smaller, "large")  # first, since the first start of processes takes longer
     seconds = finish(tmp_path / "whole.pop", recipe, "large")
-    finish(tmp_path / "smaller.pop", smaller, "large")
     wanted = files(tmp_path / "whole.pop")
     moments = random.Random(1)
     hits = 0
