@@ -110,12 +110,13 @@ def plan_arms(
                         changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
                     changed = _changed(recipe, changes, cell)
                     out.append(Arm(candidate.label + suffix, length, changed, cell, candidate.numbers))
-    alike = [arm for arm in out if [other.folder for other in out].count(arm.folder) > 1]
-    if alike:
-        raise UsageError(
-            f"{alike[0].init} and {alike[1].init}: expected arms with folders of their own, found {alike[0].folder} "
-            "for both; give one a name (name:initialiser)"
-        )
+    by_folder: dict[str, Arm] = {}
+    for arm in out:
+        if (other := by_folder.setdefault(arm.folder, arm)) is not arm:
+            raise UsageError(
+                f"{other.init} and {arm.init}: expected arms with folders of their own, found {arm.folder} for both; "
+                "give one a name (name:initialiser)"
+            )
     return out
 
 
