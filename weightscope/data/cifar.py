@@ -9,7 +9,7 @@ import numpy as np
 
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
 from weightscope.data import fetch
-from weightscope.data.locations import Layout, check_labels, existing, find
+from weightscope.data.locations import Layout, check_labels, existing, find, read_records
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
@@ -98,13 +98,7 @@ def _read_files(paths: list[Path], version: Version, info: DatasetInfo, most: in
 def _read_binary(path: Path, label_bytes: int, info: DatasetInfo, count: int, capacity: int) -> Batch:
     """The first images of a file of records: label bytes, then the red, green and blue planes."""
     record = label_bytes + info.channels * info.size**2
-    size = path.stat().st_size
-    if size % record or not count * record <= size <= capacity * record:
-        raise DataError(
-            f"{path}: expected {capacity * record} bytes ({capacity} records of {record}), found {size}; "
-            "download it again"
-        )
-    records = np.fromfile(path, np.uint8, count * record).reshape(count, record)
+    records = read_records(path, record, capacity, count)
     return records[:, label_bytes:], records[:, label_bytes - 1]
 
 

@@ -51,6 +51,18 @@ def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataErro
     )
 
 
+def located(info: DatasetInfo, root: Path | None, layouts: Sequence[Layout]) -> Path:
+    """The first folder with a data set that is not downloaded.
+
+    Raises:
+        DataError: if there is none.
+    """
+    found = find(root, layouts)
+    if found is None:
+        raise missing(info, root)
+    return found[0]
+
+
 def existing(path: Path, of: str) -> Path:
     """The path, if it is a file.
 
@@ -60,6 +72,20 @@ def existing(path: Path, of: str) -> Path:
     if not path.is_file():
         raise DataError(f"{path}: expected a file of {of}, found none; is the data set complete?")
     return path
+
+
+def read_records(path: Path, record: int, most: int, count: int) -> np.ndarray:
+    """The first records of a binary file, uint8 (count, record).
+
+    Raises:
+        DataError: if the file has another size than `count` to `most` records.
+    """
+    size = path.stat().st_size
+    if size % record or not count * record <= size <= most * record:
+        raise DataError(
+            f"{path}: expected {most * record} bytes ({most} records of {record}), found {size}; download it again"
+        )
+    return np.fromfile(path, np.uint8, count * record).reshape(count, record)
 
 
 def check_labels(labels: np.ndarray, classes: int, where: str) -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weightscope.data.locations import Layout, check_labels, existing, find, missing
+from weightscope.data.locations import Layout, check_labels, existing, located, read_records
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
-from weightscope.errors import DataError
 
 _LAYOUT = Layout("stl10_binary", ("train_X.bin", "test_X.bin"))
 
@@ -32,28 +31,16 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     Raises:
         DataError: if the files are missing or damaged.
     """
-    found = find(root, (_LAYOUT,))
-    if found is None:
-        raise missing(info, root)
-    return (*_read(found[0], "train", info, info.train, train), *_read(found[0], "test", info, info.test, test))
+    folder = located(info, root, (_LAYOUT,))
+    return (*_read(folder, "train", info, info.train, train), *_read(folder, "test", info, info.test, test))
 
 
 def _read(folder: Path, part: str, info: DatasetInfo, most: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The first images of one part: pixels (n, 3, column, row), labels from 1."""
     record = info.channels * info.size**2
-    pixels = _bytes(existing(folder / f"{part}_X.bin", info.name), record, most, count)
+    pixels = read_records(existing(folder / f"{part}_X.bin", info.name), record, most, count)
     path = existing(folder / f"{part}_y.bin", info.name)
-    labels = _bytes(path, 1, most, count).reshape(-1).astype(np.int64) - 1
+    labels = read_records(path, 1, most, count).reshape(-1).astype(np.int64) - 1
     check_labels(labels, info.classes, str(path))
     images = pixels.reshape(count, info.channels, info.size, info.size).transpose(0, 1, 3, 2)
     return np.ascontiguousarray(images), labels.astype(np.uint8)
-
-
-def _bytes(path: Path, record: int, most: int, count: int) -> np.ndarray:
-    """The first records of a file, uint8 (count, record)."""
-    size = path.stat().st_size
-    if size % record or not count * record <= size <= most * record:
-        raise DataError(
-            f"{path}: expected {most * record} bytes ({most} records of {record}), found {size}; download it again"
-        )
-    return np.fromfile(path, np.uint8, count * record).reshape(count, record)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weightscope.data.locations import Layout, check_labels, existing, find, missing
+from weightscope.data.locations import Layout, check_labels, existing, located
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
@@ -33,10 +33,8 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     Raises:
         DataError: if the files are missing or damaged.
     """
-    found = find(root, _LAYOUTS)
-    if found is None:
-        raise missing(info, root)
-    paths = [existing(found[0] / name, info.name) for name in _FILES]
+    folder = located(info, root, _LAYOUTS)
+    paths = [existing(folder / name, info.name) for name in _FILES]
     return (*_read(paths[0], info, info.train, train), *_read(paths[1], info, info.test, test))
 
 

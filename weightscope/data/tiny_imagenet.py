@@ -7,7 +7,7 @@ import numpy as np
 
 from weightscope._util.names import listing
 from weightscope.data.images import read_images
-from weightscope.data.locations import Layout, existing, find, missing
+from weightscope.data.locations import Layout, existing, located
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError
 
@@ -39,10 +39,7 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     Raises:
         DataError: if files are missing or damaged; says how many.
     """
-    found = find(root, (_LAYOUT,))
-    if found is None:
-        raise missing(info, root)
-    folder = found[0]
+    folder = located(info, root, (_LAYOUT,))
     names = sorted(_lines(folder / "wnids.txt", info))
     if len(set(names)) != info.classes or not all(map(_NAME.fullmatch, names)):
         raise DataError(f"{folder / 'wnids.txt'}: expected {info.classes} different names, found {len(set(names))}")
