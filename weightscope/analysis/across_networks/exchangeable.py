@@ -11,6 +11,7 @@ import numpy as np
 
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
+from weightscope._util.threads import single_threaded
 from weightscope.errors import UsageError
 from weightscope.statistics.correlated_pairs import Pair, correlated_pairs
 from weightscope.statistics.exchangeable import ExchangeableMoments, TypeCovariance
@@ -217,10 +218,11 @@ def exchangeable_covariance(
     spec = source.spec.select(select)
     moments = ExchangeableMoments(spec, permutations_of(source, permutations).restrict(spec.names))
     excluded = 0
-    for rows, diverged in ahead(usable_chunks(source, spec.names)):
-        finite = finite_rows(rows)
-        excluded += diverged + int((~finite).sum())
-        moments.update(rows if finite.all() else rows[finite])
+    with single_threaded():  # another thread reads; on two cores more of them wait for each other
+        for rows, diverged in ahead(usable_chunks(source, spec.names)):
+            finite = finite_rows(rows)
+            excluded += diverged + int((~finite).sum())
+            moments.update(rows if finite.all() else rows[finite])
     found = moments.covariances("networks" if moments.n > 1 else "zero")
     return ExchangeableCovariance(found, moments.permutations, moments.n, excluded)
 
