@@ -1,5 +1,8 @@
 """Maps of state-space layers: the layer's own output, masks, checkpoints and pictures."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import shims
@@ -9,6 +12,9 @@ from torch import Tensor, nn
 
 from weightscope._util.threads import single_threaded
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
+from weightscope.analysis.state_space_maps.opening import tokens_for
+from weightscope.cli import main
+from weightscope.data.sequences import TASKS
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
@@ -123,3 +129,50 @@ def test_wrong_input_is_a_one_line_error():
         state_space_maps(_network(1), [[9, 1]])
     with pytest.raises(AnatomyError, match="expected state-space layers"):
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    return end.value.code or 0
+
+
+def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
+    network = _network(1)
+    model, figure, numbers = (tmp_path / name for name in ("model.safetensors", "maps.png", "maps.json"))
+    save_file({name: value for name, value in network.state_dict().items() if name != "lm_head.weight"}, model)
+    command = ["attention-maps", str(model), "--tokens", "copy:6", "--count", "3"]
+    assert _run(*command, "-o", str(figure), "--json", str(numbers)) == 0
+    assert "3 state-space layers on 3 sequences of 12 tokens" in capsys.readouterr().out
+    tokens = TASKS["copy"](torch.Generator().manual_seed(0), 3, 6, 9).tokens
+    assert json.loads(numbers.read_text()) == state_space_maps(network, tokens).to_dict()
+    assert figure.stat().st_size > 1000
+    given = tmp_path / "tokens.txt"
+    given.write_text("0 1 2\n\n3 4 8\n")
+    assert tokens_for(str(given), network).tolist() == [[0, 1, 2], [3, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ("copie:6", "no task 'copie'; there are copy, copy_reversed"),
+        ("copy:-1", "expected a length behind the task, such as copy:20, found 'copy:-1'"),
+        ("copy:0", "length"),
+        ("none.txt", "expected a file, or TASK:LENGTH with one of .*copy.*; found 'none.txt'"),
+        (b"1 2\n3\n", "line 2: expected 2 tokens as in the first sequence, found 1"),
+        (b"1 2\n3 x\n", "line 2: expected whole numbers from 0, found b'x'"),
+        (b"\n", "expected a sequence of tokens in each line, found none"),
+        (b"1 99\n", "expected numbers from 0 to 8, found 99"),
+    ],
+)
+def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):
+    model, file = tmp_path / "model.safetensors", tmp_path / "tokens.txt"
+    save_file({name: value for name, value in _network(1).state_dict().items() if name != "lm_head.weight"}, model)
+    if isinstance(tokens, bytes):
+        file.write_bytes(tokens)
+        tokens = str(file)
+    assert _run("attention-maps", str(model), "--tokens", tokens, "-o", str(tmp_path / "x.png")) in (2, 3)
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "x.png").exists()

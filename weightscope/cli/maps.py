@@ -1,11 +1,12 @@
 """The command `attention-maps`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
 from weightscope.cli.shared import Named, figure_option, json_option, write_json
+from weightscope.errors import UsageError
 
 
 @click.command("attention-maps")
@@ -20,8 +21,11 @@ from weightscope.cli.shared import Named, figure_option, json_option, write_json
 )
 @click.option("--network", type=int, help="Of a population: the network, counted from 0.  [default: 0]")
 @click.option("--images", type=Named("datasets", files=False), help="The data set of a model's folder.  [cifar10]")
-@click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of test images.")
+@click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of images or sequences.")
 @click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
+@click.option(
+    "--tokens", metavar="FILE|TASK:LENGTH", help="Of a state-space model: numbers, a sequence in each line; or copy:20."
+)
 @click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data.")
 @json_option
@@ -33,6 +37,7 @@ def attention_maps(
     images: str | None,
     count: int,
     size: int | None,
+    tokens: str | None,
     filter_size: int,
     data: Path | None,
     json_file: Path | None,
@@ -42,11 +47,20 @@ def attention_maps(
     SOURCE is a population, of which one network is run on the test images of its recipe, or a folder of transformers
     (config.json, model.safetensors), run on test images of a data set that are scaled to the model's size.
 
+    With --tokens, SOURCE is a Mamba or Mamba-2 (weights of transformers or mamba_ssm), and what each token adds to each
+    later one is drawn in the same way, with the mean mask, the product of the decays.
+
     \b
     Examples:
       weightscope attention-maps vits.pop --network 3 -o attention.png
       weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
+      weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
     """
+    if tokens is not None:
+        if kind != "maps" or images or size:
+            raise UsageError("--tokens: expected no --kind, --images and --size, which are of images")
+        write_json(json_file, _of_tokens(source, tokens, network, count, out))
+        return
     from weightscope.analysis.attention_maps import attention_maps as compute
     from weightscope.analysis.attention_maps.opening import images_for, open_network
 
@@ -59,3 +73,15 @@ def attention_maps(
     found.plot(out, kind)
     click.echo(f"wrote {out}")
     write_json(json_file, found.to_dict())
+
+
+def _of_tokens(source: str, tokens: str, network: int | None, count: int, out: Path) -> dict[str, Any]:
+    from weightscope.analysis.state_space_maps import state_space_maps
+    from weightscope.analysis.state_space_maps.opening import open_sequences, tokens_for
+
+    model = open_sequences(source, network)
+    found = state_space_maps(model, tokens_for(tokens, model, count))
+    click.echo(found.text())
+    found.plot(out)
+    click.echo(f"wrote {out}")
+    return found.to_dict()

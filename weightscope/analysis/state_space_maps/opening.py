@@ -1,0 +1,84 @@
+"""Networks of a checkpoint or a population that can be run, and tokens for them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.sources import is_population
+from weightscope.analysis.state_space_maps.rebuilding import rebuilt
+from weightscope.data.sequences.tasks import TASKS
+from weightscope.errors import DataError, UsageError
+from weightscope.population import population_in
+
+_MOST_BYTES = 1 << 24  # of a file of tokens
+
+
+def open_sequences(source: str | Path, network: int | None = None) -> nn.Module:
+    """A network that takes tokens: of a population, or rebuilt from a checkpoint of Mamba or Mamba-2.
+
+    Args:
+        source: a population; or a file or folder of weights, or `hf://org/name`.
+        network: index of a population's network; None for the first.
+
+    Raises:
+        AnatomyError: if a checkpoint is not one of Mamba or Mamba-2.
+        UsageError: if `network` is given for a checkpoint.
+    """
+    if is_population(source):
+        return population_in(source).network(network or 0)
+    if network is not None:
+        raise UsageError("network: expected a population with it, found one model")
+    return rebuilt(source)
+
+
+def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
+    """Tokens (B, n), int64: those of a file, or `count` sequences of a task.
+
+    Args:
+        wanted: a text file with one sequence of whole numbers in each line, all of the same length; or `TASK:LENGTH`,
+            such as "copy:20", whose vocabulary is the network's.
+        network: with an embedding of the tokens.
+        count: B, for a task.
+
+    Raises:
+        DataError: if a file is not of this form.
+        UsageError: if there is no such file or task, or the task needs another vocabulary.
+
+    Example:
+        >>> tokens_for("copy:20", Mamba(32, 16, 2), 4).shape
+        torch.Size([4, 40])
+    """
+    name, colon, length = wanted.rpartition(":")
+    if colon and not Path(wanted).exists():
+        if not length.isdecimal() or len(length) > 6:
+            raise UsageError(f"tokens: expected a length behind the task, such as copy:20, found {wanted!r}")
+        embedding: Any = next(m for m in network.modules() if isinstance(m, nn.Embedding))
+        generator = torch.Generator().manual_seed(0)
+        return TASKS.find(name)(generator, count, int(length), embedding.num_embeddings).tokens
+    path = Path(wanted)
+    if not path.is_file():
+        raise UsageError(f"tokens: expected a file, or TASK:LENGTH with one of {', '.join(TASKS)}; found {wanted!r}")
+    if path.stat().st_size > _MOST_BYTES:
+        raise DataError(f"{path}: expected at most {_MOST_BYTES >> 20} MiB of tokens, found more")
+    return _read(path)
+
+
+def _read(path: Path) -> Tensor:
+    rows: list[np.ndarray] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        words = line.split()
+        if not words:
+            continue
+        if wrong := next((word for word in words if not word.isdigit() or len(word) > 9), None):
+            raise DataError(f"{path}, line {number}: expected whole numbers from 0, found {wrong[:20]!r}")
+        rows.append(np.array(words, dtype=np.int64))
+        if len(rows[-1]) != len(rows[0]):
+            raise DataError(
+                f"{path}, line {number}: expected {len(rows[0])} tokens as in the first sequence, found {len(words)}"
+            )
+    if not rows:
+        raise DataError(f"{path}: expected a sequence of tokens in each line, found none")
+    return torch.from_numpy(np.stack(rows))
