@@ -5,11 +5,12 @@ metrics in the property `metrics`, the primary one first.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-POINTS = "percentage points"
+import numpy as np
+
+from weightscope.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Metric:
         label: in words, without "test" and unit.
         unit: of the values as they are shown; empty if there is none.
         factor: shown value = factor x stored value.
-        bounds: the smallest and the largest possible stored value.
+        bounds: the smallest possible stored value, and the largest, which may be infinite.
         higher_is_better: the direction.
+        decimals: of a value as it is shown.
         length: of the evaluated sequences, as a multiple of the training length.
     """
 
@@ -30,9 +32,15 @@ class Metric:
     label: str
     unit: str = ""
     factor: float = 1.0
-    bounds: tuple[float, float] = (-math.inf, math.inf)
+    bounds: tuple[float, float] = (0.0, math.inf)
     higher_is_better: bool = False
+    decimals: int = 4
     length: int = 1
+
+    @property
+    def key(self) -> str:
+        """In a benchmark's rows: the name without `test_`."""
+        return self.name.removeprefix("test_")
 
     @property
     def title(self) -> str:
@@ -42,7 +50,12 @@ class Metric:
     @property
     def difference_unit(self) -> str:
         """The unit of a difference as it is shown: percentage points for per cent."""
-        return POINTS if self.unit == "%" else self.unit
+        return "percentage points" if self.unit == "%" else self.unit
+
+    @property
+    def direction(self) -> str:
+        """What a label adds to a difference: nothing, or `; lower is better`."""
+        return "" if self.higher_is_better else "; lower is better"
 
     @property
     def sign(self) -> int:
@@ -53,26 +66,32 @@ class Metric:
         """Whether a value that is larger by `difference` is better."""
         return self.sign * difference > 0
 
+    def amount(self, difference: float) -> str:
+        """The size of a difference in words: `2.1 points`, `0.023 bits per token`."""
+        unit = self.difference_unit.removeprefix("percentage ")
+        return f"{self.factor * abs(difference):.{self.decimals - 1}f} {unit}".strip()
+
+    def check(self, values: Any, where: str) -> None:
+        """Raise DataError unless the smallest and the largest of some stored values are possible."""
+        low, high = self.bounds
+        found = np.min(values), np.max(values)
+        if not low <= found[0] <= found[1] <= high:
+            expected = f"numbers of at least {low:g}" if math.isinf(high) else f"fractions between {low:g} and {high:g}"
+            raise DataError(f"{where}: expected {expected}, found {found[0]:g} to {found[1]:g}")
+
     def to_dict(self) -> dict[str, Any]:
         """JSON types; an infinite bound is None."""
-        bounds = [bound if math.isfinite(bound) else None for bound in self.bounds]
-        return {**asdict(self), "bounds": bounds}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Metric":
-        """The inverse of `to_dict`."""
-        low, high = values["bounds"]
-        bounds = (-math.inf if low is None else low, math.inf if high is None else high)
-        return cls(**{**values, "bounds": bounds})
+        return {**asdict(self), "bounds": [bound if math.isfinite(bound) else None for bound in self.bounds]}
 
 
 def _accuracy(length: int = 1) -> Metric:
     """Of images or of the answer's tokens, at a multiple of the training length."""
     name, label = (f"_{length}x", f" at {length}x the length") if length > 1 else ("", "")
-    return Metric(f"test_accuracy{name}", f"accuracy{label}", "%", 100.0, (0.0, 1.0), True, length)
+    return Metric(f"test_accuracy{name}", f"accuracy{label}", "%", 100.0, (0.0, 1.0), True, 2, length)
 
 
 ACCURACY, ACCURACY_2X, ACCURACY_4X = _accuracy(), _accuracy(2), _accuracy(4)
-LOSS = Metric("test_loss", "loss", "nats", bounds=(0.0, math.inf))
-BITS = Metric("test_bits", "cross entropy", "bits per token", bounds=(0.0, math.inf))
-PERPLEXITY = Metric("test_perplexity", "perplexity", bounds=(1.0, math.inf))
+LOSS = Metric("test_loss", "loss", "nats")
+BITS = Metric("test_bits", "cross entropy", "bits per token")
+PERPLEXITY = Metric("test_perplexity", "perplexity", bounds=(1.0, math.inf), decimals=3)
+METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY)}
