@@ -41,7 +41,7 @@ def test_one_network_and_one_epoch_are_drawn_without_a_band() -> None:
     ax = plots.training_curves(np.array([[2.5]]), metric=LOSS)
     assert not ax.collections
     assert ax.lines[0].get_marker() == "o"
-    assert ax.get_ylabel() == "loss"
+    assert ax.get_ylabel() == "loss (nats)"
 
 
 def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
@@ -240,7 +240,7 @@ def test_summaries_that_make_no_sense_are_refused() -> None:
     for bad in ([], rows + rows):
         with pytest.raises(UsageError, match="expected rows that differ"):
             plots.convergence(bad)
-    with pytest.raises(DataError, match="after 3 epochs: mean: expected fractions between 0 and 1, found 97"):
+    with pytest.raises(DataError, match="after 3 epochs, mean: expected fractions between 0 and 1, found 97"):
         plots.convergence([rows[0] | {"mean": 97.0}])
 
 

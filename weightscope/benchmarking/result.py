@@ -69,10 +69,12 @@ class BenchResult(Result):
             raise DataError(f"{path}: {reason(error)}") from None
         except (ValueError, RecursionError):
             raise DataError(f"{path}: expected JSON, found something else") from None
-        wanted = {"runs": list, "summary": list, "environment": dict}
+        wanted = {"runs": list, "summary": list, "environment": dict, "metric": str, "metrics": dict}
+        if isinstance(values, dict):  # before there were other metrics
+            values = {"metric": ACCURACY.name, "metrics": {ACCURACY.name: {}, LOSS.name: {}}} | values
         if not isinstance(values, dict) or not all(isinstance(values.get(k), kind) for k, kind in wanted.items()):
             raise DataError(f"{path}: expected the results of a benchmark, with {', '.join(wanted)}")
-        names = [values.get("metric", ACCURACY.name), *values.get("metrics", (ACCURACY.name, LOSS.name))]
+        names = [values["metric"], *values["metrics"]]
         if strange := [name for name in names if name not in METRICS]:
             raise DataError(f"{path}: {unknown('metric', strange[0], METRICS)}")
         metric, *metrics = (METRICS[name] for name in names)

@@ -55,7 +55,13 @@ def accuracy_by_length(
         low, high = np.array([around(row, ACCURACY) for row in rows.values()]).T
         line: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
         line |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
-        ax.errorbar(list(rows), mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], label=init, **line)
+        ax.errorbar(
+            np.array(list(rows), dtype=float),
+            mean,
+            yerr=[(mean - low).tolist(), (high - mean).tolist()],
+            label=init,
+            **line,
+        )
     ax.set_xscale("log", base=2)
     margin = (lengths[-1] / lengths[0]) ** 0.06
     ax.set_xlim(lengths[0] / margin, lengths[-1] * margin)

@@ -72,7 +72,7 @@ def training_curves(
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch")
-    ax.set_ylabel(metric.title.removeprefix("test ") + metric.direction)
+    ax.set_ylabel(metric.title.removeprefix("test "))
     value_axis(ax.yaxis, ax.get_ylim(), metric)
     longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
     if longest > 1:
@@ -123,7 +123,7 @@ def metric_distribution(
     line = ax.axvline(
         median, color=theme.PALETTE[3], lw=1.6, label=f"median: {ends[1]} {metric.unit}".strip(), gid="median"
     )
-    ax.set_xlabel(metric.title.removeprefix("test ") + metric.direction)
+    ax.set_xlabel(metric.title.removeprefix("test "))
     ax.set_ylabel("networks")
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     value_axis(ax.xaxis, ax.get_xlim(), metric)
