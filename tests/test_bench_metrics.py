@@ -19,7 +19,18 @@ from weightscope.benchmarking.pictures import finding, scale_finding
 from weightscope.benchmarking.run import metrics_of, planned
 from weightscope.benchmarking.statistics import mean_interval, paired
 from weightscope.cli import cli
-from weightscope.data.metrics import ACCURACY, ACCURACY_2X, ACCURACY_4X, BITS, LOSS, METRICS, PERPLEXITY, Metric
+from weightscope.data.metrics import (
+    ACCURACY,
+    ACCURACY_2X,
+    ACCURACY_4X,
+    BITS,
+    LOSS,
+    METRICS,
+    PERPLEXITY,
+    Metric,
+    accuracy_at,
+    metric_named,
+)
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import DataConfig, Recipe
 from weightscope.report import verdict
@@ -76,6 +87,11 @@ def test_metrics_have_the_names_of_populations_and_a_direction() -> None:
         *("2.1 points", "0.023 bits per token", "2.50"),
     )
     assert RECIPE.data.metrics == (ACCURACY, LOSS)
+    assert (accuracy_at(1), accuracy_at(4), accuracy_at(80).length) == (ACCURACY, ACCURACY_4X, 80)
+    for metric in (*METRICS.values(), accuracy_at(80)):
+        assert metric_named(metric.name) == metric
+    for name in ("test_accuracy_1x", "test_accuracy_x", "test_accuracy_02x", "test_accuracy_2", "loss"):
+        assert metric_named(name) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +217,8 @@ def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:
     assert markdown.strip().endswith("lower is better")
     assert f"*{lowest}" in planted.table()
     lines = planted.text().splitlines()
-    assert "cross entropy bits per token, lower is better" in lines[0]
+    assert "  cross entropy  " in lines[0]
+    assert lines[-1] == "test cross entropy (bits per token); lower is better"
     assert f"{planted.arms[1]['difference']:+.4f}" in lines[3]
     accuracies = BenchResult([run | {"accuracy": 0.9} for run in planted.runs], summarise(planted.runs, BITS))
     assert "lower is better" not in accuracies.text() + accuracies.table()
@@ -439,13 +456,17 @@ def test_the_command_line_selects_the_metric(tmp_path: Path, monkeypatch: pytest
         "[population]\nnetworks = 2\ntile = 2\n"
     )
     arguments = ["bench", "tiny.toml", "--init", "default", "--init", "mimetic_mlp", "--workers", "1", "-o", "out"]
+    shards: dict[Path, int] = {}
     for name, metric in (("test_loss", LOSS), ("test_accuracy", ACCURACY)):
         found = CliRunner().invoke(cli, [*arguments, "--metric", name, "--device", "cpu"])
         assert found.exit_code == 0, found.output
         result = BenchResult.load(tmp_path / "out" / "results.json")
         assert result.metric == metric
+        found_shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.h5")}
+        assert shards in ({}, found_shards), "nothing is trained again"
+        shards = found_shards
         assert all(run["curve"][-1] == pytest.approx(run[metric.key]) for run in result.runs)
-        assert ("loss nats, lower is better" in found.output) == (metric is LOSS)
+        assert ("test loss (nats); lower is better" in found.output) == (metric is LOSS)
     found = CliRunner().invoke(cli, [*arguments, "--metric", "test_bits"])
     assert found.exit_code != 0
     assert "no metric of this task 'test_bits'; there are test_accuracy, test_loss" in str(found.exception)

@@ -15,7 +15,7 @@ from weightscope.benchmarking import pictures
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.benchmarking.tables import paper_table
-from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric
+from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ class BenchResult(Result):
             values = {"metric": ACCURACY.name, "metrics": {ACCURACY.name: {}, LOSS.name: {}}} | values
         if not isinstance(values, dict) or not all(isinstance(values.get(k), kind) for k, kind in wanted.items()):
             raise DataError(f"{path}: expected the results of a benchmark, with {', '.join(wanted)}")
-        names = [values["metric"], *values["metrics"]]
-        if strange := [name for name in names if name not in METRICS]:
+        found = {name: metric_named(name) for name in (values["metric"], *values["metrics"])}
+        known = {name: metric for name, metric in found.items() if metric is not None}
+        if strange := [name for name in found if name not in known]:
             raise DataError(f"{path}: {unknown('metric', strange[0], METRICS)}")
-        metric, *metrics = (METRICS[name] for name in names)
-        return cls(values["runs"], values["summary"], values["environment"], metric, tuple(metrics))
+        metrics = tuple(known[name] for name in values["metrics"])
+        return cls(values["runs"], values["summary"], values["environment"], known[values["metric"]], metrics)
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies."""
@@ -99,9 +100,11 @@ class BenchResult(Result):
     def text(self) -> str:
         """A table with one line for each arm."""
         cells, metric = any(row.get("cell") for row in self.arms), self.metric
-        value = f"{metric.label} {metric.unit}".strip() + ("" if metric.higher_is_better else ", lower is better")
+        value = f"{metric.label} %" if metric.unit == "%" else metric.label
         header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, *_COMPARED)
         table = _ruled(header, (_in_cell(row, _cells(row, metric), cells) for row in self.arms))
+        if not metric.higher_is_better:
+            table += f"\n{metric.title}{metric.direction}"
         controlled = [row for row in self.arms if row.get("control") is not None]
         if not controlled:
             return table

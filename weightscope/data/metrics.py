@@ -5,7 +5,8 @@ metrics in the property `metrics`, the primary one first.
 """
 
 import math
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,25 @@ class Metric:
         return {**asdict(self), "bounds": [bound if math.isfinite(bound) else None for bound in self.bounds]}
 
 
-def _accuracy(length: int = 1) -> Metric:
-    """Of images or of the answer's tokens, at a multiple of the training length."""
-    name, label = (f"_{length}x", f" at {length}x the length") if length > 1 else ("", "")
-    return Metric(f"test_accuracy{name}", f"accuracy{label}", "%", 100.0, (0.0, 1.0), True, 2, length)
-
-
-ACCURACY, ACCURACY_2X, ACCURACY_4X = _accuracy(), _accuracy(2), _accuracy(4)
+ACCURACY = Metric("test_accuracy", "accuracy", "%", 100.0, (0.0, 1.0), higher_is_better=True, decimals=2)
 LOSS = Metric("test_loss", "loss", "nats")
 BITS = Metric("test_bits", "cross entropy", "bits per token")
 PERPLEXITY = Metric("test_perplexity", "perplexity", bounds=(1.0, math.inf), decimals=3)
+
+
+def accuracy_at(length: int) -> Metric:
+    """The accuracy over the answer's tokens at a multiple of the training length, such as `test_accuracy_2x`."""
+    if length == 1:
+        return ACCURACY
+    name, label = f"{ACCURACY.name}_{length}x", f"{ACCURACY.label} at {length}x the length"
+    return replace(ACCURACY, name=name, label=label, length=length)
+
+
+ACCURACY_2X, ACCURACY_4X = accuracy_at(2), accuracy_at(4)
 METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY)}
+
+
+def metric_named(name: str) -> Metric | None:
+    """The metric of this name in `Population.metrics`, at any length; None if there is none."""
+    at_length = re.fullmatch(rf"{ACCURACY.name}_([2-9]|[1-9][0-9]{{1,8}})x", name)
+    return accuracy_at(int(at_length[1])) if at_length else METRICS.get(name)

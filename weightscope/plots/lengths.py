@@ -33,8 +33,7 @@ def accuracy_by_length(
         DataError: if a mean is not a fraction.
 
     Example:
-        >>> metrics = {1: ACCURACY, 2: ACCURACY_2X, 4: ACCURACY_4X}
-        >>> accuracy_by_length({length: summarise(result.runs, metric) for length, metric in metrics.items()})
+        >>> accuracy_by_length({length: summarise(result.runs, accuracy_at(length)) for length in (1, 2, 4)})
     """
     lengths = sorted(by_length)
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
