@@ -221,6 +221,31 @@ def _parameter_axis(ax: Axes, axis: str, values: Sequence[Any], at: Mapping[str,
     ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
 
 
+def _on_a_grid(
+    summary: Sequence[Row], axes: tuple[str, str]
+) -> tuple[dict[tuple[str, str], Row], tuple[list[Any], list[Any]]]:
+    """The rows with a difference by their values of both parameters, and the values of each in order."""
+    found: dict[tuple[str, str], Row] = {}
+    places: tuple[list[Any], list[Any]] = ([], [])
+    for row in summary:
+        both = {**row.get("cell", {}), **row.get("numbers", {})}
+        if row.get("difference") is None or not set(axes) <= set(both):
+            continue
+        for values, name in zip(places, axes, strict=True):
+            values += [both[name]] * (both[name] not in values)
+        key = repr(both[axes[0]]), repr(both[axes[1]])
+        if key in found:
+            raise UsageError(
+                f"difference map: expected one row at {', '.join(key)}, found {found[key]['init']} and {row['init']}"
+            )
+        found[key] = row
+    if not found:
+        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
+    for values in places:
+        values.sort(key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
+    return found, places
+
+
 @theme.themed
 def difference_map(
     summary: Sequence[Row],
@@ -249,24 +274,7 @@ def difference_map(
     Example:
         >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
     """
-    found: dict[tuple[str, str], Row] = {}
-    places: tuple[list[Any], list[Any]] = ([], [])
-    for row in summary:
-        both = {**row.get("cell", {}), **row.get("numbers", {})}
-        if row.get("difference") is None or not set(axes) <= set(both):
-            continue
-        for values, name in zip(places, axes, strict=True):
-            values += [both[name]] * (both[name] not in values)
-        key = repr(both[axes[0]]), repr(both[axes[1]])
-        if key in found:
-            raise UsageError(
-                f"difference map: expected one row at {', '.join(key)}, found {found[key]['init']} and {row['init']}"
-            )
-        found[key] = row
-    if not found:
-        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
-    for values in places:
-        values.sort(key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
+    found, places = _on_a_grid(summary, axes)
     columns, rows = places
     grid = np.full((len(rows), len(columns)), np.nan)  # as shown
     for i, y in enumerate(rows):
