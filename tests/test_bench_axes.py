@@ -315,7 +315,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     swept.plot(tmp_path / "main.png")
     assert (tmp_path / "main.png").read_bytes()[:4] == b"\x89PNG"
 
-    ax = plots.accuracy_along(swept.arms, "mimetic_attention.alpha_qk")
+    ax = plots.metric_along(swept.arms, "mimetic_attention.alpha_qk")
     assert len(ax.containers) == 2 * 2, "beta x kernel sizes"
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
     drawn = {
@@ -328,7 +328,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     np.testing.assert_allclose([low, high], np.array(best["difference_ci95"]) + shift, atol=1e-9)
     assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
     with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
-        plots.accuracy_along(swept.arms, "network.depth")
+        plots.metric_along(swept.arms, "network.depth")
 
 
 def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:
@@ -375,7 +375,7 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     base = np.linspace(0.95, 0.99, 6)
     differences = np.minimum(base + np.array([0, 0.05, 0, 0.01, 0, 0.01]), 1) - base
     runs = runs_of("default", {}, {}, base) + runs_of("x", {}, {}, base + differences)
-    ax = plots.accuracy_curves(runs)
+    ax = plots.metric_curves(runs)
     lines = {line.get_label(): line.get_ydata() for line in ax.lines}
     np.testing.assert_allclose(lines["default"], [0.5 * base.mean(), base.mean()])
     bands = [band for band in ax.collections if band.get_gid() == "band"]
@@ -385,9 +385,9 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     half = 2.5705818 * differences.std(ddof=1) / 6**0.5
     assert heights.min() == pytest.approx(0.5 * (base + differences).mean() - 0.5 * half, abs=1e-6)
     with pytest.raises(UsageError, match="one cell and one training length, found 2"):
-        plots.accuracy_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
+        plots.metric_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
     with pytest.raises(UsageError, match="after each epoch"):
-        plots.accuracy_curves([run | {"curve": []} for run in runs])
+        plots.metric_curves([run | {"curve": []} for run in runs])
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:

@@ -62,6 +62,26 @@ def test_diverged_networks_are_left_out_of_the_quantiles(tmp_path: Path) -> None
     assert set(inspect(path).quantiles["test_loss"].values()) == {1.0}
 
 
+def test_the_task_s_metrics_come_first_with_their_units(tmp_path: Path) -> None:
+    path = tmp_path / "a.pop"
+    recipe = fake.recipe()
+    manifest = fake.write_population(path, recipe, tiles=[])
+    for index in range(manifest.tiles):
+        tile = fake.train_tile(recipe, index)
+        size = len(tile.seeds)
+        values = {"test_bits": 1.25, "test_accuracy": 0.5, "test_accuracy_8x": 0.25, "train_loss": 0.875}
+        tile.metrics |= {name: np.full(size, value) for name, value in values.items()}
+        fake.shards.save(path, manifest, tile, "cpu")
+    found = inspect(path)
+    assert found.quantiles["test_accuracy"]["0.5"] == 0.5, "as stored"
+    lines = [line for line in found.text().splitlines() if line.startswith(("test_", "train_", "learning_rate  "))]
+    assert [line.split("  ")[0] for line in lines] == [
+        *("test_accuracy (%)", "test_accuracy_8x (%)", "test_bits (bits per token)"),
+        *("learning_rate", "train_loss (nats)"),
+    ]
+    assert [line.split()[-1] for line in lines] == ["50", "25", "1.25", "0.01", "0.875"]
+
+
 def test_an_empty_and_a_damaged_population(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     manifest = fake.write_population(path, fake.recipe(), tiles=[])

@@ -50,7 +50,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
         ),
         "filter covariance": lambda: plots.filter_covariance(spd(9), 3, title=title),
         "training curves": lambda: plots.training_curves(every, label="train", title=title),
-        "accuracies": lambda: plots.accuracy_distribution(accuracies, title=title),
+        "accuracies": lambda: plots.metric_distribution(accuracies, title=title),
         "stripes": lambda: plots.stripe_ratios(STRIPES, title=title),
         "held out": lambda: plots.heldout_scores(SCORES, title=title),
         "convergence": lambda: plots.convergence(

@@ -11,6 +11,7 @@ from pictures import INIT, SCORES, STRIPES, bars_of, bench_runs, bench_summary, 
 from scipy import stats
 
 from weightscope import plots
+from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
 
@@ -37,16 +38,16 @@ def test_training_curves_are_medians_with_bands() -> None:
 
 
 def test_one_network_and_one_epoch_are_drawn_without_a_band() -> None:
-    ax = plots.training_curves(np.array([[2.5]]), quantity="loss")
+    ax = plots.training_curves(np.array([[2.5]]), metric=LOSS)
     assert not ax.collections
     assert ax.lines[0].get_marker() == "o"
-    assert ax.get_ylabel() == "loss"
+    assert ax.get_ylabel() == "loss (nats)"
 
 
 def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
     counts = np.random.default_rng(0).binomial(360, 0.96, 300)
     accuracies = np.append(counts / 360, [np.nan, np.nan])
-    ax = plots.accuracy_distribution(accuracies)
+    ax = plots.metric_distribution(accuracies)
     edges = np.array([p.get_x() for p in ax.containers[0]])
     steps = np.diff(edges) * 360
     np.testing.assert_allclose(steps, np.round(steps[0]), atol=1e-4)
@@ -60,7 +61,7 @@ def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
 
 
 def test_equal_accuracies_are_one_bar() -> None:
-    ax = plots.accuracy_distribution([0.5, 0.5, 0.5])
+    ax = plots.metric_distribution([0.5, 0.5, 0.5])
     assert [p.get_height() for p in ax.containers[0]] == [3]
 
 
@@ -70,9 +71,9 @@ def test_equal_accuracies_are_one_bar() -> None:
         (lambda: plots.training_curves(np.full((3, 2), np.nan)), "none of 3 networks is finite"),
         (lambda: plots.training_curves(np.zeros(3)), r"expected \(networks, epochs\)"),
         (lambda: plots.training_curves(np.full((3, 2), 97.0)), "expected fractions between 0 and 1, found 97"),
-        (lambda: plots.accuracy_distribution([np.nan]), "none of 1 is finite"),
-        (lambda: plots.accuracy_distribution([98.2]), "expected fractions"),
-        (lambda: plots.accuracy_distribution(np.zeros((2, 2))), r"expected \(networks,\)"),
+        (lambda: plots.metric_distribution([np.nan]), "none of 1 is finite"),
+        (lambda: plots.metric_distribution([98.2]), "expected fractions"),
+        (lambda: plots.metric_distribution(np.zeros((2, 2))), r"expected \(networks,\)"),
     ],
 )
 def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: str) -> None:
@@ -239,7 +240,7 @@ def test_summaries_that_make_no_sense_are_refused() -> None:
     for bad in ([], rows + rows):
         with pytest.raises(UsageError, match="expected rows that differ"):
             plots.convergence(bad)
-    with pytest.raises(DataError, match="after 3 epochs: expected a fraction between 0 and 1 as mean"):
+    with pytest.raises(DataError, match="after 3 epochs, mean: expected fractions between 0 and 1, found 97"):
         plots.convergence([rows[0] | {"mean": 97.0}])
 
 

@@ -16,6 +16,7 @@ from weightscope._util.sources import is_population
 from weightscope._util.tables import text_table
 from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
 from weightscope.artifacts.format import KEY
+from weightscope.data.metrics import metric_named
 from weightscope.population import Population
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
@@ -151,9 +152,12 @@ class PopulationContents(Result):
         if not self.quantiles:
             return "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
-        rows = [(name, *(f"{values[str(q)]:.4g}" for q in _QUANTILES)) for name, values in self.quantiles.items()][
-            :most
-        ]
+        names = sorted(self.quantiles, key=lambda name: metric_named(name) is None)  # first what the task reports
+        rows = []
+        for name in names[:most]:
+            known = metric_named(name.replace("train_", "test_"))
+            unit, factor = (f" ({known.unit})" if known.unit else "", known.factor) if known else ("", 1.0)
+            rows.append((name + unit, *(f"{factor * self.quantiles[name][str(q)]:.4g}" for q in _QUANTILES)))
         return text_table(head, rows)
 
     def _origin(self) -> str:

@@ -15,7 +15,8 @@ from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.catalog import dataset_info
-from weightscope.errors import UsageError
+from weightscope.data.metrics import ACCURACY, Metric
+from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -31,13 +32,15 @@ class GainChoice(Result):
     """The gain that was chosen, and the curve that chose it.
 
     Attributes:
-        gain: the smallest candidate whose accuracy is within one standard error of the best one's.
-        curve: one row for each candidate: `gain`, `n`, `accuracy` (mean on the validation images), paired `difference`
-            to the smallest gain and to the best one (`to_best`) with their standard errors `difference_se` and
-            `to_best_se`, `log_prob` (of held-out networks, nats each) and `chosen`.
+        gain: the smallest candidate whose primary metric is within one standard error of the best one's.
+        curve: one row for each candidate: `gain`, `n`, the mean of the primary metric on the validation images under
+            its name without `test_` (`accuracy`), paired `difference` to the smallest gain and to the best one
+            (`to_best`) with their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks,
+            nats each) and `chosen`. Where a network's metric is not finite, the mean and what is compared with it are
+            None.
         fit: with the chosen gain; its settings have the curve under "gain".
         trainings: the benchmark of the candidates.
-        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images).
+        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images), and `metric`.
     """
 
     gain: float
@@ -60,18 +63,23 @@ class GainChoice(Result):
 
     def text(self) -> str:
         """The curve as a table."""
+        metric = self.trainings.metric
+
+        def shown(row: Mapping[str, Any], key: str, form: str = "+") -> str:
+            return "" if row[key] is None else format(metric.factor * row[key], f"{form}.{metric.decimals}f")
+
         cells = [
             (
                 ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
-                f"{100 * row['accuracy']:.2f}",
-                f"{100 * row['difference']:+.2f} +- {100 * row['difference_se']:.2f}",
-                f"{100 * row['to_best']:+.2f} +- {100 * row['to_best_se']:.2f}",
+                shown(row, metric.key, ""),
+                *(f"{shown(row, key)} +- {shown(row, f'{key}_se', '')}" for key in ("difference", "to_best")),
                 f"{row['log_prob']:.1f}",
             )
             for row in self.curve
         ]
-        head = ("gain", "accuracy %", f"to gain {self.curve[0]['gain']:g}", "to the best", "held-out")
-        rule = "* the smallest within one standard error of the best"
+        value = f"{metric.label} {metric.unit}".strip()
+        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "held-out")
+        rule = f"* the smallest within one standard error of the best{metric.direction}"
         return f"{self.summary()}\n{text_table(head, cells)}\n{rule}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,10 +87,10 @@ class GainChoice(Result):
         return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """Accuracy against gain, with standard errors of the paired differences and the choice marked."""
+        """The primary metric against gain, with standard errors of the paired differences and the choice marked."""
         from weightscope import plots
 
-        figure = plots.root_figure(plots.gain_curve(self.curve, title=title))
+        figure = plots.root_figure(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title))
         if path is not None:
             plots.save(figure, path)
         return figure
@@ -116,10 +124,11 @@ def choose_gain(
         epochs: of each training; by default a quarter of the recipe's.
         validation: how many of the training images to evaluate on; by default a fifth.
         fitting: further arguments of `fit`; by default `{"joint": "all"}`. The option "denoise" may be in its options.
-        training: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...).
+        training: passed on to `bench` (`metric`, `workers`, `device`, `data`, `progress`, ...).
 
     Raises:
         UsageError: if a number is invalid; see also `fit` and `bench`.
+        DataError: if networks of every gain diverged.
         Resumable: if interrupted.
 
     Example:
@@ -141,40 +150,47 @@ def choose_gain(
         for gain in candidates
     ]
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
+    training = {"metric": recipe.data.metrics[0].name} | training
     trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
-    accuracy = np.array([run["accuracy"] for run in trainings.runs]).reshape(len(candidates), seeds)
+    metric = trainings.metric
+    found = [np.nan if run[metric.key] is None else run[metric.key] for run in trainings.runs]
+    values = np.array(found).reshape(len(candidates), seeds)
     scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
-    curve, chosen = curve_of(candidates, accuracy)
+    curve, chosen = curve_of(candidates, values, metric)
     rows = tuple(row | {"log_prob": score} for row, score in zip(curve, scores, strict=True))
-    settings |= {"seeds": seeds}
+    settings |= {"seeds": seeds, "metric": metric.name}
     best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
     return GainChoice(candidates[chosen], rows, best, trainings, settings)
 
 
-def curve_of(gains: Sequence[float], accuracy: np.ndarray) -> tuple[list[dict[str, Any]], int]:
+def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURACY) -> tuple[list[dict[str, Any]], int]:
     """The rows of `GainChoice.curve`, without likelihoods, and the index of the choice.
 
     Args:
         gains: (G,), ascending.
-        accuracy: (G, n), of n paired seeds.
+        values: (G, n), of n paired seeds; a gain with one that is not finite is not chosen.
+        metric: what they are.
+
+    Raises:
+        DataError: if no gain has finite values.
     """
-    best = int(accuracy.mean(axis=1).argmax())
+    means = values.mean(axis=1)
+    if not np.isfinite(means).any():
+        raise DataError(f"gains: networks of every one diverged; found no finite {metric.name}")
+    best = int(np.nanargmax(np.where(np.isfinite(means), metric.sign * means, np.nan)))
 
     def paired(reference: int) -> tuple[np.ndarray, np.ndarray]:
-        differences = accuracy - accuracy[reference]
-        return differences.mean(axis=1), differences.std(axis=1, ddof=1) / np.sqrt(accuracy.shape[1])
+        differences = values - values[reference]
+        return differences.mean(axis=1), differences.std(axis=1, ddof=1) / np.sqrt(values.shape[1])
 
     (first, first_se), (top, top_se) = paired(0), paired(best)
-    chosen = int(np.flatnonzero(-top <= top_se)[0])
+    chosen = int(np.flatnonzero(-metric.sign * top <= top_se)[0])
+    columns = {metric.key: means, "difference": first, "difference_se": first_se, "to_best": top, "to_best_se": top_se}
     rows = [
         {
             "gain": float(gain),
-            "n": accuracy.shape[1],
-            "accuracy": float(accuracy[i].mean()),
-            "difference": float(first[i]),
-            "difference_se": float(first_se[i]),
-            "to_best": float(top[i]),
-            "to_best_se": float(top_se[i]),
+            "n": values.shape[1],
+            **{key: float(column[i]) if np.isfinite(column[i]) else None for key, column in columns.items()},
             "chosen": i == chosen,
         }
         for i, gain in enumerate(gains)

@@ -7,7 +7,8 @@ from itertools import combinations
 from typing import Any
 
 from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of
+from weightscope.benchmarking.statistics import cell_key, control_of, summarise
+from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
 Draw = Callable[[str | None], Any]
@@ -15,32 +16,40 @@ _LEVEL = 0.05
 _LARGEST_MAPS = 6
 
 
-def of(runs: Rows, arms: Rows, network: Mapping[str, Any]) -> dict[str, Draw]:
+def of(
+    runs: Rows, arms: Rows, network: Mapping[str, Any], metric: Metric = ACCURACY, metrics: Sequence[Metric] = ()
+) -> dict[str, Draw]:
     """Name -> function of a title (or None) that returns the axes, the main picture first.
 
     Args:
         runs: rows of the networks.
-        arms: rows of the arms.
+        arms: rows of the arms; those without a finite mean are not drawn.
         network: the recipe's [network] table; empty if it is not known.
+        metric: that the arms are compared by.
+        metrics: all that the task reports.
     """
     out: dict[str, Draw] = {}
+    all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
     axes = axes_of(arms)
     for axis in axes:
-        out[f"along-{axis}"] = partial(_along, arms, axis)
-    if not axes:
-        out["convergence"] = partial(_convergence, arms)
+        out[f"along-{axis}"] = partial(_along, arms, axis, metric)
+    if arms and not axes:
+        out["convergence"] = partial(_convergence, arms, metric)
     if any(row.get("control") for row in arms):
-        out["scale"] = partial(_scale, arms)
-    if not axes and len({run["init"] for run in runs}) > 1:
-        out["differences"] = partial(_differences, runs, arms)
+        out["scale"] = partial(_scale, arms, metric)
+    if not axes and any(row["difference"] is not None for row in arms):
+        out["differences"] = partial(_differences, runs, arms, metric)
     places = {(cell_key(run), run["epochs"]) for run in runs}
-    if len(places) == 1 and not axes and all(len(_known(run)) > 1 for run in runs):
-        out["curves"] = partial(_curves, runs, arms)
+    kept = [run for run in runs if run.get(metric.key) is not None]
+    if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(_known(run)) > 1 for run in kept):
+        out["curves"] = partial(_curves, runs, arms, metric)
+    if not axes and (by_length := _by_length(runs, metrics)):
+        out["accuracy-by-length"] = partial(_lengths, by_length)
     for x, y in combinations(axes, 2):
         for name, rows in list(_maps(arms, x, y).items())[:_LARGEST_MAPS]:
-            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y))
+            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y), metric)
             if (part := _products(x, y)) and (size := _size(rows, network)):
-                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), part, size)
+                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), part, size, metric)
     return out
 
 
@@ -69,40 +78,61 @@ def _known(run: dict[str, Any]) -> list[float]:
     return [value for value in run.get("curve") or [] if value is not None]
 
 
-def _along(arms: Rows, axis: str, title: str | None) -> Any:
+def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
+    """Multiple of the training length -> rows of the arms of the longest training; empty unless there are several."""
+    lengths = {metric.length: metric for metric in metrics if metric.key.startswith(ACCURACY.key)}
+    if len(lengths) < 2:
+        return {}
+    epochs = max(run["epochs"] for run in runs)
+    found: dict[int, Rows] = {
+        length: [row for row in summarise(runs, metric) if row["epochs"] == epochs and row["mean"] is not None]
+        for length, metric in sorted(lengths.items())
+    }
+    return found if all(found.values()) else {}
+
+
+def _along(arms: Rows, axis: str, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.accuracy_along(arms, axis, title=title or finding(arms))
+    return plots.metric_along(arms, axis, metric=metric, title=title or finding(arms, metric))
 
 
-def _convergence(arms: Rows, title: str | None) -> Any:
+def _convergence(arms: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.convergence(arms, title=title or finding(arms))
+    return plots.convergence(arms, metric=metric, title=title or finding(arms, metric))
 
 
-def _scale(arms: Rows, title: str | None) -> Any:
+def _scale(arms: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.scale_and_structure(arms, title=title or scale_finding(arms))
+    return plots.scale_and_structure(arms, metric=metric, title=title or scale_finding(arms, metric))
 
 
-def _differences(runs: Rows, arms: Rows, title: str | None) -> Any:
+def _differences(runs: Rows, arms: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.paired_differences(runs, title=title or finding(arms))
+    return plots.paired_differences(runs, metric=metric, title=title or finding(arms, metric))
 
 
-def _curves(runs: Rows, arms: Rows, title: str | None) -> Any:
+def _curves(runs: Rows, arms: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.accuracy_curves(runs, title=title or finding(arms))
+    return plots.metric_curves(runs, metric=metric, title=title or finding(arms, metric))
 
 
-def _map(rows: Rows, axes: tuple[str, str], title: str | None) -> Any:
+def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.difference_map(rows, axes, title=title or _map_finding(rows, axes))
+    longest = max(by_length)
+    found = finding(by_length[longest])
+    return plots.accuracy_by_length(by_length, title=title or (found and f"At {longest}x the length: {found}"))
+
+
+def _map(rows: Rows, axes: tuple[str, str], metric: Metric, title: str | None) -> Any:
+    from weightscope import plots
+
+    return plots.difference_map(rows, axes, metric=metric, title=title or _map_finding(rows, axes, metric))
 
 
 def _products(x: str, y: str) -> str | None:
@@ -118,7 +148,9 @@ def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
     return found if all(isinstance(value, int) for value in found) else None  # type: ignore[return-value]
 
 
-def _frontier(rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int], title: str | None) -> Any:
+def _frontier(
+    rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int], metric: Metric, title: str | None
+) -> Any:
     """The arms at the alpha and beta that their products reach; those of values and outputs have full rank."""
     import torch
 
@@ -134,11 +166,12 @@ def _frontier(rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int
         for row in rows:
             alpha, beta = (float(row["numbers"][axis]) for axis in axes)
             points.append({**row, **svd(width, rank, alpha, beta, generator)})
-    return plots.alpha_beta_frontier(points, part=part, title=title or _map_finding(rows, axes))
+    title = title or _map_finding(rows, axes, metric)
+    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title)
 
 
-def finding(arms: Rows) -> str | None:
-    """In one sentence, the best significant difference from the reference, or the worst if none is positive.
+def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
+    """In one sentence, the best significant difference from the reference, or the worst if none is an improvement.
 
     Where the initialiser has a control, the sentence says what of the difference is beyond scale.
     """
@@ -149,32 +182,31 @@ def finding(arms: Rows) -> str | None:
     if not sure:
         references = " or ".join(dict.fromkeys(str(row["reference"]) for row in rows))
         return f"No initialiser differs significantly from {references}"
-    best = max(sure, key=lambda row: row["difference"])
-    if best["difference"] < 0:
-        best = min(sure, key=lambda row: row["difference"])
-    points = 100 * abs(best["difference"])
+    best = max(sure, key=lambda row: metric.sign * row["difference"])
+    if not metric.better(best["difference"]):
+        best = min(sure, key=lambda row: metric.sign * row["difference"])
     place = point_text(best.get("cell", {}))
     where = f" at {place}" if place else ""
     if len({row["epochs"] for row in rows}) > 1:
         where += f" after {best['epochs']} epoch{'s'[: best['epochs'] != 1]}"
-    more = "better" if best["difference"] > 0 else "worse"
-    text = f"{best['init']} is {points:.1f} points {more} than {best['reference']}{where}"
+    more = "better" if metric.better(best["difference"]) else "worse"
+    text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
     if more == "worse" or best.get("beyond_scale_p_holm") is None:
         return text
-    beyond = best["beyond_scale_p_holm"] < _LEVEL and best["beyond_scale"] > 0
-    return (
-        f"{text}, {100 * best['beyond_scale']:.1f} of them beyond scale" if beyond else f"{text}: scale, not structure"
-    )
+    if best["beyond_scale_p_holm"] >= _LEVEL or not metric.better(best["beyond_scale"]):
+        return f"{text}: scale, not structure"
+    amount = metric.amount(best["beyond_scale"]).split()[0]
+    return f"{text}, {amount} of {'them' if metric.unit else 'it'} beyond scale"
 
 
-def scale_finding(arms: Rows) -> str | None:
+def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     """In one sentence, which structures add something to their scale at an adjusted level of 0.05."""
     rows = [row for row in arms if row.get("beyond_scale_p_holm") is not None]
-    better = [row["init"] for row in rows if row["beyond_scale_p_holm"] < _LEVEL and row["beyond_scale"] > 0]
-    better = list(dict.fromkeys(better))
     if not rows:
         return None
-    worse = [row["init"] for row in rows if row["beyond_scale_p_holm"] < _LEVEL and row["beyond_scale"] < 0]
+    sure = [row for row in rows if row["beyond_scale_p_holm"] < _LEVEL]
+    better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row["beyond_scale"])))
+    worse = [row["init"] for row in sure if metric.better(-row["beyond_scale"])]
     if not better and worse:
         return f"Worse than scale alone: {', '.join(dict.fromkeys(worse))}"
     if not better:
@@ -182,11 +214,11 @@ def scale_finding(arms: Rows) -> str | None:
     return f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
 
 
-def _map_finding(rows: Rows, axes: tuple[str, str]) -> str:
-    best = max(rows, key=lambda row: row["difference"])
+def _map_finding(rows: Rows, axes: tuple[str, str], metric: Metric) -> str:
+    best = max(rows, key=lambda row: metric.sign * row["difference"])
     place = {**best.get("cell", {}), **best.get("numbers", {})}
     where = point_text({axis: place[axis] for axis in axes})
     sure = best["p_holm"] is not None and best["p_holm"] < _LEVEL
-    more = "better" if best["difference"] > 0 else "worse"
-    text = f"Best at {where}: {100 * abs(best['difference']):.1f} points {more} than {best['reference']}"
+    more = "better" if metric.better(best["difference"]) else "worse"
+    text = f"Best at {where}: {metric.amount(best['difference'])} {more} than {best['reference']}"
     return text if sure else f"{text}, not significant"

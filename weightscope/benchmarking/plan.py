@@ -104,7 +104,7 @@ def plan_bench(
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
     folder = default_folder(recipe) if out is None else Path(out)
-    keys = ("epochs", "seeds", "seed", "frozen", "control", "vary", "grid")
+    keys = ("epochs", "seeds", "seed", "frozen", "control", "vary", "grid", "metric")
     _, arms = planned(recipe, init=inits, **{key: given.pop(key, None) for key in keys})
     where = resolve_device(device)
     recipes = training.with_tiles(arms, folder, where, data)

@@ -64,7 +64,7 @@ def linear_probe(
         inits: see `bench`; the others are compared with the first.
         out: see `bench`; named after the recipe if None.
         epochs: of the classifier; several make arms of several lengths.
-        given: `seeds`, `seed`, `control`, `vary`, `grid`, `data` and `device`, as in `bench`.
+        given: `seeds`, `seed`, `control`, `vary`, `grid`, `metric`, `data` and `device`, as in `bench`.
 
     Raises:
         UsageError: see `bench`; if the network's last linear layer does not give the logits; for `frozen`, since the

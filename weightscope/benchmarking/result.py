@@ -1,22 +1,28 @@
 """`BenchResult`: the runs of a benchmark and their summary."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightscope._util.names import unknown
+from weightscope._util.regular import read_regular, reason
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.benchmarking.tables import paper_table
+from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
+from weightscope.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HEADER = ("initialiser", "epochs", "n", "accuracy %", "95 % interval", "difference", "95 % interval", "p (Holm)", "")
+_LARGEST = 2**31  # bytes of a results.json
+_COMPARED = ("95 % interval", "difference", "95 % interval", "p (Holm)", "")
 _SCALE_HEADER = (
     *("initialiser", "epochs", "n", "effect of scale", "95 % interval", "p (Holm)"),
     *("beyond scale", "95 % interval", "p (Holm)"),
@@ -29,21 +35,51 @@ class BenchResult(Result):
 
     Attributes:
         runs: one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
-            (the initialiser's that vary), `epochs`, `seed` (its number), `accuracy`, `loss`, `diverged`, `curve` (test
-            accuracy after each epoch) and `seconds` (its share of the time that its tile took).
-        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` accuracy, `ci95` (Student's on the
-            log-odds, so inside [0, 1]), `loss`, `seconds`, `diverged`, and relative to the first initialiser in its
-            cell at the same length the mean paired `difference`, `difference_ci95` (Student's, inside [-1, 1]), `p` of
-            the paired t-test and `p_holm`, adjusted for the number of comparisons in the table. With controls
-            (`bench`'s `control`), `control` is the label of the arm's control and `beyond_scale`, `beyond_scale_ci95`,
-            `beyond_scale_p` and `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the
-            rows `summary`.
+            (the initialiser's that vary), `epochs`, `seed` (its number), each of the task's metrics under its name
+            without `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged`, `curve` (the
+            compared metric after each epoch) and `seconds` (its share of the time that its tile took).
+        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` and `ci95` of the compared metric
+            (Student's on the log-odds or the logarithm, so inside its bounds), mean `loss`, `seconds`, `diverged`, and
+            relative to the first initialiser in its cell at the same length the mean paired `difference`,
+            `difference_ci95` (Student's, inside what is possible), `p` of the paired t-test and `p_holm`, adjusted for
+            the number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the
+            arm's control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p` and `beyond_scale_p_holm` compare
+            the arm with it; None elsewhere. `results.json` calls the rows `summary`.
         environment: versions, machine, device and the recipe.
+        metric: that is compared; all of `arms` and the differences are in its stored unit.
+        metrics: all that the task reports.
     """
 
     runs: list[dict[str, Any]]
     arms: list[dict[str, Any]]
     environment: dict[str, Any] = field(default_factory=dict)
+    metric: Metric = ACCURACY
+    metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "BenchResult":
+        """Read a `results.json`; one that names no metric compares accuracies.
+
+        Raises:
+            DataError: if it cannot be read, is not the result of a benchmark, or names an unknown metric.
+        """
+        try:
+            values = json.loads(read_regular(path, _LARGEST))
+        except OSError as error:
+            raise DataError(f"{path}: {reason(error)}") from None
+        except (ValueError, RecursionError):
+            raise DataError(f"{path}: expected JSON, found something else") from None
+        wanted = {"runs": list, "summary": list, "environment": dict, "metric": str, "metrics": dict}
+        if isinstance(values, dict):  # before there were other metrics
+            values = {"metric": ACCURACY.name, "metrics": {ACCURACY.name: {}, LOSS.name: {}}} | values
+        if not isinstance(values, dict) or not all(isinstance(values.get(k), kind) for k, kind in wanted.items()):
+            raise DataError(f"{path}: expected the results of a benchmark, with {', '.join(wanted)}")
+        found = {name: metric_named(name) for name in (values["metric"], *values["metrics"])}
+        known = {name: metric for name, metric in found.items() if metric is not None}
+        if strange := [name for name in found if name not in known]:
+            raise DataError(f"{path}: {unknown('metric', strange[0], METRICS)}")
+        metrics = tuple(known[name] for name in values["metrics"])
+        return cls(values["runs"], values["summary"], values["environment"], known[values["metric"]], metrics)
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies."""
@@ -63,14 +99,17 @@ class BenchResult(Result):
 
     def text(self) -> str:
         """A table with one line for each arm."""
-        cells = any(row.get("cell") for row in self.arms)
-        header = ("cell", *_HEADER) if cells else _HEADER
-        table = _ruled(header, (_in_cell(row, _cells(row), cells) for row in self.arms))
+        cells, metric = any(row.get("cell") for row in self.arms), self.metric
+        value = f"{metric.label} %" if metric.unit == "%" else metric.label
+        header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, *_COMPARED)
+        table = _ruled(header, (_in_cell(row, _cells(row, metric), cells) for row in self.arms))
+        if not metric.higher_is_better:
+            table += f"\n{metric.title}{metric.direction}"
         controlled = [row for row in self.arms if row.get("control") is not None]
         if not controlled:
             return table
         scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
-        lines = [_scale_cells(row, scale[cell_key(row), row["epochs"], row["control"]]) for row in controlled]
+        lines = [_scale_cells(row, scale[cell_key(row), row["epochs"], row["control"]], metric) for row in controlled]
         lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
         note = (
             "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same "
@@ -87,14 +126,16 @@ class BenchResult(Result):
         Raises:
             UsageError: for another form.
         """
-        return paper_table(self.arms, form)
+        return paper_table(self.arms, form, self.metric)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
-        return {"runs": self.runs, "summary": self.arms, "environment": self.environment}
+        described = {metric.name: metric.to_dict() for metric in self.metrics}
+        compared = {"metric": self.metric.name, "metrics": described}
+        return {"runs": self.runs, "summary": self.arms, **compared, "environment": self.environment}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """Accuracy against what was varied: the first axis, else the training length, else the initialiser.
+        """The metric against what was varied: the first axis, else the training length, else the initialiser.
 
         Args:
             path: a .png, .pdf or .svg file to write; none if None.
@@ -107,13 +148,14 @@ class BenchResult(Result):
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` (with controls), `along-AXIS`
         for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for alpha and beta of mimetic
-        attention.
+        attention, `accuracy-by-length` where the task evaluates sequences of several lengths.
 
         Args:
             title: of all figures; by default each has its own.
             only: how many of them.
         """
-        found = pictures.of(self.runs, self.arms, self.environment.get("recipe", {}).get("network", {}))
+        network = self.environment.get("recipe", {}).get("network", {})
+        found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
         return {name: partial(_drawn, draw, title) for name, draw in list(found.items())[:only]}
 
 
@@ -130,16 +172,10 @@ def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
     return [point_text(row.get("cell", {})), *cells] if shown else cells
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    cells = [row["init"], f"{row['epochs']}", f"{row['n']}", f"{100 * row['mean']:.2f}", _percent(row["ci95"], "5.2f")]
-    if row["difference"] is None:
-        cells += ["", "", ""]
-    else:
-        cells += [
-            f"{100 * row['difference']:+.2f}",
-            _percent(row["difference_ci95"], "+5.2f"),
-            f"{row['p_holm']:.2g}",
-        ]
+def _cells(row: dict[str, Any], metric: Metric) -> list[str]:
+    mean = "" if row["mean"] is None else _number(row["mean"], metric)
+    cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, _interval(row["ci95"], metric)]
+    cells += _difference(row, "difference", metric)
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
@@ -149,16 +185,22 @@ def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
     return "\n".join([head, "-" * len(head), *lines])
 
 
-def _scale_cells(row: dict[str, Any], control: dict[str, Any]) -> list[str]:
+def _scale_cells(row: dict[str, Any], control: dict[str, Any], metric: Metric) -> list[str]:
     cells = [row["init"], f"{row['epochs']}", f"{row['n']}"]
-    for found, key in ((control, "difference"), (row, "beyond_scale")):
-        p = found["p_holm" if key == "difference" else f"{key}_p_holm"]
-        if found[key] is None:
-            cells += ["", "", ""]
-        else:
-            cells += [f"{100 * found[key]:+.2f}", _percent(found[f"{key}_ci95"], "+5.2f"), f"{p:.2g}"]
-    return cells
+    return cells + _difference(control, "difference", metric) + _difference(row, "beyond_scale", metric)
 
 
-def _percent(interval: list[float], form: str) -> str:
-    return " to ".join(format(100 * value, form) for value in interval)
+def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
+    """A difference, its interval and adjusted p-value; empty without one."""
+    if row[key] is None:
+        return ["", "", ""]
+    p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
+    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci95"], metric, "+"), f"{p:.2g}"]
+
+
+def _number(value: float, metric: Metric, form: str = "") -> str:
+    return format(metric.factor * value, f"{form}.{metric.decimals}f")
+
+
+def _interval(interval: list[float] | None, metric: Metric, sign: str = "") -> str:
+    return " to ".join(_number(value, metric, f"{sign}{metric.decimals + 3}") for value in interval or [])

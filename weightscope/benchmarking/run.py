@@ -15,6 +15,7 @@ import numpy as np
 from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope._util.environment import environment
+from weightscope._util.names import unknown
 from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
@@ -22,6 +23,7 @@ from weightscope.benchmarking.axes import Axis
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import summarise
+from weightscope.data.metrics import Metric
 from weightscope.errors import UsageError
 from weightscope.population import Population, recipe_of
 from weightscope.recipe import BenchConfig, Recipe
@@ -61,12 +63,14 @@ def bench(
         control: see `plan_arms`; "scale" tells what an initialiser's structure adds beyond its scale.
         vary: see `plan_arms`.
         grid: see `plan_arms`.
-        options: passed on to `collect` (`workers`, `device`, `data`, `progress`, ...). With `collector`, a function
-            with the signature of `collect`, the arms are trained by it, one after the other.
+        options: `metric`, the name of the task's metric that is compared, such as "test_loss"; the primary one if it is
+            not given. All are in the results. The others are passed on to `collect` (`workers`, `device`, `data`,
+            `progress`, ...). With `collector`, a function with the signature of `collect`, the arms are trained by it,
+            one after the other.
 
     Raises:
-        UsageError: see `plan_arms`; also for an unknown initialiser, and for a seed of the population that an artifact
-            was fitted to, before anything is trained.
+        UsageError: see `plan_arms`; also for an unknown initialiser or metric, and for a seed of the population that an
+            artifact was fitted to, before anything is trained.
         Resumable: if interrupted.
 
     Example:
@@ -80,14 +84,18 @@ def bench(
         what = "a file" if folder.is_file() else "a population"
         raise UsageError(f"{folder}: expected a folder for the results, found {what}; give another one (-o)")
     given = {"init": inits, "epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen}
-    recipe, arms = planned(recipe, **given, control=control, vary=vary, grid=grid)
+    recipe = recipe_of(recipe)
+    name = options.pop("metric", None) or (recipe.bench or BenchConfig()).metric
+    recipe, arms = planned(recipe, **given, control=control, vary=vary, grid=grid, metric=name)
+    metric, metrics = metrics_of(arms, name)
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
     for arm, population, seconds in _trained(arms, folder, collector, options):
-        runs += _rows(arm, population, seconds)
+        runs += _rows(arm, population, seconds, metric, metrics)
         device = population.environment
-    result = BenchResult(runs, summarise(runs), {**environment(), **device, "recipe": recipe.to_dict()})
+    about = {**environment(), **device, "recipe": recipe.to_dict()}
+    result = BenchResult(runs, summarise(runs, metric), about, metric, metrics)
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
@@ -98,8 +106,8 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
 
     Args:
         recipe: see `bench`.
-        given: `init`, `epochs`, `seeds`, `seed`, `frozen`, `control`, `vary` and `grid`; what is None or empty is taken
-            from the recipe's [bench] table.
+        given: `init`, `epochs`, `seeds`, `seed`, `frozen`, `control`, `vary`, `grid` and `metric`; what is None or
+            empty is taken from the recipe's [bench] table.
 
     Raises:
         UsageError: see `bench`.
@@ -107,8 +115,7 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
     recipe = recipe_of(recipe)
     table = (recipe.bench or BenchConfig()).model_dump()
     design = {**table, **{key: value for key, value in given.items() if value not in (None, (), [], {})}}
-    own = design.pop("seed")
-    inits = design.pop("init")
+    own, inits, metric = (design.pop(key) for key in ("seed", "init", "metric"))
     if not inits:
         raise UsageError("--init: expected at least one initialiser, here or in the recipe's [bench] table, found none")
     recipe = recipe.model_copy(update={"bench": None})
@@ -118,6 +125,7 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
 
     seed = recipe.population.seed + SEED_OFFSET if own is None else count("seed", own, least=0)
     arms = arms_with(seed)
+    metrics_of(arms, metric)
     used = _fitted_seeds(arms)
     if own is not None and seed in used:
         raise UsageError(
@@ -128,6 +136,22 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
         seed += SEED_OFFSET
         arms = arms_with(seed)
     return recipe.replace({"population.seed": seed}), arms
+
+
+def metrics_of(arms: Sequence[Arm], name: str | None) -> tuple[Metric, tuple[Metric, ...]]:
+    """The metric that arms are compared by, the primary one if it is not named, and all that their tasks share.
+
+    Raises:
+        UsageError: if their tasks have none of this name, or none in common.
+    """
+    tasks = [arm.recipe.data.metrics for arm in arms]
+    shared = tuple(metric for metric in tasks[0] if all(metric in task for task in tasks))
+    names = [metric.name for metric in shared]
+    if not shared:
+        raise UsageError("data: expected tasks with a metric in common, found none; compare them one by one")
+    if name is not None and name not in names:
+        raise UsageError(f"metric: {unknown('metric of this task', name, names)}")
+    return shared[0 if name is None else names.index(name)], shared
 
 
 def _fitted_seeds(arms: Sequence[Arm]) -> dict[int, str]:
@@ -171,10 +195,12 @@ def _trained(
         yield arm, population, training.seconds_of(population, mine)
 
 
-def _rows(arm: Arm, population: Any, seconds: Sequence[float | None]) -> list[dict[str, Any]]:
+def _rows(
+    arm: Arm, population: Any, seconds: Sequence[float | None], metric: Metric, metrics: Sequence[Metric]
+) -> list[dict[str, Any]]:
     """One row for each network of an arm."""
-    metrics = population.metrics
-    curves = metrics.get("test_accuracy_per_epoch")
+    found = population.metrics
+    curves = found.get(f"{metric.name}_per_epoch")
     return [
         {
             "init": arm.init,
@@ -182,9 +208,8 @@ def _rows(arm: Arm, population: Any, seconds: Sequence[float | None]) -> list[di
             "numbers": dict(arm.numbers),
             "epochs": arm.epochs,
             "seed": k,
-            "accuracy": float(metrics["test_accuracy"][k]),
-            "loss": _finite(metrics["test_loss"][k]),
-            "diverged": bool(metrics["diverged"][k]),
+            **{each.key: _finite(found[each.name][k]) for each in metrics},
+            "diverged": bool(found["diverged"][k]),
             "curve": [] if curves is None else [_finite(value) for value in curves[k]],
             "seconds": seconds[k],
         }

@@ -8,18 +8,24 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope.benchmarking.arms import CONTROL, FROZEN
+from weightscope.data.metrics import ACCURACY, Metric
 
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
 
 
-def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    A network that diverged counts with the accuracy that it reached. The reference of an arm is the first initialiser
-    in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is also compared
-    with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference` the effect of
-    scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole
-    table (Holm 1979).
+    A network that diverged counts with the metric that it reached, and is left out where that is not finite; `n` is the
+    number of the others. Differences keep their sign, whichever direction is better. The reference of an arm is the
+    first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is
+    also compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference`
+    the effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate
+    of the whole table (Holm 1979).
+
+    Args:
+        runs: rows of networks.
+        metric: that is compared.
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -28,27 +34,34 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     reference: dict[tuple[str, int, bool], tuple[str, dict[int, float]]] = {}
     for (cell, epochs, init), group in groups.items():
-        accuracy = {run["seed"]: run["accuracy"] for run in group}
+        values = _values(group, metric)
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
-        row |= {"epochs": epochs, **mean_interval(np.array(list(accuracy.values())))}
-        row["ci95"] = [max(0.0, row["ci95"][0]), min(1.0, row["ci95"][1])]  # where a mean of accuracies can be
+        row |= {"epochs": epochs, **mean_interval(np.array(list(values.values())), metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row["diverged"] = sum(run["diverged"] for run in group)
-        row |= {"reference": None, "difference": None, "difference_ci95": None, "p": None, "p_holm": None}
-        name, base = reference.setdefault((cell, epochs, init.endswith(FROZEN)), (init, accuracy))
-        if name != init:
-            row |= {"reference": name} | paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
+        name, base = reference.setdefault((cell, epochs, init.endswith(FROZEN)), (init, values))
+        row |= {"reference": name if name != init else None, **_compared(values, base if name != init else {}, metric)}
+        row["p_holm"] = None
         control = controls.get((cell, epochs, init))
-        row |= {"control": None if control is None else control[0]["init"]} | dict.fromkeys(_BEYOND)
-        if control is not None:
-            base = {run["seed"]: run["accuracy"] for run in control}
-            found = paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
-            row |= dict(zip(_BEYOND, found.values(), strict=False))
+        found = _compared(values, {} if control is None else _values(control, metric), metric)
+        row |= {"control": None if control is None else control[0]["init"]}
+        row |= dict(zip(_BEYOND, (*found.values(), None), strict=True))
         rows.append(row)
     tested = [(row, key) for row in rows for key in ("p", "beyond_scale_p") if row[key] is not None]
     for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):
         row[f"{key}_holm"] = p
     return rows
+
+
+def _values(runs: Sequence[dict[str, Any]], metric: Metric) -> dict[int, float]:
+    """Seed -> value, of the runs that have a finite one."""
+    return {run["seed"]: run[metric.key] for run in runs if run.get(metric.key) is not None}
+
+
+def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) -> dict[str, Any]:
+    """`paired` on the seeds that both have; None where there is none."""
+    differences = np.array([values[k] - base[k] for k in values if k in base])
+    return paired(differences, metric) if differences.size else dict.fromkeys(("difference", "difference_ci95", "p"))
 
 
 def cell_key(row: dict[str, Any]) -> str:
@@ -67,34 +80,43 @@ def control_of(init: str) -> str | None:
     return bare.removesuffix(CONTROL) + init[len(bare) :] if bare.endswith(CONTROL) else None
 
 
-def mean_interval(accuracies: np.ndarray) -> dict[str, Any]:
-    """`n`, `mean` m, and the 95 % interval `ci95` of the mean of accuracies (n,) in [0, 1], inside [0, 1].
+def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
+    """`n`, `mean` m, and the 95 % interval `ci95` of the mean of values (n,), inside the metric's bounds.
 
-        logit m +- t(0.975, n - 1) s / (sqrt(n) m (1 - m)),   mapped back by the logistic function
+        logit m +- t(0.975, n - 1) s / (sqrt(n) m (1 - m)),   mapped back, for values in [0, 1]
+        log (m - low) +- t(0.975, n - 1) s / (sqrt(n) (m - low)),   mapped back, for values >= low
 
-    Student's t on the log-odds, with the standard error of logit m by the delta method: an interval on the accuracies'
-    own scale reaches beyond 100 % where few networks are close to it. Equal accuracies give an interval of no width,
-    one accuracy gives [0, 1].
+    Student's t on the log-odds or the logarithm, with the standard error by the delta method: an interval on the
+    values' own scale reaches beyond 100 % where few networks are close to it. Equal values give an interval of no
+    width; one value gives [0, 1], and None where there is no upper bound. No value has the mean None.
 
     Source: Lumley, Complex Surveys (2010), section 2.2.4 (method "logit" of `svyciprop`).
     """
-    n, mean = len(accuracies), float(accuracies.mean())
+    n, (low, high) = len(values), metric.bounds
+    if n == 0:
+        return {"n": 0, "mean": None, "ci95": None}
+    mean = float(values.mean())
     if n < 2:
-        return {"n": n, "mean": mean, "ci95": [0.0, 1.0]}
-    error = float(accuracies.std(ddof=1)) / np.sqrt(n)
-    if not 0 < mean < 1 or error == 0:
+        return {"n": n, "mean": mean, "ci95": [low, high] if np.isfinite(high) else None}
+    error = float(values.std(ddof=1)) / np.sqrt(n)
+    if not low < mean < high or error == 0:
         return {"n": n, "mean": mean, "ci95": [mean, mean]}
-    half = stats.t.ppf(0.975, n - 1) * error / (mean * (1 - mean))
-    ends = special.expit(special.logit(mean) + np.array([-half, half]))
-    return {"n": n, "mean": mean, "ci95": ends.tolist()}
+    t = stats.t.ppf(0.975, n - 1) * np.array([-1, 1])
+    if np.isfinite(high):
+        share, width = (mean - low) / (high - low), high - low
+        ends = low + width * special.expit(special.logit(share) + t * error / (width * share * (1 - share)))
+    else:
+        ends = low + (mean - low) * np.exp(t * error / (mean - low))
+    return {"n": n, "mean": mean, "ci95": np.clip(ends, low, high).tolist()}
 
 
-def paired(differences: np.ndarray) -> dict[str, Any]:
-    """The mean of paired differences (n,) of accuracies, its interval, and the p-value of the paired t-test.
+def paired(differences: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
+    """The mean of paired differences (n,) of a metric, its interval, and the p-value of the paired t-test.
 
-    The interval is Student's, intersected with the possible range [-1, 1], which does not change how often it covers
-    the true difference. Accuracies are multiples of one over the number of images, so few differences may be equal by
-    coincidence; t is undefined then, and p is that of the sign test, 2^(1 - n).
+    The interval is Student's, intersected with the possible range, [-1, 1] for accuracies, which does not change how
+    often it covers the true difference; None for one difference of a metric without an upper bound. Accuracies are
+    multiples of one over the number of images, so few differences may be equal by coincidence; t is undefined then, and
+    p is that of the sign test, 2^(1 - n).
     """
     n, mean = len(differences), float(differences.mean())
     error = float(differences.std(ddof=1)) / np.sqrt(n) if n > 1 else np.inf
@@ -103,8 +125,9 @@ def paired(differences: np.ndarray) -> dict[str, Any]:
         p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if n > 1 else 1.0
     else:
         p = 1.0 if mean == 0 else 2.0 ** (1 - n)
-    ends = [max(-1.0, mean - half), min(1.0, mean + half)]
-    return {"difference": mean, "difference_ci95": ends, "p": p}
+    most = metric.bounds[1] - metric.bounds[0]
+    ends = [max(-most, mean - half), min(most, mean + half)]
+    return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

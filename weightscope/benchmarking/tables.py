@@ -7,21 +7,23 @@ from weightscope._util.checks import choice
 from weightscope._util.tables import text_table
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key
+from weightscope.data.metrics import ACCURACY, Metric
 
 FORMATS = ("text", "markdown", "latex")
 _LEVEL = 0.05
 
 
-def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text") -> str:
-    """Accuracies in per cent with the half width of their paired intervals, one column for each cell and length.
+def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: Metric = ACCURACY) -> str:
+    """Means with the half width of their paired intervals, one column for each cell and length.
 
-    An entry is the mean test accuracy. Behind +- is the half width of the 95 % interval of its difference from the
-    reference on the same seeds; the reference, in the first row, has none. The best mean of a column is bold (`*` in
-    text), and a dagger marks a difference from the reference at an adjusted level of 0.05.
+    An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the 95 % interval of its
+    difference from the reference on the same seeds; the reference, in the first row, has none. The best mean of a
+    column is bold (`*` in text), and a dagger marks a difference from the reference at an adjusted level of 0.05.
 
     Args:
         arms: rows of `BenchResult.arms`.
         form: "text", "markdown" or "latex" (booktabs).
+        metric: that the arms are compared by.
 
     Raises:
         UsageError: for another form.
@@ -32,15 +34,19 @@ def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text") -> str:
     heads = [_head(row, lengths) for row in columns.values()]
     inits = list(dict.fromkeys(row["init"] for row in arms))
     found = {(cell_key(dict(row)), row["epochs"], row["init"]): row for row in arms}
-    best = {
-        place: max(row["mean"] for row in arms if (cell_key(dict(row)), row["epochs"]) == place) for place in columns
-    }
-    body = [[init, *(_entry(found.get((*place, init)), best[place], form) for place in columns)] for init in inits]
+    best: dict[tuple[str, int], float] = {}
+    for (cell, epochs, _), row in found.items():
+        other = best.get((cell, epochs), row["mean"])
+        if row["mean"] is not None:
+            best[cell, epochs] = row["mean"] if other is None or metric.better(row["mean"] - other) else other
+    body = [
+        [init, *(_entry(found.get((*place, init)), best.get(place), form, metric) for place in columns)]
+        for init in inits
+    ]
     seeds = sorted({row["n"] for row in arms})
-    note = (
-        f"Test accuracy (%) of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds; +- half the 95 %"
-    )
-    note += " interval of the paired difference from the first row; dagger: p < 0.05, adjusted (Holm)"
+    note = f"{metric.title[0].upper()}{metric.title[1:]} of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "")
+    note += " seeds; +- half the 95 % interval of the paired difference from the first row"
+    note += f"; dagger: p < 0.05, adjusted (Holm){metric.direction}"
     if form == "latex":
         return _latex(["initialiser", *heads], body, note)
     if form == "markdown":
@@ -57,16 +63,17 @@ def _head(row: Mapping[str, Any], lengths: bool) -> str:
     return ", ".join(filter(None, [text, length if lengths or not text else ""]))
 
 
-def _entry(row: Mapping[str, Any] | None, best: float, form: str) -> str:
-    if row is None:
+def _entry(row: Mapping[str, Any] | None, best: float | None, form: str, metric: Metric) -> str:
+    if row is None or row["mean"] is None:
         return ""
-    mean = f"{100 * row['mean']:.1f}"
+    decimals = metric.decimals - 1
+    mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if row["mean"] == best:
         mean = {"latex": rf"\textbf{{{mean}}}", "markdown": f"**{mean}**", "text": f"*{mean}"}[form]
-    if row["difference"] is None:
+    if row["difference_ci95"] is None:
         return mean
     low, high = row["difference_ci95"]
-    half = f"{50 * (high - low):.1f}"
+    half = f"{metric.factor / 2 * (high - low):.{decimals}f}"
     sure = row["p_holm"] is not None and row["p_holm"] < _LEVEL
     if form == "latex":
         return rf"{mean} $\pm$ {half}" + (r"$^\dagger$" if sure else "")

@@ -90,6 +90,7 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     "--control",
     help="'scale': also train each initialiser's control: independent entries with its means and variances.",
 )
+@click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
 @click.option(

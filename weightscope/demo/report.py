@@ -95,7 +95,7 @@ def _population(report: Report, population: Population) -> None:
             "diverged": Number(facts, "/diverged", "d"),
         }
     )
-    curves = plots.training_curves(population.metrics["test_accuracy_per_epoch"], quantity="test accuracy")
+    curves = plots.training_curves(population.metrics["test_accuracy_per_epoch"])
     report.figure(
         plots.render(curves),
         "Test accuracy after each epoch: median and central 90 % of the networks.",

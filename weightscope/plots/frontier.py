@@ -7,8 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme
+from weightscope.plots.arms import difference_label
 
 _LEVEL = 0.05
 _FAINT = "#c3c9d1"  # edges that show points near zero, which are white
@@ -17,19 +19,25 @@ Row = Mapping[str, Any]
 
 @theme.themed
 def alpha_beta_frontier(
-    points: Sequence[Row], ax: Axes | None = None, *, part: str = "qk", title: str | None = None
+    points: Sequence[Row],
+    ax: Axes | None = None,
+    *,
+    part: str = "qk",
+    metric: Metric = ACCURACY,
+    title: str | None = None,
 ) -> Axes:
     """The diagonal beta of products of attention weights against their noise alpha, for each construction.
 
     Points of a construction whose ratio of beta and alpha is constant are joined by a line. With differences of a
     benchmark, points are coloured by them; those that differ from zero at an adjusted level of 0.05 have a dark edge,
-    and the largest is framed.
+    and the best is framed.
 
     Args:
-        points: rows with `construction`, `alpha`, `beta` and perhaps `difference` (a fraction), `p_holm`, `reference`
-            and `n`.
+        points: rows with `construction`, `alpha`, `beta` and perhaps `difference` (a fraction for accuracies),
+            `p_holm`, `reference` and `n`.
         ax: axes to draw on; a new figure if None.
         part: "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
+        metric: of the differences.
         title: figure title.
 
     Raises:
@@ -51,7 +59,7 @@ def alpha_beta_frontier(
         style: dict[str, Any] = {"color": theme.PALETTE[order % len(theme.PALETTE)]}
         compared = [row for row in rows if row.get("difference") is not None]
         if compared:
-            _coloured(ax, compared)
+            _coloured(ax, compared, metric)
             style = {"color": theme.MUTED, "marker": "o", "ls": ""}
             name += "; dark edge: p < 0.05"
         elif _on_a_line(alpha, beta):
@@ -78,15 +86,14 @@ def _on_a_line(alpha: np.ndarray, beta: np.ndarray) -> bool:
     return bool(np.ptp(ratio) < 0.1 * np.abs(ratio).max())
 
 
-def _coloured(ax: Axes, rows: Sequence[Row]) -> None:
-    """Points in the colours of their differences, in percentage points."""
-    values = 100 * np.array([row["difference"] for row in rows])
+def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
+    """Points in the colours of their differences, as they are shown."""
+    values = metric.factor * np.array([row["difference"] for row in rows])
     limit = theme.colour_limit(values, 1.0)
     sure = [row.get("p_holm") is not None and row["p_holm"] < _LEVEL for row in rows]
     edges = [theme.INK if one else _FAINT for one in sure]
     alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
     drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
-    best = int(np.argmax(values))
+    best = int(np.argmax(metric.sign * values))
     ax.scatter(alpha[best], beta[best], s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
-    label = f"accuracy minus that of {rows[0]['reference']} (points), {rows[0]['n']} seeds"
-    theme.colour_bar(ax, drawn, limit, label, room=72 * 3.4, beyond=False)
+    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows[0]), room=72 * 3.4, beyond=False)

@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.benchmark import p_value
+from weightscope.plots.arms import p_value
 
 _ROW = 0.3  # inches
 _PARTS = (("effect of scale", "difference", "s"), ("structure beyond scale", "beyond_scale", "D"))
@@ -17,20 +18,25 @@ _PARTS = (("effect of scale", "difference", "s"), ("structure beyond scale", "be
 
 @theme.themed
 def scale_and_structure(
-    summary: Sequence[Mapping[str, Any]], ax: Axes | None = None, *, title: str | None = None
+    summary: Sequence[Mapping[str, Any]],
+    ax: Axes | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    title: str | None = None,
 ) -> Axes:
     """The two parts of what an initialiser changes: its scale, and the structure beyond it.
 
-        effect of scale         accuracy(control) - accuracy(reference)
-        structure beyond scale  accuracy(initialiser) - accuracy(control)
+        effect of scale         metric(control) - metric(reference)
+        structure beyond scale  metric(initialiser) - metric(control)
 
     The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
     means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference.
 
     Args:
         summary: rows of a benchmark's `results.json` with controls: `init`, `epochs`, `control`, `difference`,
-            `beyond_scale`, their `_ci95` (fractions), and adjusted p-values.
+            `beyond_scale`, their `_ci95` (fractions for accuracies), and adjusted p-values.
         ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
         title: figure title.
 
     Raises:
@@ -49,7 +55,7 @@ def scale_and_structure(
     ax = canvas.ax
     texts, ps = [], []
     for y, (row, control, part) in zip(places, [(*pair, i) for pair in pairs for i in (0, 1)], strict=True):
-        text, p = _bar(ax, y, control if part == 0 else row, part)
+        text, p = _bar(ax, y, control if part == 0 else row, part, metric)
         texts.append(text)
         ps.append(p)
     ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
@@ -61,8 +67,9 @@ def scale_and_structure(
     ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
     seeds = sorted({row["n"] for row, _ in pairs})
-    label = "difference of test accuracy on the same seed (percentage points)"
-    label += f", {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
+    label = f"difference of test {metric.label} on the same seed"
+    label += f" ({metric.difference_unit})" if metric.difference_unit else ""
+    label += f", {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + f" seeds{metric.direction}"
     ax.set_xlabel(typography.wrap(label, 72 * 0.5 * canvas.size[0], typography.LABEL))
     canvas.legend(
         [
@@ -85,12 +92,13 @@ def _named(row: Mapping[str, Any], *, several: bool) -> str:
     return ", ".join([row["init"], *cell, *([f"{row['epochs']} epochs"] if several else [])])
 
 
-def _bar(ax: Axes, y: float, row: Mapping[str, Any], part: int) -> tuple[str, str]:
+def _bar(ax: Axes, y: float, row: Mapping[str, Any], part: int, metric: Metric) -> tuple[str, str]:
     """Draw one part; returns its value with interval, and its p-value, as text."""
     _, key, marker = _PARTS[part]
     if row[key] is None:  # the control of the reference itself
         return "reference", ""
-    value, (low, high) = 100 * row[key], (100 * end for end in row[f"{key}_ci95"])
+    value = metric.factor * row[key]
+    low, high = (metric.factor * end for end in row[f"{key}_ci95"] or (row[key], row[key]))
     bar: dict[str, Any] = {"fmt": marker, "color": theme.PALETTE[part], "ms": 5.5, "capsize": 3, "lw": 1.6, "gid": key}
     ax.errorbar([value], [y], xerr=[[value - low], [high - value]], **bar)
     decimals = typography.places(high - low)

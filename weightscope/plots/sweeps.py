@@ -10,33 +10,38 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from scipy import stats
 
+from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
+from weightscope.plots.arms import FROZEN, around, difference_label, seeds_note, value_axis
 
-_CONTROL, _FROZEN = " (scale only)", " (frozen)"  # how `bench` marks controls and frozen arms
+_CONTROL = " (scale only)"  # how `bench` marks controls
 _LEVEL = 0.05
 Row = Mapping[str, Any]
 
 
 @theme.themed
-def accuracy_curves(runs: Sequence[Row], ax: Axes | None = None, *, title: str | None = None) -> Axes:
-    """Mean test accuracy after each epoch, one line for each initialiser, with paired intervals.
+def metric_curves(
+    runs: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
 
     The band of an initialiser is the 95 % interval of its difference from the first one on the same seeds, drawn around
-    its own mean, and not beyond 0 and 100 %; the first one has none. An initialiser differs significantly where its
-    band does not reach the first one's line.
+    its own mean, and not beyond the metric's bounds; the first one has none. An initialiser differs significantly where
+    its band does not reach the first one's line.
 
     Args:
         runs: rows of a benchmark's `results.json` of one cell and one training length: `init`, `seed`, `epochs` and
-            `curve`, the accuracies (fractions) after each epoch.
+            `curve`, the metric (fractions for accuracies) after each epoch.
         ax: axes to draw on; a new figure if None.
+        metric: of the curves.
         title: figure title.
 
     Raises:
         UsageError: if there is no curve, or the runs are of several cells or lengths.
 
     Example:
-        >>> accuracy_curves(json.load(open("results.json"))["runs"])
+        >>> metric_curves(json.load(open("results.json"))["runs"])
     """
     curves = _curves(runs)
     canvas = theme.Canvas.on(ax, 6.8, 4.4)
@@ -52,7 +57,7 @@ def accuracy_curves(runs: Sequence[Row], ax: Axes | None = None, *, title: str |
         if init != first and len(shared) > 1:
             differences = np.array([mine[k] - curves[first][k] for k in shared])  # (N, E)
             half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
-            low, high = np.clip(mean - half, 0, 1), np.clip(mean + half, 0, 1)
+            low, high = (np.clip(mean + end, *metric.bounds) for end in (-half, half))
             ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0, gid="band")
         marker = theme.MARKERS[order % len(theme.MARKERS)] if length <= 30 else None
         ax.plot(epochs, mean, marker=marker, ms=4.5, **style, zorder=3, label=init)
@@ -60,27 +65,29 @@ def accuracy_curves(runs: Sequence[Row], ax: Axes | None = None, *, title: str |
         handles.append(Line2D([], [], **style, marker=marker, ms=4.5, label=typography.wrap(init, room)))
     _epoch_axis(ax, length)
     ax.grid(axis="both")
-    theme.percent(ax.yaxis, *ax.get_ylim())
-    ax.set_ylabel("test accuracy (%)")
+    value_axis(ax.yaxis, ax.get_ylim(), metric)
+    ax.set_ylabel(metric.title + metric.direction)
     note = f"mean of {len(curves[first])} seeds"
+    if left_out := len(runs) - sum(map(len, curves.values())):
+        note += f", {left_out} diverged networks left out"
     canvas.legend(handles, note + (f"; bands: 95 % CI of the difference from {first}" if len(curves) > 1 else ""))
     canvas.finish(title)
     return ax
 
 
 def _curves(runs: Sequence[Row]) -> dict[str, dict[int, np.ndarray]]:
-    """Initialiser -> seed -> accuracies (E,)."""
+    """Initialiser -> seed -> values (E,), of the networks with a finite last one."""
     places = {(repr(run.get("cell", {})), run["epochs"]) for run in runs}
     if len(places) != 1:
-        raise UsageError(f"accuracy curves: expected runs of one cell and one training length, found {len(places)}")
+        raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
     curves: dict[str, dict[int, np.ndarray]] = {}
     for run in runs:
+        mine = curves.setdefault(run["init"], {})
         values = np.array([np.nan if v is None else v for v in run.get("curve") or []], dtype=float)
-        curves.setdefault(run["init"], {})[run["seed"]] = values
-    if not all(values.size and np.isfinite(values[-1]) for mine in curves.values() for values in mine.values()):
-        raise UsageError(
-            'accuracy curves: expected an accuracy after each epoch (training.evaluate = "epoch"), found none'
-        )
+        if values.size and np.isfinite(values[-1]):
+            mine[run["seed"]] = values
+    if not curves or not all(set(mine) & set(next(iter(curves.values()))) for mine in curves.values()):
+        raise UsageError('curves: expected a value after each epoch (training.evaluate = "epoch"), found none')
     return curves
 
 
@@ -95,25 +102,28 @@ def _epoch_axis(ax: Axes, length: int) -> None:
 
 
 @theme.themed
-def accuracy_along(summary: Sequence[Row], axis: str, ax: Axes | None = None, *, title: str | None = None) -> Axes:
-    """Test accuracy against a parameter, one line for each initialiser, with paired intervals.
+def metric_along(
+    summary: Sequence[Row], axis: str, ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """The test metric against a parameter, one line for each initialiser, with paired intervals.
 
     The parameter is a field of the recipe or a number of an initialiser. Bars are the 95 % interval of the difference
-    from the reference on the same seeds, drawn around the mean, and not beyond 0 and 100 %. An initialiser without the
+    from the reference on the same seeds, drawn around the mean, inside the metric's bounds. An initialiser without the
     parameter is a horizontal line.
 
     Args:
         summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `mean`, `difference`,
-            `difference_ci95` (fractions), `reference`, `n`.
+            `difference_ci95` (fractions for accuracies), `reference`, `n`.
         axis: the parameter, such as `"network.kernel_size"` or `"mimetic_mlp.sigma"`.
         ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
         title: figure title.
 
     Raises:
         UsageError: if no row has the parameter.
 
     Example:
-        >>> accuracy_along(result.arms, "network.kernel_size")
+        >>> metric_along(result.arms, "network.kernel_size")
     """
     lines, flat, values = _lines(summary, axis)
     canvas = theme.Canvas.on(ax, 6.8, 4.4)
@@ -136,40 +146,24 @@ def accuracy_along(summary: Sequence[Row], axis: str, ax: Axes | None = None, *,
             rows = sorted(rows, key=lambda row: at[repr(_value(row, axis))])
             x = [at[repr(_value(row, axis))] for row in rows]
             mean = np.array([row["mean"] for row in rows])
-            ends = np.array([_around(row) for row in rows])
+            ends = np.array([around(row, metric) for row in rows])
             bars = [(mean - ends[:, 0]).tolist(), (ends[:, 1] - mean).tolist()]
             ax.errorbar(x, mean, yerr=bars, ms=5, lw=1.5, capsize=2.5, elinewidth=1.1, zorder=3, **style)
         room = 72 * 0.8 * canvas.size[0] - 44
         handles.append(Line2D([], [], **style, lw=1.5, ms=5, label=typography.wrap(name, room)))
     _parameter_axis(ax, axis, values, at, numeric)
     ax.grid(axis="both")
-    theme.percent(ax.yaxis, *ax.get_ylim())
+    value_axis(ax.yaxis, ax.get_ylim(), metric)
     lengths = sorted({row["epochs"] for row in summary})
     after = f" after {lengths[0]} epoch{'s' * (lengths[0] != 1)}" if len(lengths) == 1 else ""
-    ax.set_ylabel(f"test accuracy (%){after}")
-    canvas.legend(handles, _note(summary))
+    ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
+    canvas.legend(handles, seeds_note(summary))
     canvas.finish(title)
     return ax
 
 
-def _note(rows: Sequence[Row]) -> str:
-    seeds = sorted({row["n"] for row in rows})
-    references = list(dict.fromkeys(row["reference"] for row in rows if row.get("reference") is not None))
-    text = f"mean of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
-    return text + (f"; bars: 95 % CI of the paired difference from {' or '.join(references)}" if references else "")
-
-
 def _value(row: Row, axis: str) -> Any:
     return {**row.get("cell", {}), **row.get("numbers", {})}[axis]
-
-
-def _around(row: Row) -> tuple[float, float]:
-    """The paired interval around the mean, within [0, 1]; the mean itself for a reference."""
-    interval = row.get("difference_ci95")
-    if interval is None or not np.isfinite(interval).all():
-        return row["mean"], row["mean"]
-    low, high = (float(np.clip(row["mean"] + end - row["difference"], 0, 1)) for end in interval)
-    return low, high
 
 
 def _lines(summary: Sequence[Row], axis: str) -> tuple[dict[str, list[Row]], dict[str, list[Row]], list[Any]]:
@@ -203,8 +197,8 @@ def initialiser_without(row: Row, *axes: str) -> str:
     numbers = row.get("numbers", {})
     if not set(numbers) & set(axes):
         return str(row["init"])
-    bare = str(row["init"]).removesuffix(_FROZEN)
-    suffix = _FROZEN if bare != row["init"] else ""
+    bare = str(row["init"]).removesuffix(FROZEN)
+    suffix = FROZEN if bare != row["init"] else ""
     control = _CONTROL if bare.endswith(_CONTROL) else ""
     name = "+".join(dict.fromkeys(key.rpartition(".")[0] for key in numbers))
     rest = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in numbers.items() if key not in axes)
@@ -227,28 +221,10 @@ def _parameter_axis(ax: Axes, axis: str, values: Sequence[Any], at: Mapping[str,
     ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
 
 
-@theme.themed
-def difference_map(
-    summary: Sequence[Row], axes: tuple[str, str], ax: Axes | None = None, *, title: str | None = None
-) -> Axes:
-    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
-
-    Entries are percentage points; those that differ from zero at an adjusted level of 0.05 are bold, and the largest is
-    framed. Combinations that were not run are grey.
-
-    Args:
-        summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
-            (a fraction; rows without one are left out), `p_holm`, `reference`, `n`.
-        axes: the parameters along x and y.
-        ax: axes to draw on; a new figure if None.
-        title: figure title.
-
-    Raises:
-        UsageError: if no row has both parameters, or two have the same values of them.
-
-    Example:
-        >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
-    """
+def _on_a_grid(
+    summary: Sequence[Row], axes: tuple[str, str]
+) -> tuple[dict[tuple[str, str], Row], tuple[list[Any], list[Any]]]:
+    """The rows with a difference by their values of both parameters, and the values of each in order."""
     found: dict[tuple[str, str], Row] = {}
     places: tuple[list[Any], list[Any]] = ([], [])
     for row in summary:
@@ -267,12 +243,44 @@ def difference_map(
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
     for values in places:
         values.sort(key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
+    return found, places
+
+
+@theme.themed
+def difference_map(
+    summary: Sequence[Row],
+    axes: tuple[str, str],
+    ax: Axes | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    title: str | None = None,
+) -> Axes:
+    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
+
+    Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
+    the best is framed. Combinations that were not run are grey.
+
+    Args:
+        summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
+            (a fraction for accuracies; rows without one are left out), `p_holm`, `reference`, `n`.
+        axes: the parameters along x and y.
+        ax: axes to draw on; a new figure if None.
+        metric: of the differences.
+        title: figure title.
+
+    Raises:
+        UsageError: if no row has both parameters, or two have the same values of them.
+
+    Example:
+        >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
+    """
+    found, places = _on_a_grid(summary, axes)
     columns, rows = places
-    grid = np.full((len(rows), len(columns)), np.nan)  # points
+    grid = np.full((len(rows), len(columns)), np.nan)  # as shown
     for i, y in enumerate(rows):
         for j, x in enumerate(columns):
             if (repr(x), repr(y)) in found:
-                grid[i, j] = 100 * found[repr(x), repr(y)]["difference"]
+                grid[i, j] = metric.factor * found[repr(x), repr(y)]["difference"]
     width, height = 0.5 * len(columns), 0.36 * len(rows)
     canvas = theme.Canvas.on(ax, width + 2.5, height + 1.5)
     ax = canvas.ax
@@ -283,8 +291,17 @@ def difference_map(
         if np.isfinite(value):
             weight = "bold" if (repr(columns[j]), repr(rows[i])) in sure else "normal"
             colour = "white" if abs(value) > 0.65 * limit else theme.INK
-            ax.text(j, i, typography.signed(value, 1), ha="center", va="center", size=7, color=colour, weight=weight)
-    best = np.unravel_index(np.nanargmax(grid), grid.shape)
+            ax.text(
+                j,
+                i,
+                typography.signed(value, metric.decimals - 1),
+                ha="center",
+                va="center",
+                size=7,
+                color=colour,
+                weight=weight,
+            )
+    best = np.unravel_index(np.nanargmax(metric.sign * grid), grid.shape)
     corner = float(best[1]) - 0.5, float(best[0]) - 0.5
     ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
     for axis, values, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
@@ -294,8 +311,7 @@ def difference_map(
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
-    any_row = next(iter(found.values()))
-    label = f"accuracy minus that of {any_row['reference']} (points), {any_row['n']} seeds"
+    label = difference_label(metric, next(iter(found.values())))
     theme.colour_bar(ax, image, limit, label, room=72 * max(height, 1.8), beyond=False)
     canvas.finish_sized(max(width, 2.0), max(height, 1.8), title)
     return ax

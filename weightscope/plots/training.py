@@ -1,4 +1,4 @@
-"""Training of a population: curves over epochs, and the distribution of accuracies."""
+"""Training of a population: curves over epochs, and the distribution of a metric."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
+from weightscope.plots.arms import value_axis
 
 _CURVE = "curve"
 
@@ -18,7 +20,7 @@ def training_curves(
     ax: Axes | None = None,
     label: str | None = None,
     *,
-    quantity: str = "accuracy",
+    metric: Metric = ACCURACY,
     band: tuple[float, float] = (0.05, 0.95),
     title: str | None = None,
 ) -> Axes:
@@ -29,12 +31,12 @@ def training_curves(
             excluded; the legend counts them.
         ax: axes to draw on; a new figure if None.
         label: of the curve, such as `"test"`.
-        quantity: label of the vertical axis; if it contains "accuracy", values are fractions shown in per cent.
+        metric: what the values are; of training or of test examples.
         band: lower and upper quantile.
         title: figure title.
 
     Raises:
-        DataError: if no network is finite, or the shape is wrong.
+        DataError: if no network is finite, a value is outside the metric's bounds, or the shape is wrong.
         UsageError: if the band is not two increasing quantiles.
 
     Example:
@@ -49,9 +51,7 @@ def training_curves(
     kept = values[np.isfinite(values).all(axis=1)]
     if not len(kept):
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
-    fraction = "accuracy" in quantity
-    if fraction:
-        _fractions(kept, "training curves")
+    metric.check(kept.ravel(), "training curves")
     canvas = theme.Canvas.on(ax, 6.4, 3.9)
     ax = canvas.ax
     drawn = sum(line.get_gid() == _CURVE for line in ax.lines)
@@ -72,9 +72,8 @@ def training_curves(
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch")
-    ax.set_ylabel(f"{quantity} (%)" if fraction else quantity)
-    if fraction:
-        theme.percent(ax.yaxis, *ax.get_ylim())
+    ax.set_ylabel(metric.title.removeprefix("test "))
+    value_axis(ax.yaxis, ax.get_ylim(), metric)
     longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
@@ -84,30 +83,33 @@ def training_curves(
 
 
 @theme.themed
-def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str | None = None) -> Axes:
-    """Histogram of the accuracies of N networks, with the central 90 % shaded and the median marked.
+def metric_distribution(
+    values: Any, ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """Histogram of a metric of N networks, with the central 90 % shaded and the median marked.
 
     Accuracies are multiples of 1 / (number of test examples). The bin width is a multiple of that step, since bins with
     unequal numbers of steps would show spurious peaks.
 
     Args:
-        accuracies: (N,) fractions; those that are not finite (diverged networks) are excluded and counted.
+        values: (N,), fractions for accuracies; those that are not finite (diverged networks) are excluded and counted.
         ax: axes to draw on; a new figure if None.
+        metric: what they are.
         title: figure title.
 
     Raises:
-        DataError: if none is finite, or a value is not a fraction.
+        DataError: if none is finite, or a value is outside the metric's bounds.
 
     Example:
-        >>> accuracy_distribution(population.metrics["test_accuracy"][:, -1])
+        >>> metric_distribution(population.metrics["test_accuracy"])
     """
-    values = np.asarray(accuracies, dtype=np.float64)
+    values = np.asarray(values, dtype=np.float64)
     if values.ndim != 1:
-        raise DataError(f"accuracies: expected (networks,), found {values.shape}")
+        raise DataError(f"{metric.name}: expected (networks,), found {values.shape}")
     kept = values[np.isfinite(values)]
     if not len(kept):
-        raise DataError(f"accuracies: none of {len(values)} is finite")
-    _fractions(kept, "accuracies")
+        raise DataError(f"{metric.name}: none of {len(values)} is finite")
+    metric.check(kept, metric.name)
     canvas = theme.Canvas.on(ax, 6.4, 3.4)
     ax = canvas.ax
     colour = theme.PALETTE[0]
@@ -115,23 +117,21 @@ def accuracy_distribution(accuracies: Any, ax: Axes | None = None, *, title: str
     ax.hist(kept, bins=list(edges), color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
     low, median, high = np.quantile(kept, [0.05, 0.5, 0.95])
     left_out = len(values) - len(kept)
-    middle = f"90 % of networks: {100 * low:.1f} to {100 * high:.1f} %"
+    ends = [f"{metric.factor * value:.{metric.decimals - 1}f}" for value in (low, median, high)]
+    middle = f"90 % of networks: {ends[0]} to {ends[2]} {metric.unit}".strip()
     span = ax.axvspan(low, high, color=theme.FAINT, alpha=0.45, lw=0, zorder=0, label=middle)
-    line = ax.axvline(median, color=theme.PALETTE[3], lw=1.6, label=f"median: {100 * median:.1f} %", gid="median")
-    ax.set_xlabel("accuracy (%)")
+    line = ax.axvline(
+        median, color=theme.PALETTE[3], lw=1.6, label=f"median: {ends[1]} {metric.unit}".strip(), gid="median"
+    )
+    ax.set_xlabel(metric.title.removeprefix("test "))
     ax.set_ylabel("networks")
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    theme.percent(ax.xaxis, *ax.get_xlim())
+    value_axis(ax.xaxis, ax.get_xlim(), metric)
     ax.grid(axis="y")
     heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and excluded" if left_out else "")
     canvas.legend([line, span], heading)
     canvas.finish(title)
     return ax
-
-
-def _fractions(values: np.ndarray, what: str) -> None:
-    if values.min() < 0 or values.max() > 1:
-        raise DataError(f"{what}: expected fractions between 0 and 1, found {values.min():g} to {values.max():g}")
 
 
 def _edges(values: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ class BenchConfig(Section):
 
     `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
     `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
-    range as text, `"0:1:0.1"`.
+    range as text, `"0:1:0.1"`. `metric` is one of the task's, such as `"test_loss"`.
     """
 
     init: tuple[str | dict[str, Any], ...] = ()
@@ -26,6 +26,7 @@ class BenchConfig(Section):
     seed: Seed | None = None
     frozen: str | None = None
     control: str | None = None
+    metric: str | None = None
 
     @field_validator("init", "epochs", mode="before")
     @classmethod

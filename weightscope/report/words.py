@@ -14,8 +14,9 @@ def verdict(
     *,
     n: int | None = None,
     alpha: float = 0.05,
+    higher_is_better: bool = True,
 ) -> str:
-    """Describe a paired difference, where larger is better.
+    """Describe a paired difference.
 
     Significant means p < alpha and an interval that excludes zero. If the two disagree (a p-value corrected for several
     comparisons), the text says so. A difference that is not significant is reported with its interval, not as equality.
@@ -27,6 +28,7 @@ def verdict(
         unit: printed unit of the difference.
         n: number of paired seeds.
         alpha: significance level.
+        higher_is_better: whether a positive difference is an improvement.
 
     Raises:
         UsageError: if a difference in percentage points is not a fraction, or is outside its interval.
@@ -45,15 +47,17 @@ def verdict(
     if not ci95[0] - 1e-9 <= difference <= ci95[1] + 1e-9:
         raise UsageError(f"difference: expected a value within its interval {tuple(ci95)}, found {difference}")
     chance = _chance(p) + (f", {n} paired seeds" if n is not None else "")
-    return _judged(scale * difference, (scale * ci95[0], scale * ci95[1]), chance, unit, unlikely=p < alpha)
+    values = (scale * difference, scale * ci95[0], scale * ci95[1])
+    return _judged(values, chance, unit, unlikely=p < alpha, sign=1 if higher_is_better else -1)
 
 
-def _judged(value: float, interval: tuple[float, float], chance: str, unit: str, *, unlikely: bool) -> str:
-    low, high = interval
+def _judged(values: tuple[float, float, float], chance: str, unit: str, *, unlikely: bool, sign: int) -> str:
+    value, low, high = values
     places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
     clear = low > 0 or high < 0
     if clear and unlikely:
-        word, (a, b) = ("better", (low, high)) if value > 0 else ("worse", (-high, -low))
+        word = "better" if sign * value > 0 else "worse"
+        a, b = (low, high) if value > 0 else (-high, -low)
         ends = f"{_fixed(a, places)} to {_fixed(b, places)}"
         return f"{word} by {_fixed(abs(value), places)} {unit} (95 % CI {ends}, {chance})"
     size, ends = _signed(value, places), f"{_signed(low, places)} to {_signed(high, places)}"

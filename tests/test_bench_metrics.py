@@ -1,0 +1,500 @@
+"""Benchmarks of metrics other than image accuracy: directions, bounds and units, with planted effects of both signs."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from pictures import bars_of, ends_of
+from scipy import stats
+
+from weightscope import plots
+from weightscope.benchmarking import BenchResult, bench, summarise
+from weightscope.benchmarking.gain import curve_of
+from weightscope.benchmarking.pictures import finding, scale_finding
+from weightscope.benchmarking.run import metrics_of, planned
+from weightscope.benchmarking.statistics import mean_interval, paired
+from weightscope.cli import cli
+from weightscope.data.metrics import (
+    ACCURACY,
+    ACCURACY_2X,
+    ACCURACY_4X,
+    BITS,
+    LOSS,
+    METRICS,
+    PERPLEXITY,
+    Metric,
+    accuracy_at,
+    metric_named,
+)
+from weightscope.errors import DataError, UsageError
+from weightscope.recipe import DataConfig, Recipe
+from weightscope.report import verdict
+
+RECIPE = Recipe.parse(
+    {
+        "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+        "data": {"name": "digits", "train": 64, "test": 40},
+        "training": {"epochs": 1, "batch_size": 16},
+        "population": {"networks": 4, "tile": 4},
+    }
+)
+SEEDS = 8
+NOISE = np.random.default_rng(3).normal(0, 0.002, (2, SEEDS))
+BASE = np.random.default_rng(4).uniform(1.2, 1.5, SEEDS)
+
+
+def runs_of(init: str, values: Any, numbers: dict[str, float] | None = None) -> list[dict[str, Any]]:
+    """Networks whose bits are `values` after 2 epochs, and 1 more after the first."""
+    place = {"init": init, "cell": {}, "numbers": numbers or {}, "epochs": 2, "diverged": False, "seconds": 1.0}
+    return [
+        place | {"seed": k, "bits": float(v), "loss": float(v) * np.log(2), "perplexity": 2.0**v, "curve": [v + 1, v]}
+        for k, v in enumerate(values)
+    ]
+
+
+def result_of(*arms: list[dict[str, Any]], metric: Metric = BITS) -> BenchResult:
+    runs = [run for arm in arms for run in arm]
+    return BenchResult(runs, summarise(runs, metric), {}, metric, (LOSS, BITS, PERPLEXITY))
+
+
+@pytest.fixture
+def planted() -> BenchResult:
+    """`fewer` needs 0.05 bits less than the default, `more` 0.05 more."""
+    arms = (runs_of("fewer", BASE - 0.05 + NOISE[0]), runs_of("more", BASE + 0.05 + NOISE[1]))
+    return result_of(runs_of("default", BASE), *arms)
+
+
+def test_metrics_have_the_names_of_populations_and_a_direction() -> None:
+    assert [metric.key for metric in METRICS.values()] == [
+        *("accuracy", "accuracy_2x", "accuracy_4x"),
+        *("loss", "bits", "perplexity"),
+    ]
+    assert [metric.length for metric in METRICS.values()] == [1, 2, 4, 1, 1, 1]
+    assert {metric.name for metric in METRICS.values() if metric.higher_is_better} == {
+        metric.name for metric in METRICS.values() if metric.unit == "%"
+    }
+    assert ACCURACY_4X.title == "test accuracy at 4x the length (%)"
+    for metric, difference in ((ACCURACY, 0.1), (BITS, -0.1)):
+        assert metric.better(difference)
+        assert not metric.better(-difference)
+        assert not metric.better(0.0)
+    assert (ACCURACY.amount(-0.021), BITS.amount(-0.0231), PERPLEXITY.amount(2.5)) == (
+        *("2.1 points", "0.023 bits per token", "2.50"),
+    )
+    assert RECIPE.data.metrics == (ACCURACY, LOSS)
+    assert (accuracy_at(1), accuracy_at(4), accuracy_at(80).length) == (ACCURACY, ACCURACY_4X, 80)
+    for metric in (*METRICS.values(), accuracy_at(80)):
+        assert metric_named(metric.name) == metric
+    for name in ("test_accuracy_1x", "test_accuracy_x", "test_accuracy_02x", "test_accuracy_2", "loss"):
+        assert metric_named(name) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "found"),
+    [
+        (ACCURACY, [0.5, 1.2], "fractions between 0 and 1, found 0.5 to 1.2"),
+        (BITS, [-0.1, 9.0], "numbers of at least 0, found -0.1 to 9"),
+        (PERPLEXITY, [0.9], "numbers of at least 1"),
+        (BITS, [np.nan], "numbers of at least 0, found nan"),
+    ],
+)
+def test_impossible_values_are_refused(metric: Metric, values: list[float], found: str) -> None:
+    metric.check(metric.bounds, "here")
+    with pytest.raises(DataError, match=f"here: expected {found}"):
+        metric.check(values, "here")
+
+
+# Statistics
+
+
+def test_differences_keep_their_sign_where_lower_is_better(planted: BenchResult) -> None:
+    _, fewer, more = planted.arms
+    for row, noise, sign in ((fewer, NOISE[0], -1), (more, NOISE[1], 1)):
+        peer = stats.ttest_rel(BASE + sign * 0.05 + noise, BASE)
+        assert row["difference"] == pytest.approx(sign * 0.05 + noise.mean())
+        assert row["p"] == pytest.approx(peer.pvalue)
+        np.testing.assert_allclose(row["difference_ci95"], peer.confidence_interval(0.95))
+        assert row["p_holm"] < 1e-6
+    assert planted.arms[0]["loss"] == pytest.approx(np.log(2) * BASE.mean())
+
+
+@pytest.mark.parametrize("n", [3, 8, 30])
+def test_the_interval_of_a_positive_mean_is_positive_and_covers_it(n: int) -> None:
+    """Gamma(4) / 4, mean 1. Of 4,000 intervals, 90.5 to 97.0 % hold it; Student's are below 0 for some.
+
+    The delta method is approximate: with n = 3, 92 % hold it. 90.5 % is 5 standard errors below 93 %.
+    """
+    draws = np.random.default_rng(7).gamma(4, 0.25, (4000, n))
+    low, high = np.array([mean_interval(row, BITS)["ci95"] for row in draws]).T
+    assert 0.905 < ((low <= 1) & (high >= 1)).mean() < 0.97
+    assert low.min() > 0
+    half = stats.t.ppf(0.975, n - 1) * draws.std(axis=1, ddof=1) / np.sqrt(n)
+    assert ((draws.mean(axis=1) - half).min() < 0) == (n == 3), "which the naive interval may reach"
+
+
+def test_the_interval_of_a_mean_is_student_s_on_the_logarithm_above_the_bound() -> None:
+    found = mean_interval(BASE, BITS)
+    half = stats.t.ppf(0.975, SEEDS - 1) * stats.sem(BASE) / BASE.mean()
+    np.testing.assert_allclose(found["ci95"], BASE.mean() * np.exp([-half, half]))
+    shifted = mean_interval(1 + BASE, PERPLEXITY)["ci95"]
+    np.testing.assert_allclose(np.array(shifted) - 1, found["ci95"])
+    assert mean_interval(np.array([2.0, 2.0]), BITS)["ci95"] == [2, 2]
+    assert mean_interval(np.array([2.0]), BITS)["ci95"] is None, "no finite interval of one network"
+    assert mean_interval(np.array([]), BITS) == {"n": 0, "mean": None, "ci95": None}
+
+
+def test_the_interval_of_a_difference_is_bounded_by_what_is_possible() -> None:
+    assert paired(np.array([0.9, -0.5]))["difference_ci95"] == [-1, 1]
+    low, high = paired(np.array([9.0, -5.0]), BITS)["difference_ci95"]
+    assert (low, high) == pytest.approx((2 - 12.7062 * 7, 2 + 12.7062 * 7), rel=1e-4)
+    assert paired(np.array([0.9]))["difference_ci95"] == [-1, 1]
+    assert paired(np.array([0.9]), BITS) == {"difference": 0.9, "difference_ci95": None, "p": 1.0}
+
+
+def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
+    runs = runs_of("default", BASE) + runs_of("x", BASE - 0.05) + runs_of("never", BASE)
+    lost = [run for run in runs if run["init"] == "never" or (run["init"], run["seed"]) == ("x", 2)]
+    for run in lost:
+        run |= {"bits": None, "loss": None, "diverged": True, "curve": [3.0, None]}
+    result = BenchResult(runs, summarise(runs, BITS), {}, BITS, (LOSS, BITS))
+    _, some, none = result.arms
+    assert (some["n"], some["diverged"], some["difference"]) == (7, 1, pytest.approx(-0.05))
+    assert (none["n"], none["mean"], none["difference"], none["p_holm"]) == (0, None, None, None)
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["summary"] == result.arms
+    assert "(8 diverged)" in result.text()
+    assert "7 of 7" in [text.get_text() for text in result.figures()["differences"](None).axes[0].texts]
+    assert "curves" not in result.figures(), "an arm has none"
+    assert all(figure(None) for figure in result.figures().values())
+    kept = result_of(runs[:SEEDS], runs[SEEDS : 2 * SEEDS])
+    legend = kept.figures()["curves"](None).axes[0].get_legend()
+    assert "mean of 8 seeds, 1 diverged networks left out" in legend.get_title().get_text()
+    for form in ("text", "markdown", "latex"):
+        assert "never" in result.table(form)
+
+
+# Words and tables
+
+
+def test_lower_is_better_in_words_and_the_wrong_direction_would_say_the_opposite(planted: BenchResult) -> None:
+    wrong = replace(BITS, higher_is_better=True)
+    assert finding(planted.arms, BITS) == f"fewer is {0.05 - NOISE[0].mean():.3f} bits per token better than default"
+    assert finding(planted.arms, wrong) == f"more is {0.05 + NOISE[1].mean():.3f} bits per token better than default"
+    only = result_of(runs_of("default", BASE), runs_of("more", BASE + 0.05 + NOISE[1]))
+    assert finding(only.arms, BITS) == f"more is {0.05 + NOISE[1].mean():.3f} bits per token worse than default"
+    same = result_of(runs_of("default", BASE), runs_of("more", BASE + NOISE[1]))
+    assert finding(same.arms, BITS) == "No initialiser differs significantly from default"
+
+
+def test_scale_and_structure_follow_the_direction() -> None:
+    control, arm = runs_of("a (scale only)", BASE - 0.02 + NOISE[0]), runs_of("a", BASE - 0.05 + NOISE[1])
+    result = result_of(runs_of("default", BASE), arm, control)
+    assert result.arms[1]["beyond_scale"] == pytest.approx(-0.03 + NOISE[1].mean() - NOISE[0].mean())
+    text = finding(result.arms, BITS)
+    beyond = f"{-result.arms[1]['beyond_scale']:.3f} of them beyond scale"
+    assert text == f"a is {0.05 - NOISE[1].mean():.3f} bits per token better than default, {beyond}"
+    assert scale_finding(result.arms, BITS) == "Better than its scale alone: a"
+    assert scale_finding(result.arms, replace(BITS, higher_is_better=True)) == "Worse than scale alone: a"
+    ax = result.figures()["scale"](None).axes[0]
+    label = ax.get_xlabel().replace("\n", " ")
+    assert label == "difference of test cross entropy on the same seed (bits per token), 8 seeds; lower is better"
+    drawn = [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)]
+    assert drawn == pytest.approx([result.arms[2]["difference"], result.arms[1]["beyond_scale"]])
+
+
+def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:
+    lowest = f"{planted.arms[1]['mean']:.3f}"
+    assert lowest == f"{min(row['mean'] for row in planted.arms):.3f}"
+    markdown, latex = planted.table("markdown"), planted.table("latex")
+    assert markdown.count("**") == 2
+    assert f"**{lowest}** ± " in markdown
+    assert rf"\textbf{{{lowest}}}" in latex
+    assert "Test cross entropy (bits per token) of 8 seeds; ± half the 95 % interval" in markdown
+    assert markdown.strip().endswith("lower is better")
+    assert f"*{lowest}" in planted.table()
+    lines = planted.text().splitlines()
+    assert "  cross entropy  " in lines[0]
+    assert lines[-1] == "test cross entropy (bits per token); lower is better"
+    assert f"{planted.arms[1]['difference']:+.4f}" in lines[3]
+    accuracies = BenchResult([run | {"accuracy": 0.9} for run in planted.runs], summarise(planted.runs, BITS))
+    assert "lower is better" not in accuracies.text() + accuracies.table()
+
+
+def test_verdicts_follow_the_direction() -> None:
+    arguments: dict[str, Any] = {"difference": -0.05, "ci95": (-0.06, -0.04), "p": 1e-6, "unit": "bits per token"}
+    ends = "by 0.050 bits per token (95 % CI 0.040 to 0.060, p = 1e-6)"
+    assert verdict(**arguments, higher_is_better=False) == f"better {ends}"
+    assert verdict(**arguments) == f"worse {ends}"
+    opposite = arguments | {"difference": 0.05, "ci95": (0.04, 0.06)}
+    assert verdict(**opposite, higher_is_better=False) == f"worse {ends}"
+
+
+# Pictures
+
+
+def test_pictures_have_the_unit_and_count_the_better_seeds(planted: BenchResult) -> None:
+    assert list(planted.figures()) == ["convergence", "differences", "curves"]
+    pictures = {name: draw(None).axes[0] for name, draw in planted.figures().items()}
+    texts = {name: [text.get_text() for text in ax.texts] for name, ax in pictures.items()}
+    assert "test cross entropy (bits per token) after 2 epochs; lower is better; mean of 8 seeds" in (
+        pictures["convergence"].get_xlabel().replace("\n", " ")
+    )
+    assert f"{planted.arms[0]['mean']:.3f}" in texts["convergence"]
+    assert [bar.lines[0].get_xdata()[0] for bar in bars_of(pictures["convergence"])] == pytest.approx(
+        [row["mean"] for row in planted.arms]
+    )
+    label = pictures["differences"].get_xlabel().replace("\n", " ")
+    assert label == "cross entropy minus that of default on the same seed (bits per token); lower is better"
+    assert [text for text in texts["differences"] if text.endswith("of 8")] == ["8 of 8", "0 of 8"]
+    drawn = [bar.lines[0].get_xdata()[0] for bar in bars_of(pictures["differences"])]
+    assert drawn == pytest.approx([row["difference"] for row in planted.arms[1:]])
+    assert pictures["curves"].get_ylabel() == "test cross entropy (bits per token); lower is better"
+    lines = {line.get_label(): line.get_ydata() for line in pictures["curves"].lines}
+    np.testing.assert_allclose(lines["default"], [BASE.mean() + 1, BASE.mean()])
+    high = replace(BITS, higher_is_better=True)
+    swapped = [text.get_text() for text in plots.paired_differences(planted.runs, metric=high).texts]
+    assert [text for text in swapped if text.endswith("of 8")] == ["0 of 8", "8 of 8"]
+
+
+def test_bands_and_bars_stay_above_the_bound() -> None:
+    near = np.linspace(0.001, 0.02, SEEDS)
+    result = result_of(runs_of("default", near), runs_of("x", near[::-1]))
+    low, high = ends_of(bars_of(plots.convergence(result.arms, metric=BITS))[1])[0]
+    assert low == 0
+    assert high > result.arms[1]["mean"]
+    below = result.arms[1]["mean"] + result.arms[1]["difference_ci95"][0] - result.arms[1]["difference"]
+    assert below < 0, "the paired interval itself is not"
+    shifted = [run | {"curve": [run["bits"]] * 2} for run in result.runs]
+    bands = [band for band in plots.metric_curves(shifted, metric=BITS).collections if band.get_gid() == "band"]
+    assert bands[0].get_paths()[0].vertices[:, 1].min() == 0
+    with pytest.raises(DataError, match="`default` after 2 epochs, mean: expected numbers of at least 0, found -1"):
+        plots.convergence([result.arms[0] | {"mean": -1.0}], metric=BITS)
+
+
+def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
+    axes = ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk")
+    arms = [runs_of("default", BASE)]
+    for i, (a, b) in enumerate([(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)]):
+        shift = (0.02, -0.06, 0.08, -0.01)[i]
+        label = f"mimetic_attention (alpha_qk={a:g}, beta_qk={b:g})"
+        arms.append(runs_of(label, BASE + shift + NOISE[i % 2], dict(zip(axes, (a, b), strict=True))))
+    result = result_of(*arms)
+    result.environment["recipe"] = {"network": {"width": 24, "heads": 3}, "data": {"name": "text"}}
+    figures = result.figures()
+    assert list(figures)[:2] == [f"along-{axis}" for axis in axes]
+    label = figures[f"along-{axes[0]}"](None).axes[0].get_ylabel()
+    assert label == "test cross entropy (bits per token) after 2 epochs; lower is better"
+    name = next(name for name in figures if name.startswith("map-"))
+    ax = figures[name](None).axes[0]
+    frame = next(patch for patch in ax.patches if patch.get_gid() == "largest")
+    assert frame.get_xy() == (-0.5, 0.5), "alpha 0, beta 1"  # type: ignore[attr-defined]
+    amount = f"{0.06 - NOISE[1].mean():.3f}"
+    assert f"−{amount}" in [text.get_text() for text in ax.texts]
+    words = ax.figure.get_suptitle() + ax.get_title() + " ".join(text.get_text() for text in ax.figure.texts)
+    assert f"{amount} bits per token better than default" in words.replace("\n", " ")
+    mine = [row for row in result.arms if row["numbers"]]
+    wrong = plots.difference_map(mine, axes, metric=replace(BITS, higher_is_better=True))
+    assert next(patch for patch in wrong.patches if patch.get_gid() == "largest").get_xy() == (0.5, -0.5)  # type: ignore[attr-defined]
+    frontier = next(figures[name] for name in figures if name.startswith("frontier-"))(None).axes[0]
+    points = next(points for points in frontier.collections if points.get_array() is not None)
+    best = next(points for points in frontier.collections if points.get_gid() == "largest")
+    place = np.asarray(points.get_offsets())[int(np.argmin(points.get_array()))]  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.asarray(best.get_offsets())[0], place)
+
+
+def by_length(init: str, shift: np.ndarray) -> list[dict[str, Any]]:
+    """Copiers that are right at their length, and less so at 2x and 4x."""
+    place = {"init": init, "epochs": 3, "diverged": False, "loss": 0.1}
+    return [
+        place | {"seed": k, "accuracy": 0.99, "accuracy_2x": 0.5 + shift[0] + s, "accuracy_4x": 0.1 + shift[1] + s}
+        for k, s in enumerate(10 * NOISE[0])
+    ]
+
+
+def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() -> None:
+    runs = by_length("default", np.zeros(2)) + by_length("mimetic", np.array([0.3, 0.2]))
+    for run in runs[SEEDS:]:
+        run["accuracy_4x"] += float(NOISE[1][run["seed"]])
+    metrics = (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS)
+    result = BenchResult(runs, summarise(runs), {}, ACCURACY, metrics)
+    ax = result.figures()["accuracy-by-length"](None).axes[0]
+    bars = {bar.get_label(): bar for bar in bars_of(ax)}
+    assert list(bars) == ["default", "mimetic"]
+    np.testing.assert_allclose(bars["mimetic"].lines[0].get_xdata(), [1, 2, 4])
+    rows = [summarise(runs, metric)[1] for metric in metrics[:3]]
+    np.testing.assert_allclose(bars["mimetic"].lines[0].get_ydata(), [row["mean"] for row in rows])
+    low, high = bars["mimetic"].lines[2][0].get_paths()[2].vertices[:, 1]
+    np.testing.assert_allclose(high - low, np.ptp(rows[2]["difference_ci95"]))
+    assert np.ptp(bars["default"].lines[2][0].get_paths()[2].vertices[:, 1]) == 0, "the reference has none"
+    assert list(ax.get_xticks()) == [1, 2, 4]
+    assert (
+        ax.get_legend().get_title().get_text() == "mean of 8 seeds; bars: 95 % CI of the paired difference from default"
+    )
+    words = ax.get_title() + " ".join(text.get_text() for text in ax.figure.texts) + ax.figure.get_suptitle()
+    assert "At 4x the length: mimetic is 20.0 points better than default" in words.replace("\n", " ")
+    assert "accuracy-by-length" not in BenchResult(runs, result.arms).figures(), "one length"
+    with pytest.raises(UsageError, match="expected rows at two lengths or more, found 1"):
+        plots.accuracy_by_length({1: result.arms})
+    with pytest.raises(UsageError, match="`default` occurs twice at 2x"):
+        plots.accuracy_by_length({1: result.arms, 2: result.arms * 2})
+
+
+def test_a_distribution_and_curves_of_a_population_have_the_unit() -> None:
+    ax = plots.metric_distribution(BASE, metric=BITS)
+    assert ax.get_xlabel() == "cross entropy (bits per token)"
+    assert f"median: {np.median(BASE):.3f} bits per token" in [text.get_text() for text in ax.get_legend().get_texts()]
+    assert sum(patch.get_height() for patch in ax.patches if hasattr(patch, "get_height")) >= SEEDS
+    curves = plots.training_curves(np.stack([BASE + 1, BASE], axis=1), metric=BITS)
+    assert curves.get_ylabel() == "cross entropy (bits per token)"
+    assert max(float(tick.get_text()) for tick in curves.get_yticklabels()) < 4, "not in per cent"
+
+
+# A benchmark of a task with other metrics
+
+
+class Stub:
+    """Stands in for `collect` on a task that reports bits and loss; others than the default need fewer bits."""
+
+    def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
+        path.mkdir(parents=True)
+        better = recipe.init[0].name != "default"
+        bits = np.array([2.0, 2.1, 2.2, np.inf]) - better * np.array([0.10, 0.11, 0.12, 0])
+        metrics = {"test_bits": bits, "test_loss": bits * np.log(2), "diverged": ~np.isfinite(bits)}
+        metrics |= {f"{name}_per_epoch": metrics[name][:, None] for name in ("test_bits", "test_loss")}
+        return Population(metrics)
+
+
+class Population:
+    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
+
+    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
+        self.metrics = metrics
+
+    def __len__(self) -> int:
+        return len(self.metrics["diverged"])
+
+
+@pytest.fixture
+def text_task(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchResult]:
+    monkeypatch.setattr(DataConfig, "metrics", property(lambda self: (BITS, LOSS)))
+    return lambda out, **given: bench(RECIPE, ["default", "mimetic_mlp"], out, collector=Stub(), **given)
+
+
+def test_a_benchmark_compares_the_primary_metric_of_its_task(text_task: Any, tmp_path: Path) -> None:
+    result = text_task(tmp_path / "a")
+    assert result.metric == BITS
+    assert result.runs[0]["bits"] == 2.0
+    assert result.runs[0]["loss"] == pytest.approx(2 * np.log(2))
+    assert result.runs[3]["bits"] is result.runs[3]["loss"] is None
+    assert result.runs[1]["curve"] == [2.1]
+    assert result.arms[1]["difference"] == pytest.approx(-0.11)
+    assert (result.arms[1]["n"], result.arms[1]["diverged"]) == (3, 1)
+    assert finding(result.arms, result.metric) == "mimetic_mlp is 0.110 bits per token better than default"
+    written = json.loads((tmp_path / "a" / "results.json").read_text())
+    assert written["metric"] == "test_bits"
+    assert written["metrics"]["test_bits"] | {"bounds": None} == BITS.to_dict() | {"bounds": None}
+    assert written["metrics"]["test_bits"]["bounds"] == [0, None]
+    again = BenchResult.load(tmp_path / "a" / "results.json")
+    assert (again.runs, again.arms, again.metric, again.metrics) == (
+        *(result.runs, result.arms, result.metric, result.metrics),
+    )
+
+
+def test_another_metric_of_the_task_is_compared_by_name(text_task: Any, tmp_path: Path) -> None:
+    result = text_task(tmp_path / "a", metric="test_loss")
+    assert result.metric == LOSS
+    assert result.arms[1]["difference"] == pytest.approx(-0.11 * np.log(2))
+    assert result.runs[1]["curve"] == pytest.approx([2.1 * np.log(2)])
+    table = RECIPE.replace({"bench": {"init": ["default"], "metric": "test_loss"}})
+    assert bench(table, out=tmp_path / "b", collector=Stub()).metric == LOSS
+    assert bench(table, out=tmp_path / "c", metric="test_bits", collector=Stub()).metric == BITS
+    with pytest.raises(
+        UsageError, match="metric: no metric of this task 'test_accuracy'; there are test_bits, test_loss"
+    ):
+        text_task(tmp_path / "d", metric="test_accuracy")
+    assert not (tmp_path / "d").exists(), "before anything is trained"
+
+
+def test_arms_are_compared_by_what_their_tasks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_size = {32: (BITS, LOSS), 64: (ACCURACY, LOSS), 16: (ACCURACY,)}
+    monkeypatch.setattr(DataConfig, "metrics", property(lambda self: by_size[self.train]))
+    assert metrics_of(planned(RECIPE, init=["default"], vary={"data.train": [32, 64]})[1], None) == (LOSS, (LOSS,))
+    with pytest.raises(UsageError, match="expected tasks with a metric in common, found none"):
+        planned(RECIPE, init=["default"], vary={"data.train": [32, 16]})
+
+
+def test_results_of_earlier_versions_compare_accuracies(tmp_path: Path) -> None:
+    """They name no metric."""
+    runs = by_length("default", np.zeros(2)) + by_length("mimetic", np.array([0.3, 0.2]))
+    old = {"runs": runs, "summary": summarise(runs), "environment": {"device": "cpu"}}
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    found = BenchResult.load(tmp_path / "results.json")
+    assert (found.metric, found.metrics, found.arms) == (ACCURACY, (ACCURACY, LOSS), old["summary"])
+    for text, message in (
+        (json.dumps(old | {"metric": "test_acuracy"}), "no metric 'test_acuracy'; did you mean 'test_accuracy'"),
+        (json.dumps(old | {"metric": ["test_accuracy"]}), "expected the results of a benchmark"),
+        (json.dumps(old | {"metrics": 3}), "expected the results of a benchmark"),
+        (json.dumps(old | {"runs": {}}), "expected the results of a benchmark"),
+        ("[", "expected JSON"),
+    ):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(DataError, match=message):
+            BenchResult.load(tmp_path / "results.json")
+    with pytest.raises(DataError, match="No such file"):
+        BenchResult.load(tmp_path / "none.json")
+
+
+def test_the_command_line_selects_the_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(
+        '[network]\ntype = "convnext"\nwidth = 4\ndepth = 1\nkernel_size = 3\n'
+        '[data]\nname = "digits"\ntrain = 64\ntest = 40\n[training]\nepochs = 2\nbatch_size = 32\n'
+        "[population]\nnetworks = 2\ntile = 2\n"
+    )
+    arguments = ["bench", "tiny.toml", "--init", "default", "--init", "mimetic_mlp", "--workers", "1", "-o", "out"]
+    shards: dict[Path, int] = {}
+    for name, metric in (("test_loss", LOSS), ("test_accuracy", ACCURACY)):
+        found = CliRunner().invoke(cli, [*arguments, "--metric", name, "--device", "cpu"])
+        assert found.exit_code == 0, found.output
+        result = BenchResult.load(tmp_path / "out" / "results.json")
+        assert result.metric == metric
+        found_shards = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.h5")}
+        assert shards in ({}, found_shards), "nothing is trained again"
+        shards = found_shards
+        assert all(run["curve"][-1] == pytest.approx(run[metric.key]) for run in result.runs)
+        assert ("test loss (nats); lower is better" in found.output) == (metric is LOSS)
+    found = CliRunner().invoke(cli, [*arguments, "--metric", "test_bits"])
+    assert found.exit_code != 0
+    assert "no metric of this task 'test_bits'; there are test_accuracy, test_loss" in str(found.exception)
+
+
+# Gains
+
+
+def test_the_gain_of_the_fewest_bits_is_chosen() -> None:
+    means = np.array([2.00, 1.95, 1.9001, 1.90, 1.92])
+    values = means[:, None] + 0.1 * np.random.default_rng(0).standard_normal(16) + 0.001 * NOISE[0][0]
+    values = values + 0.001 * np.random.default_rng(1).standard_normal((5, 16))
+    rows, chosen = curve_of([0, 1, 3, 10, 30], values, BITS)
+    assert chosen == 2
+    assert rows[1]["difference"] == pytest.approx((values[1] - values[0]).mean()), "the sign is kept"
+    assert rows[2]["bits"] == pytest.approx(values[2].mean())
+    assert curve_of([0, 1, 3, 10, 30], values, replace(BITS, higher_is_better=True))[1] == 0
+    ax = plots.gain_curve(rows, metric=BITS)
+    assert ax.get_ylabel() == "cross entropy minus that at gain 0\n(bits per token); lower is better"
+    np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), [row["difference"] for row in rows])
+
+
+def test_a_gain_whose_networks_diverge_is_not_chosen() -> None:
+    values = np.full((3, 4), 2.0) - np.array([[0.0], [0.5], [0.1]]) + 0.01 * NOISE[0][:4]
+    values[1, 2] = np.nan
+    rows, chosen = curve_of([0, 3, 30], values, BITS)
+    assert chosen == 2
+    assert rows[1]["bits"] is rows[1]["difference"] is rows[1]["to_best_se"] is None
+    assert plots.gain_curve(rows, metric=BITS).get_xticks().tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="networks of every one diverged; found no finite test_bits"):
+        curve_of([0, 1], np.full((2, 3), np.nan), BITS)

@@ -1,0 +1,109 @@
+"""What a task reports about a trained network: names, units, ranges and directions. Does not import torch.
+
+The names are those of `Population.metrics`. A section of a recipe that says what networks are trained on lists its
+metrics in the property `metrics`, the primary one first.
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weightscope.errors import DataError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that a task reports for each trained network.
+
+    Attributes:
+        name: in `Population.metrics`, such as `test_accuracy`; its values after each epoch are `NAME_per_epoch`.
+        label: in words, without "test" and unit.
+        unit: of the values as they are shown; empty if there is none.
+        factor: shown value = factor x stored value.
+        bounds: the smallest possible stored value, and the largest, which may be infinite.
+        higher_is_better: the direction.
+        decimals: of a value as it is shown.
+        length: of the evaluated sequences, as a multiple of the training length.
+    """
+
+    name: str
+    label: str
+    unit: str = ""
+    factor: float = 1.0
+    bounds: tuple[float, float] = (0.0, math.inf)
+    higher_is_better: bool = False
+    decimals: int = 4
+    length: int = 1
+
+    @property
+    def key(self) -> str:
+        """In a benchmark's rows: the name without `test_`."""
+        return self.name.removeprefix("test_")
+
+    @property
+    def title(self) -> str:
+        """The label of an axis: `test accuracy (%)`."""
+        return f"test {self.label}" + (f" ({self.unit})" if self.unit else "")
+
+    @property
+    def difference_unit(self) -> str:
+        """The unit of a difference as it is shown: percentage points for per cent."""
+        return "percentage points" if self.unit == "%" else self.unit
+
+    @property
+    def direction(self) -> str:
+        """What a label adds to a difference: nothing, or `; lower is better`."""
+        return "" if self.higher_is_better else "; lower is better"
+
+    @property
+    def sign(self) -> int:
+        """1 if a positive difference is an improvement, otherwise -1."""
+        return 1 if self.higher_is_better else -1
+
+    def better(self, difference: float) -> bool:
+        """Whether a value that is larger by `difference` is better."""
+        return self.sign * difference > 0
+
+    def amount(self, difference: float) -> str:
+        """The size of a difference in words: `2.1 points`, `0.023 bits per token`."""
+        unit = self.difference_unit.removeprefix("percentage ")
+        return f"{self.factor * abs(difference):.{self.decimals - 1}f} {unit}".strip()
+
+    def check(self, values: Any, where: str) -> None:
+        """Raise DataError unless the smallest and the largest of some stored values are possible."""
+        low, high = self.bounds
+        found = np.min(values), np.max(values)
+        if not low <= found[0] <= found[1] <= high:
+            expected = f"numbers of at least {low:g}" if math.isinf(high) else f"fractions between {low:g} and {high:g}"
+            raise DataError(f"{where}: expected {expected}, found {found[0]:g} to {found[1]:g}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; an infinite bound is None."""
+        return {**asdict(self), "bounds": [bound if math.isfinite(bound) else None for bound in self.bounds]}
+
+
+ACCURACY = Metric("test_accuracy", "accuracy", "%", 100.0, (0.0, 1.0), higher_is_better=True, decimals=2)
+LOSS = Metric("test_loss", "loss", "nats")
+BITS = Metric("test_bits", "cross entropy", "bits per token")
+PERPLEXITY = Metric("test_perplexity", "perplexity", bounds=(1.0, math.inf), decimals=3)
+
+
+def accuracy_at(length: int) -> Metric:
+    """The accuracy over the answer's tokens at a multiple of the training length, such as `test_accuracy_2x`."""
+    if length == 1:
+        return ACCURACY
+    name, label = f"{ACCURACY.name}_{length}x", f"{ACCURACY.label} at {length}x the length"
+    return replace(ACCURACY, name=name, label=label, length=length)
+
+
+ACCURACY_2X, ACCURACY_4X = accuracy_at(2), accuracy_at(4)
+METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY)}
+
+
+def metric_named(name: str) -> Metric | None:
+    """The metric of this name in `Population.metrics`, at any length; None if there is none."""
+    at_length = re.fullmatch(rf"{ACCURACY.name}_([2-9]|[1-9][0-9]{{1,8}})x", name)
+    return accuracy_at(int(at_length[1])) if at_length else METRICS.get(name)

@@ -1,0 +1,93 @@
+"""What pictures of benchmarks share: how arms look, where their paired intervals end, and axes of a metric."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from weightscope.data.metrics import Metric
+from weightscope.plots import theme, typography
+
+FROZEN = " (frozen)"  # how `bench` marks an arm whose filters are frozen
+ROW = 0.34  # inches
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and line of an initialiser; a frozen arm has those of its counterpart, with open markers."""
+
+    colour: str
+    marker: str
+    line: Any
+    frozen: bool
+
+    @property
+    def face(self) -> str:
+        """The colour of the inside of a marker."""
+        return "white" if self.frozen else self.colour
+
+
+def styles_of(inits: Sequence[str]) -> dict[str, Style]:
+    """The style of each initialiser, in order."""
+    bases = list(dict.fromkeys(name.removesuffix(FROZEN) for name in inits))
+    styles = {}
+    for name in inits:
+        i, frozen = bases.index(name.removesuffix(FROZEN)), name.endswith(FROZEN)
+        line = (0, (1, 1.5)) if frozen else theme.LINES[i % len(theme.LINES)]
+        styles[name] = Style(theme.PALETTE[i % len(theme.PALETTE)], theme.MARKERS[i % len(theme.MARKERS)], line, frozen)
+    return styles
+
+
+def handle(style: Style, label: str) -> Line2D:
+    """An entry of the legend."""
+    return Line2D(
+        [], [], color=style.colour, ls=style.line, marker=style.marker, mfc=style.face, mew=1.2, lw=1.5, label=label
+    )
+
+
+def row_height(names: Sequence[str]) -> float:
+    """Height of a row in inches."""
+    return max(ROW, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
+
+
+def p_value(p: float) -> str:
+    """A p-value as text: `p = 0.012`, `p = 2×10⁻⁹`, `p < 10⁻³⁰⁰`."""
+    if p < 1e-300:
+        return "p < 10⁻³⁰⁰"
+    return f"p = {p:.2g}" if p >= 1e-3 else f"p = {typography.number(p, 1)}"
+
+
+def around(row: Mapping[str, Any], metric: Metric) -> tuple[float, float]:
+    """The ends of the paired interval around the mean of an arm, inside the bounds; the mean where there is none."""
+    interval = row.get("difference_ci95")
+    if interval is None or None in interval or not np.isfinite(interval).all():
+        return row["mean"], row["mean"]
+    low, high = np.clip(np.asarray(interval) + row["mean"] - row["difference"], *metric.bounds)
+    return float(low), float(high)
+
+
+def seeds_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many seeds a mean has, and from which arm the paired differences are."""
+    seeds = sorted({row["n"] for row in rows})
+    references = list(dict.fromkeys(row["reference"] for row in rows if row.get("reference") is not None))
+    text = f"mean of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
+    return text + (f"; bars: 95 % CI of the paired difference from {' or '.join(references)}" if references else "")
+
+
+def value_axis(axis: Any, limits: tuple[float, float], metric: Metric) -> None:
+    """Tick labels of an axis of stored values, in the unit of the axis label."""
+    if metric.unit == "%":
+        theme.percent(axis, *limits)
+    else:
+        axis.set_major_locator(MaxNLocator(6))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
+
+
+def difference_label(metric: Metric, row: Mapping[str, Any]) -> str:
+    """`accuracy minus that of default (points), 8 seeds` for an arm, and where lower is better, that it is."""
+    unit = metric.difference_unit.removeprefix("percentage ")
+    text = f"{metric.label} minus that of {row['reference']}" + (f" ({unit})" if unit else "")
+    return f"{text}, {row['n']} seeds{metric.direction}"
