@@ -34,6 +34,7 @@ NETWORKS = {
     "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
     "convmixer, no residual": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="none", norm="layer"),
     "vit, skip": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1, layer_scale=0.5, layer_scale_on="skip"),
+    "vit, learned sum": lambda: ViT(8, 2, 24, 1, 3, 10, in_channels=1, learned_sum=0.1, drop_path=0.5),
     "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),
     "vit, token": lambda: ViT(8, 2, 24, 1, 2, 10, in_channels=1, pool="token", positions="learned", layer_scale=0.1),
 }

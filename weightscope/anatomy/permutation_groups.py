@@ -58,6 +58,7 @@ _VIT = (
     Rule(_VIT_BLOCK + r"attn\.proj\.weight", (_C, "~vo.{b}")),
     Rule(_VIT_BLOCK + r"mlp\.fc1\.weight", ("hidden.{b}", _C)),
     Rule(_VIT_BLOCK + r"mlp\.fc1\.bias", ("hidden.{b}",)),
+    Rule(_VIT_BLOCK + r"mlp\.fc1\.sum_weight", (None,)),
     Rule(_VIT_BLOCK + r"mlp\.fc2\.weight", (_C, "hidden.{b}")),
     Rule(r"(head|head_dist)\.weight", (None, _C)),
     Rule(r"(head|head_dist)\.bias", (None,)),
