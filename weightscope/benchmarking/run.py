@@ -28,6 +28,8 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import resolve
+from weightscope.training.request import with_classes
+from weightscope.training.weight_hashes import hashed_once
 
 SEED_OFFSET = 1_000_000
 
@@ -67,6 +69,7 @@ def bench(
     Raises:
         UsageError: see `plan_arms`; also for an unknown initialiser, and for a seed of the population that an artifact
             was fitted to, before anything is trained.
+        DataError: if trained weights that an arm takes have changed in the meantime.
         Resumable: if interrupted.
 
     Example:
@@ -84,9 +87,10 @@ def bench(
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    for arm, population, seconds in _trained(arms, folder, collector, options):
-        runs += _rows(arm, population, seconds)
-        device = population.environment
+    with hashed_once(with_classes(arm.recipe, options.get("data")) for arm in arms):
+        for arm, population, seconds in _trained(arms, folder, collector, options):
+            runs += _rows(arm, population, seconds)
+            device = population.environment
     result = BenchResult(runs, summarise(runs), {**environment(), **device, "recipe": recipe.to_dict()})
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
