@@ -198,6 +198,11 @@ def test_nothing_is_frozen_in_part(tmp_path: Path) -> None:
 def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="learning_rate: a linear probe does not train the network"):
         linear_probe(RECIPE, ["default"], tmp_path, vary={"training.learning_rate": [0.1, 0.2]})
+    table = {"init": ["default"], "vary": {"distillation.alpha": [0, 1], "network.kernel_size": [3, 5]}}
+    recipe = Recipe.parse({**PLAIN, "distillation": {"teacher": "none.pop::0", "alpha": 0}, "bench": table})
+    for given in ({}, {"vary": {"distillation.alpha": [0], "network.kernel_size": "3,5"}}):
+        found = linear_probe(recipe, (), tmp_path / f"table-{len(given)}", epochs=[1], **OPTIONS, **given)
+        assert [arm["cell"]["network.kernel_size"] for arm in found.arms] == [3, 5], "no arms that are the same"
     (tmp_path / "bench" / "runs").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds a benchmark of trained networks"):
         linear_probe(RECIPE, ["default"], tmp_path / "bench")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weightscope._util.environment import environment
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.benchmarking.arms import default_folder
-from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.axes import Axis, axes_of
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.probe_results import PROBES, ProbeResults
 from weightscope.benchmarking.result import BenchResult
@@ -24,6 +24,7 @@ from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
+from weightscope.population import recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.devices import current, one_thread, resolve_device
@@ -68,7 +69,8 @@ def linear_probe(
         out: see `bench`; named after the recipe if None. Each network's result is stored when it is there, and calling
             again resumes.
         epochs: of the classifier; several make arms of several lengths.
-        given: `seeds`, `seed`, `control`, `vary`, `grid`, `data` and `device`, as in `bench`.
+        given: `seeds`, `seed`, `control`, `vary`, `grid`, `data` and `device`, as in `bench`. Fields of the training,
+            which would change nothing, may have one value; in the recipe's [bench] table they are left out.
 
     Raises:
         DataError: if `out` holds a probe of another recipe, data or weights.
@@ -84,14 +86,15 @@ def linear_probe(
     """
     if given.get("frozen") is not None:
         raise UsageError("frozen: a linear probe trains no tensor of the network; leave it out")
-    ignored = [axis for axis in _axes(given.get("vary")) if axis.startswith(("training.", "distillation."))]
-    if ignored := [axis for axis in ignored if axis != "training.batch_size"]:
-        raise UsageError(f"{ignored[0]}: a linear probe does not train the network, so it would change nothing")
+    for axis in axes_of(given.get("vary") or ()):
+        if (name := _ignored(axis)) is not None and len(axis.points) > 1:
+            raise UsageError(f"{name}: a linear probe does not train the network, so it would change nothing")
     if out is not None and (Path(out) / RUNS).exists():
         raise UsageError(f"{out}: holds a benchmark of trained networks; give the probe another folder (-o)")
     if out is None:
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
     collector = partial(_in_probes, Path(out))
+    recipe = _without_training(recipe_of(recipe))
     return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
 
 
@@ -100,10 +103,18 @@ def _in_probes(out: Path, recipe: Recipe, path: Path, **options: Any) -> "_Probe
     return _probed(recipe, out / PROBES / path.relative_to(out / RUNS), **options)
 
 
-def _axes(vary: Any) -> list[str]:
-    """The names of fields that vary, in any of the forms that `bench` takes."""
-    found = list(vary) if vary else []  # of a mapping, its keys
-    return [name.strip() for axis in found for name in (axis.names if isinstance(axis, Axis) else axis.split(","))]
+def _ignored(axis: Axis) -> str | None:
+    """The field of an axis that is of the network's training; None if there is none."""
+    fields = [name for name in axis.names if name.startswith(("training.", "distillation."))]
+    return next((name for name in fields if name != "training.batch_size"), None)
+
+
+def _without_training(recipe: Recipe) -> Recipe:
+    """The recipe without the axes of its [bench] table that a probe ignores."""
+    if recipe.bench is None:
+        return recipe
+    kept = {name: values for name, values in recipe.bench.vary.items() if _ignored(Axis.of(name, values)) is None}
+    return recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"vary": kept})})
 
 
 @dataclass(frozen=True)
