@@ -109,6 +109,66 @@ def test_a_layer_scale_that_networks_start_from_is_undecidable():
     assert audit(set_to, "layer_scale_identity", value=0.1).passed
 
 
+def test_positions_that_networks_start_from_are_undecidable():
+    """Sinusoidal codes are the default of our ViT; other scales, other starts and other tables are decided."""
+    torch.manual_seed(0)
+    ours, learned = ViT(32, 8, 32, 2, 2, 10), ViT(32, 8, 32, 2, 2, 10, positions="learned")
+    scaled = ViT(32, 8, 32, 2, 2, 10, position_scale=2.0)
+    for model, gamma in ((ours, 1.0), (scaled, 2.0)):
+        before = copy.deepcopy(model.state_dict())
+        state = torch.get_rng_state()
+        report = audit(model, "sinusoidal_positions", gamma=gamma)
+        assert report.outcomes == {"sinusoidal_positions": "undecidable"}
+        assert not report.passed
+        assert "the network's default start may be the same: pos_embed positions" in str(report)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert "sinusoidal_positions" not in [n for n, fits in audit(model).verdicts.items() if fits]
+    assert audit(wi.sinusoidal_positions_(scaled, gamma=1.0), "sinusoidal_positions").passed
+    assert audit(wi.sinusoidal_positions_(ours, gamma=2.0), "sinusoidal_positions", gamma=2.0).passed
+    assert audit(learned, "sinusoidal_positions").outcomes == {"sinusoidal_positions": "failed"}
+    assert audit(wi.sinusoidal_positions_(learned), "sinusoidal_positions").passed
+    report = audit(learned.state_dict(), "sinusoidal_positions")  # timm's names as well as ours
+    assert report.outcomes == {"sinusoidal_positions": "undecidable"}
+    learned.pos_embed.requires_grad_(False)
+    assert audit(learned, "sinusoidal_positions").passed, "the module says what it starts from"
+    fixed = nn.Module()
+    fixed.register_buffer("pos_embed", torch.zeros(1, 12, 32))
+    assert audit(wi.sinusoidal_positions_(fixed), "sinusoidal_positions").outcomes == {
+        "sinusoidal_positions": "undecidable"
+    }
+
+
+OF_LAYER_SCALE = {
+    "convnext": lambda value: ConvNeXt(16, 2, 3, 2, 10, layer_scale=value),
+    "vit": lambda value: ViT(16, 4, 16, 2, 2, 10, layer_scale=value),
+}
+
+
+@pytest.mark.parametrize("make", OF_LAYER_SCALE.values(), ids=OF_LAYER_SCALE)
+def test_any_layer_scale_may_be_the_networks_own(make):
+    untouched = make(0.1)
+    assert audit(untouched, "layer_scale_identity").outcomes == {"layer_scale_identity": "undecidable"}
+    assert audit(untouched, "layer_scale_identity", value=0.2).outcomes == {"layer_scale_identity": "failed"}
+    assert audit(wi.layer_scale_identity_(untouched, value=0.2), "layer_scale_identity", value=0.2).passed
+    assert audit(wi.layer_scale_identity_(make(0.5)), "layer_scale_identity").passed
+    alone = audit(untouched.state_dict(), "layer_scale_identity", value=0.2)
+    assert alone.outcomes == {"layer_scale_identity": "undecidable"}
+
+
+def test_default_entries_that_an_initialiser_gives_are_named():
+    torch.manual_seed(0)
+    model, default = ViT(32, 8, 32, 2, 2, 10), "the default start of torch's layers"
+    report = audit(model, "kaiming_uniform")
+    assert report.powers["kaiming_uniform"][default] < 1e-3
+    assert f"{default} (< 1 % found)" in str(report)
+    for name, given, caught in (("xavier", {"gain": 3**-0.5}, False), ("xavier", {}, True), ("trunc_normal", {}, True)):
+        wi.get(name, select="*attn.proj*", **given)(model, generator=generator())
+        report = audit(model, name, select="*attn.proj*", **given)  # d inputs and outputs
+        assert report.passed
+        assert (report.powers[name][default] > 0.99) == caught
+
+
 def test_power_of_a_normal_statistic():
     assert outside((-1.0, 1.0), 0.0, 1.0) == pytest.approx(2 * stats.norm.sf(1.0))
     assert outside((-math.inf, 1.0), 3.0, 0.0) == 1.0

@@ -30,6 +30,7 @@ NETWORKS = {
     "vit-conv-softmax-map": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-softmax-map", filter_size=1),
     "vit-layer-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="attention"),
     "vit-skip-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="skip"),
+    "vit-sum": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, learned_sum=0.2),
     "cnn": lambda: _cnn(),
     "conv-variants": lambda: nn.Sequential(
         nn.Conv2d(1, 4, (3, 5), stride=2, padding=1),
@@ -173,6 +174,35 @@ def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set: s
                 branch = block.eval()(y) - y
                 y = y + (branch / (1 - rate) if at == 0 or draws[t, i, at - 1] >= rate else 0)
             torch.testing.assert_close(found[t, i], network.head(y)[0], rtol=1e-10, atol=1e-12)
+
+
+def test_stochastic_depth_drops_both_branches_of_a_transformers_blocks(kernel_set: str) -> None:
+    """Logits and gradients equal those of plain ViTs, whose numbers leave branches out, image by image."""
+    torch.manual_seed(0)
+    plain = [ViT(16, 4, 8, 3, 2, 5, in_channels=1, pool="token", drop_path=0.5).double() for _ in range(2)]
+    batched = batch_in_float64(plain, kernel_set)
+    assert batched.drop_paths == 4
+    draws = torch.rand(2, 6, 4, dtype=torch.float64)
+    batched.drop(draws)
+    for network, own in zip(plain, draws, strict=True):
+        for at, block in enumerate(network.blocks[1:]):
+            block.drop_path1.draws, block.drop_path2.draws = own[:, 2 * at], own[:, 2 * at + 1]
+            assert block.drop_path1.rate == block.drop_path2.rate == (0.25, 0.5)[at]
+    check_against_plain(batched, plain, "train", batch=6)
+    check_against_plain(batched, plain, "eval", batch=6)
+    x = torch.randn(2, 6, 1, 16, 16, dtype=torch.float64)
+    found = batched.train()(x)
+    for t, network in enumerate(plain):
+        for i in range(6):
+            y = torch.cat([network.cls_token, network.patch_embed(x[t, i : i + 1])], dim=1) + network.pos_embed
+            for at, block in enumerate(network.blocks):
+                for j, branch in enumerate(
+                    (lambda z, b=block: b.attn(b.norm1(z)), lambda z, b=block: b.mlp(b.norm2(z)))
+                ):
+                    rate = 0.25 * at
+                    kept = at == 0 or draws[t, i, 2 * (at - 1) + j] >= rate
+                    y = y + (branch(y) / (1 - rate) if kept else 0)
+            torch.testing.assert_close(found[t, i], network.head(network.norm(y)[0, 0]), rtol=1e-10, atol=1e-12)
 
 
 class _MyLinear(nn.Linear):

@@ -12,20 +12,23 @@ import numpy as np
 import pytest
 import torch
 from fake_training import recipe, write_population
+from safetensors.torch import save_file
 from scipy import stats
 
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise
+from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise, training
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit
-from weightscope.init import mimetic_mlp_
+from weightscope.init import _trained, mimetic_mlp_
+from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
+from weightscope.training import weight_hashes
 from weightscope.training.initial_weights import resolve
 
 RECIPE = Recipe.parse(
@@ -180,6 +183,47 @@ def test_an_initialiser_on_top_of_an_artifact(tmp_path: Path) -> None:
         if ".mlp.fc1.weight" in name:
             assert torch.equal(both.state_dict()[name], expected.state_dict()[name])
             assert not torch.equal(both.state_dict()[name], network.state_dict()[name])
+
+
+def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after the tiles; a source that has changed meanwhile is an error."""
+    plan = RECIPE.replace({"population.tile": 2})
+    names = [str(tmp_path / f"{name}.safetensors") for name in ("a", "teacher")]
+    for name in names:
+        save_file(build_for(plan).state_dict(), name)
+    teacher = {"teacher": names[1], "kind": "logit", "alpha": 1.0}
+    plan = plan.replace({"distillation": teacher})
+    inits = ["default", f'transfer(source="{names[0]}")', f'transfer(source="{names[0]}", components="mlp")']
+    read: list[str] = []
+    fingerprint = _trained.fingerprint
+
+    def counted(source: Any) -> str:
+        read.append(source if isinstance(source, str) else "teacher")
+        return fingerprint(source)
+
+    monkeypatch.setattr(_trained, "fingerprint", counted)
+    result = bench(plan, inits, tmp_path / "out", seeds=4, device="cpu", progress=False, workers=1)
+    assert len(list((tmp_path / "out").rglob("*.h5"))) == 6
+    assert sorted(read) == sorted([names[0], "teacher"] * 2)
+    inputs = json.loads(next((tmp_path / "out").rglob("transfer*.pop/population.json")).read_text())["inputs"]
+    assert inputs[f"weights {names[0]}"] == fingerprint(names[0])
+    assert f"teacher {names[1]}" in inputs
+
+    read.clear()
+    again = bench(plan, inits, tmp_path / "out", seeds=4, device="cpu", progress=False, workers=2)
+    assert [row["mean"] for row in again.arms] == [row["mean"] for row in result.arms]
+    assert len(read) == 4, "workers are told"
+    weight_hashes.weight_hashes(plan)
+    assert read[-1] == "teacher", "what was passed does not outlive the benchmark"
+
+    def changing(task: Any, options: dict[str, Any]) -> None:
+        train(task, options)
+        save_file(build_for(plan).state_dict(), names[0])
+
+    train = training.train
+    monkeypatch.setattr(training, "train", changing)
+    with pytest.raises(DataError, match=r"weights .*a\.safetensors has changed while networks were trained"):
+        bench(plan, inits[:2], tmp_path / "other", seeds=2, device="cpu", progress=False, workers=1)
 
 
 def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -135,6 +136,82 @@ def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: st
             networks = (z[1:] * z[:-1]).mean()
             assert abs(float(neighbours)) < 5 / z.numel() ** 0.5
             assert abs(float(networks)) < 5 / z.numel() ** 0.5
+
+
+@pytest.mark.parametrize("case", ["conv_covariance", "mimetic_mlp", "fused projections"])
+def test_a_paired_control_is_normal_and_independent_of_everything_but_its_default_entry(case: str) -> None:
+    """False-alarm rate 1e-4 for each tensor, seeds fixed: Kolmogorov-Smirnov, and ranks against the default start."""
+    build, function = CONTROLLED[case]
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        return build(), torch.Generator().manual_seed(1000 + k)
+
+    control = ScaleControl.of(function, draw)
+    assert set(control.bounds) == set(control.moments), "tensors of torch's layers"
+    for k in (50, 51):
+        default = dict(draw(k)[0].named_parameters())
+        module, generator = draw(k)
+        state = generator.get_state()
+        found = dict(control(module, generator=generator).named_parameters())
+        assert torch.equal(generator.get_state(), state), "nothing is drawn"
+        for (name, i), (mean, std) in control.moments.items():
+            parts = 3 if "qkv.weight" in name else 1
+            entries, before = (v[name].detach().chunk(parts)[i].flatten().double() for v in (found, default))
+            assert stats.kstest((entries - mean) / std, "norm").pvalue > 1e-4, name
+            order = before.argsort()
+            assert bool((entries[order].diff() >= 0).all()), "the same ranks"
+
+
+def test_what_is_not_uniform_by_default_is_drawn() -> None:
+    """Learned positions are normal, GPSA's W_V starts from the identity, norms from ones."""
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        return ViT(8, 4, 16, 1, 4, 10, positions="learned", attention="gpsa"), torch.Generator().manual_seed(k)
+
+    def doubled(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2).add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        return module
+
+    control = ScaleControl.of(doubled, draw)
+    assert ("pos_embed", 0) not in control.bounds
+    assert [i for i in range(3) if ("blocks.0.attn.qkv.weight", i) in control.bounds] == [0, 1]
+    assert not any("norm" in name for name, _ in control.bounds)
+    module = doubled(*draw(0)[:1], generator=draw(0)[1])
+    with pytest.raises(UsageError, match=r"expected default weights in \+-.*as its constructor made it"):
+        control(module, generator=torch.Generator())
+
+
+def test_pairing_lowers_the_variance_of_what_structure_adds() -> None:
+    """First losses of arm and control over 30 networks, the control with the noise of the default start or its own."""
+    data = load_digits()
+    images = torch.from_numpy(data.images[:200]).float()[:, None] / 8 - 1
+    labels = torch.from_numpy(data.target[:200])
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        return ConvNeXt(8, 1, 3, 4, in_channels=1, layer_scale=None), torch.Generator().manual_seed(1000 + k)
+
+    function = init.get("mimetic_mlp")
+    paired = ScaleControl.of(function, draw)
+    alone = ScaleControl(paired.moments)
+    assert paired.bounds
+    assert not alone.bounds
+
+    def loss(initialiser: Any, k: int) -> float:
+        module, generator = draw(k)
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(initialiser(module, generator=generator)(images), labels))
+
+    arm = np.array([loss(function, k) for k in range(100, 130)])
+    controls = [np.array([loss(c, k) for k in range(100, 130)]) for c in (paired, alone)]
+    variances = [np.var(arm - control, ddof=1) for control in controls]
+    assert variances[0] / variances[1] < stats.f.ppf(1e-3, 29, 29), variances
+    apart = controls[0] - controls[1]
+    assert abs(apart.mean()) < 4 * apart.std() / 30**0.5, "one expectation"
 
 
 def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:

@@ -21,6 +21,7 @@ from weightscope.training import devices, kernel_check, spec_of, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.devices import choose_kernels
 from weightscope.training.kernels.c import build
+from weightscope.training.optimiser import row_norms
 
 CPU = torch.device("cpu")
 NETWORKS = {
@@ -192,6 +193,18 @@ def test_populations_from_before_there_was_a_choice_keep_torchs_kernels(compiler
 
 def vars_of(manifest: Manifest) -> dict[str, object]:
     return {name: getattr(manifest, name) for name in ("recipe", "spec", "environment", "sizes", "written")}
+
+
+@pytest.mark.parametrize("size", [100, 1 << 14, 3 << 14, 100_001, 5_543_716])
+def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
+    gradient = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64)
+    torch.testing.assert_close(row_norms(gradient).double(), expected, rtol=1e-6, atol=0)
+
+
+def test_adamw_agrees_for_millions_of_weights():
+    """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
+    kernel_check.check_here([["adamw", [2, 5_543_716], {"betas": [0.9, 0.999]}]], "c", CPU, torch.float32)
 
 
 def test_a_kernel_that_kills_its_process_is_survived(compiler):

@@ -17,7 +17,7 @@ from weightscope import networks
 from weightscope.errors import UsageError
 from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
-from weightscope.networks.layers import LayerScale, SpatialMean, TokenPool
+from weightscope.networks.layers import LayerScale, Mlp, SpatialMean, TokenPool
 from weightscope.networks.positional_attention import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
 from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
 from weightscope.recipe.base import Section
@@ -195,11 +195,23 @@ def test_the_ablations_of_thesis_table_2_3_by_hand(residual: str, norm: str, act
     torch.testing.assert_close(model(images), model.head(x.mean((2, 3))), rtol=1e-10, atol=1e-12)
 
 
-def test_a_learned_sum_is_the_mlp_papers_baseline() -> None:
+def test_stochastic_depth_has_the_rates_and_names_of_timms_vit() -> None:
+    theirs = _timm_vit(drop_path_rate=0.3)
+    ours = ViT(16, 4, 16, len(theirs.blocks), 2, 7, drop_path=0.3)
+    for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
+        for name in ("drop_path1", "drop_path2"):
+            rates = [getattr(block, name) for block in (mine, other)]
+            assert getattr(rates[0], "rate", 0.0) == pytest.approx(getattr(rates[1], "drop_prob", 0.0))
+
+
+@pytest.mark.parametrize("make", [
+    lambda **options: ConvNeXt(8, 2, 3, 4, 10, **options), lambda **options: ViT(8, 4, 8, 2, 2, 10, **options)
+], ids=["convnext", "vit"])  # fmt: skip
+def test_a_learned_sum_is_the_mlp_papers_baseline(make) -> None:
     """Section 3: W1 x + b 1_p 1_n^T x, one parameter per MLP; b = 0.3 s is what mimetic_mlp adds to W1."""
-    plain, summed = ConvNeXt(8, 2, 3, 4, 10), ConvNeXt(8, 2, 3, 4, 10, learned_sum=0.25)
+    plain, summed = make(), make(learned_sum=0.25)
     assert _parameters(summed) == _parameters(plain) + 2
-    fc1 = summed.stages[0].blocks[0].mlp.fc1
+    fc1 = next(module.fc1 for module in summed.modules() if isinstance(module, Mlp))
     x = torch.randn(5, 8)
     matrix = fc1.weight + 0.25 * torch.ones(32, 1) @ torch.ones(1, 8)
     torch.testing.assert_close(fc1(x), x @ matrix.T + fc1.bias)
@@ -209,9 +221,10 @@ def test_a_learned_sum_is_the_mlp_papers_baseline() -> None:
     assert fc1.sum_weight.item() == 0.25
     shifted = copy.deepcopy(summed)
     with torch.no_grad():
-        for block in shifted.stages[0].blocks:
-            block.mlp.fc1.sum_weight.zero_()
-            block.mlp.fc1.weight += 0.25
+        for module in shifted.modules():
+            if isinstance(module, Mlp):
+                module.fc1.sum_weight.zero_()
+                module.fc1.weight += 0.25
     images = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(shifted(images), summed(images))
 
@@ -544,6 +557,7 @@ def test_build_makes_what_the_recipe_says() -> None:
         (lambda: ConvMixer(8, 2, 4, 2, 10, norm="bach"), "no norm 'bach'; did you mean 'batch'"),
         (lambda: ConvMixer(8, 2, 4, 2, 10, activation="tanh"), "no activation 'tanh'; there are gelu, relu"),
         (lambda: ConvNeXt(8, 2, drop_path=1.0), r"drop_path: expected a rate in \[0, 1\), found 1.0"),
+        (lambda: ViT(8, 4, 8, 2, 2, 10, drop_path=-0.1), r"drop_path: expected a rate in \[0, 1\), found -0.1"),
         (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "no dilation schedule 'Z'; there are A, B"),
         (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
         (lambda: ConvNeXt((8, 8), (2,)), "one entry per stage"),

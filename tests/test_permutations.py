@@ -34,7 +34,12 @@ NETWORKS = {
     "convmixer": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1),
     "convmixer, no residual": lambda: ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="none", norm="layer"),
     "vit, skip": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1, layer_scale=0.5, layer_scale_on="skip"),
+    "vit, learned sum": lambda: ViT(8, 2, 24, 1, 3, 10, in_channels=1, learned_sum=0.1, drop_path=0.5),
     "vit, averages": lambda: ViT(8, 2, 24, 2, 3, 10, in_channels=1),
+    "vit, gpsa": lambda: ViT(8, 2, 16, 1, 4, 10, in_channels=1, attention="gpsa", pool="token"),
+    "vit, conv-logits": lambda: ViT(8, 2, 24, 1, 3, 10, in_channels=1, attention="conv-logits"),
+    "vit, conv-map": lambda: ViT(8, 2, 24, 1, 3, 10, in_channels=1, attention="conv-map", qkv_bias=False),
+    "vit, conv-softmax-map": lambda: ViT(8, 2, 24, 1, 3, 10, in_channels=1, attention="conv-softmax-map"),
     "vit, token": lambda: ViT(8, 2, 24, 1, 2, 10, in_channels=1, pool="token", positions="learned", layer_scale=0.1),
 }
 
@@ -148,9 +153,50 @@ def test_inner_channels_of_mamba_are_exchangeable(layers: list | None) -> None:
         assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
 
 
-def test_mamba_2_is_refused_by_name() -> None:
-    with pytest.raises(AnatomyError, match="no permutation specification for this network"):
-        permutation_spec(Mamba2(9, 8, 1, state=3, head_width=4))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_channels_of_mamba_2_are_exchangeable_within_heads_and_states_within_groups(groups: int) -> None:
+    """In all tensors of a block together; not without one of them, and not across heads or groups."""
+    torch.manual_seed(0)
+    layers = ["default", "attention", "default"]
+    network = shaken(Mamba2(9, 8, 3, state=6, head_width=4, groups=groups, layers=layers))
+    tokens = torch.randint(9, (2, 11), generator=torch.Generator().manual_seed(2))
+    known = permutation_spec(network)
+    assert {group: n for group, n in known.sizes.items() if group.endswith(".0")} == {
+        "inner.0": 16,
+        "state.0": 6 * groups,
+    }
+    assert permutation_spec(WeightSpec.of(network)).views == known.views
+    for seed in range(3):
+        assert check_permutations(network, tokens, seed=seed) < 1e-12
+    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0)).state_dict()
+    for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight"):
+        full = f"backbone.layers.0.mixer.{name}"
+        assert not torch.equal(moved[full], network.state_dict()[full])
+    for group in ("inner.0", "state.0"):
+        members = [view for view in known.views if group in view.axes]
+        assert len(members) == 6  # z, x, convolution, bias, norm, out_proj; B and C in three tensors
+        for left in members:
+            axes = tuple(None if axis == group else axis for axis in left.axes)
+            views = tuple(replace(view, axes=axes) if view is left else view for view in known.views)
+            assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
+    heads = dict(known.heads)
+    assert (heads["inner.0"], heads["state.0"]) == ((None, 4), (None, groups))
+    for wrong in ("inner.0", *(["state.0"] if groups > 1 else [])):
+        without = replace(known, heads={name: value for name, value in heads.items() if name != wrong})
+        assert check_permutations(network, tokens, without) > 1e-3
+    renamed = replace(known, heads=heads | {"inner.0": ("heads.0", 4)})  # heads change places, their rates do not
+    assert max(check_permutations(network, tokens, renamed, seed=seed) for seed in range(3)) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["gpsa", "conv-logits"])
+def test_heads_with_positions_of_their_own_are_known_from_the_tensors(attention: str) -> None:
+    network = shaken(ViT(8, 2, 16, 1, 4, 10, in_channels=1, attention=attention))
+    known = permutation_spec(WeightSpec.of(network))
+    assert known.heads == permutation_spec(network).heads
+    assert known.heads["head.0"] == known.heads["vo.0"] == ("heads.0", 4)
+    assert check_permutations(network, images(), known) < 1e-12
+    alone = replace(known, heads=dict(known.heads) | {"head.0": ("other", 4)})  # not with their queries and values
+    assert max(check_permutations(network, images(), alone, seed=seed) for seed in range(3)) > 1e-3
 
 
 def test_units_of_other_heads_are_not_mixed() -> None:

@@ -9,11 +9,13 @@ import pytest
 from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
 from weightscope._util.recipes import recipes
+from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
 from weightscope.training.engine import train_tile
 
 FOLDER = Path(__file__).parent.parent / "populations"
@@ -91,6 +93,29 @@ def _write_data(folder: Path) -> None:
         for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
             header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
             (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
+
+
+@pytest.mark.parametrize("kind", ["convnext", "vit"])
+def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of docs/papers.md for two cores: teacher, benchmark and linear probe."""
+    _write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    small = {key: value for key, value in SMALLEST.items() if not key.startswith("population.")}
+    given = {"data": tmp_path, "device": "cpu"}
+    teacher = Recipe.load(FOLDER / f"selection-{kind}-teacher-two-cores.toml").replace(small)
+    found = collect(teacher, f"selection-{kind}-teacher.pop", workers=1, progress=False, **given)
+    assert (len(found), found.recipe.population.tile) == (1, 1), "no tile of 32 for one network"
+    recipe = Recipe.load(FOLDER / f"selection-{kind}-two-cores.toml").replace(small)
+    result = bench(recipe, out="out", seeds=2, epochs=[1], workers=1, progress=False, **given)
+    losses = {(run["init"], run["cell"]["distillation.alpha"], run["seed"]): run["loss"] for run in result.runs}
+    assert len(losses) == len(set(losses.values())) == 8
+    select = f'select_weights(teacher="selection-{kind}-teacher.pop::0")'
+    rules = ["uniform", "random"]
+    given |= {"grid": {"select_weights.elements": rules}, "vary": {"distillation.alpha": [0]}}
+    probed = linear_probe(recipe, ["trunc_normal", select], "probe", epochs=[1], seeds=2, **given)
+    assert [arm["n"] for arm in probed.arms] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,6 +1,10 @@
 """Linear probes: equal to torch's own layers, features of frozen networks, paired arms."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +15,12 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
+import weightscope
 from weightscope.benchmarking import linear_probe
 from weightscope.benchmarking.probing import Probe, _features
 from weightscope.cli import cli
 from weightscope.data import load
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -122,6 +127,63 @@ def test_the_arms_of_the_papers_table(tmp_path: Path) -> None:
         CliRunner().invoke(cli, [*arguments, str(tmp_path / "out"), "--plan"], catch_exceptions=False)
 
 
+def test_a_probe_resumes_after_sigkill_without_repeating_a_network(tmp_path: Path) -> None:
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "out"
+    recipe.write_text(_toml())
+    arms = [text for init in ("default", "kaiming_uniform", "mimetic_mlp") for text in ("--init", init)]
+    arguments = ["bench", str(recipe), *arms, "--probe", "--epochs", "100", "--seeds", "3", "--device", "cpu", "-o"]
+    environment = os.environ | {"PYTHONPATH": str(Path(weightscope.__file__).parent.parent)}
+    first = subprocess.Popen([sys.executable, "-m", "weightscope", *arguments, str(out)], env=environment)
+    try:
+        deadline = time.monotonic() + 240
+        while len(list(out.glob("probes/*/[0-9].json"))) < 3:
+            assert first.poll() is None, "killed before it ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        first.kill()
+        first.wait()
+    before = {path: path.stat().st_mtime_ns for path in out.glob("probes/*/[0-9].json")}
+    assert 3 <= len(before) < 9
+    assert not (out / "results.json").exists()
+    for folder in (out, tmp_path / "whole"):
+        done = CliRunner().invoke(cli, [*arguments, str(folder)], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert len(list(out.glob("probes/*/[0-9].json"))) == 9
+    runs = [json.loads((folder / "results.json").read_text())["runs"] for folder in (out, tmp_path / "whole")]
+    assert len(runs[0]) == 9
+    assert runs[0] == runs[1], "to the last bit"
+
+
+def test_what_is_on_disk_is_of_the_same_probe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Anything that a result depends on is compared; damaged files are made again; seeds are added."""
+    large = tmp_path / "large.safetensors"
+    save_file(build_for(RECIPE.replace({"network.width": 16})).state_dict(), large)
+    arms, out = ["default", f'select_weights(teacher="{large}")'], tmp_path / "out"
+    given = {"epochs": [2], "device": "cpu"}
+    first = linear_probe(RECIPE, arms, out, seeds=2, **given)
+    (damaged,) = out.glob("probes/default*/1.json")
+    kept = damaged.read_text()
+    for text in ("{", "[]", '{"test_accuracy": "no"}'):
+        damaged.write_text(text)
+        more = linear_probe(RECIPE, arms, out, seeds=3, **given)
+        assert json.loads(damaged.read_text()) == json.loads(kept)
+        assert f"{damaged}: damaged; the network is probed again" in caplog.text
+        assert [run for run in more.runs if run["seed"] < 2] == first.runs
+    linear_probe(RECIPE.replace({"training.learning_rate": 0.5}), arms, out, seeds=2, **given)  # is not used
+    for changes, message in (
+        ({"training.batch_size": 32}, "another training"),
+        ({"data.train": 200}, "another data, data digits"),
+        ({"network.kernel_size": 5}, "another network"),
+    ):
+        with pytest.raises(DataError, match=f"holds a probe with {message}; give another folder"):
+            linear_probe(RECIPE.replace(changes), arms, out, seeds=2, **given)
+    save_file(build_for(RECIPE.replace({"network.width": 16})).state_dict(), large)
+    with pytest.raises(DataError, match=r"holds a probe with another weights .*large\.safetensors"):
+        linear_probe(RECIPE, arms, out, seeds=2, **given)
+
+
 def _toml() -> str:
     from weightscope._util import toml
 
@@ -136,6 +198,11 @@ def test_nothing_is_frozen_in_part(tmp_path: Path) -> None:
 def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="learning_rate: a linear probe does not train the network"):
         linear_probe(RECIPE, ["default"], tmp_path, vary={"training.learning_rate": [0.1, 0.2]})
+    table = {"init": ["default"], "vary": {"distillation.alpha": [0, 1], "network.kernel_size": [3, 5]}}
+    recipe = Recipe.parse({**PLAIN, "distillation": {"teacher": "none.pop::0", "alpha": 0}, "bench": table})
+    for given in ({}, {"vary": {"distillation.alpha": [0], "network.kernel_size": "3,5"}}):
+        found = linear_probe(recipe, (), tmp_path / f"table-{len(given)}", epochs=[1], **OPTIONS, **given)
+        assert [arm["cell"]["network.kernel_size"] for arm in found.arms] == [3, 5], "no arms that are the same"
     (tmp_path / "bench" / "runs").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds a benchmark of trained networks"):
         linear_probe(RECIPE, ["default"], tmp_path / "bench")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,24 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     means = means - means.mean(0)
     row = next(r for r in rows if r["scheme"] == "stripes: fc1 column means")
     assert row["value"] == pytest.approx(8 * np.square(means.mean(1)).mean() / np.square(means).mean())
+    check_p_values(rows)
+
+
+def check_p_values(rows: list[dict[str, Any]]) -> None:
+    """`p` is adjusted for all pairs, so it belongs to pairs alone; other tests have `p_unadjusted`."""
+    pairs = [row for row in rows if "b" in row]
+    single = [row for row in rows if row["scheme"].startswith("beyond covariances")]
+    assert all("p" in row and "p_unadjusted" not in row for row in pairs)
+    assert all("p" not in row and 0 <= row["p_unadjusted"] <= 1 for row in single)
+    assert not any("p" in row for row in rows if row not in pairs)
+
+
+def test_the_stored_table_of_one_structure_names_its_p_values() -> None:
+    table = json.loads((ROOT / "analyses/one_structure/table.json").read_text())
+    found = [table[name]["rows"] for name in table if name != "environment"]
+    for rows in found:
+        check_p_values(rows)
+    assert sum("p_unadjusted" in row for rows in found for row in rows) == 4
 
 
 @pytest.mark.parametrize("figure", ["closed_form", "initialisers"])

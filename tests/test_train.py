@@ -62,6 +62,7 @@ REGULARISED = {
     "cutmix": {"training__cutmix": 1.0},
     "either": {"training__mixup": 0.8, "training__cutmix": 1.0, "training__mixup_switch": 0.4},
     "drop path": {"network__depth": 3, "network__drop_path": 0.5, "network__layer_scale": 0.5},
+    "drop path, vit": {"network": NETWORKS["vit"] | {"depth": 2, "drop_path": 0.5}},
     "average": {"training__ema": 0.8},
 }
 
@@ -74,7 +75,10 @@ def test_what_regularises_equals_torchs_operations_on_each_network(name: str, ke
     for row, k in zip(tile.weights, (2, 3), strict=True):
         alone = dict(train_alone(plan, k).named_parameters())
         for tensor, values in spec.unpack(row).items():
-            np.testing.assert_allclose(values, alone[tensor].detach().numpy(), rtol=2e-3, atol=2e-5, err_msg=tensor)
+            expected = alone[tensor].detach().numpy()
+            if tensor.endswith("qkv.bias"):  # without effect on the keys, see above
+                values, expected = values[np.r_[0:8, 16:24]], expected[np.r_[0:8, 16:24]]
+            np.testing.assert_allclose(values, expected, rtol=2e-3, atol=2e-5, err_msg=tensor)
     if tile.weights.shape == without.weights.shape:
         assert np.abs(tile.weights - without.weights).max() > 1e-2, "100 times the tolerance and more"
 
@@ -158,7 +162,7 @@ def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: st
     augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
     changes = {"data__augment": augment, "training__mixup": 0.5, "training__cutmix": 1.0, "training__ema": 0.9}
     plan = recipe(network=CONTROLS[name], **changes, training__kernels=kernels)
-    if name == "convnext":
+    if name in ("convnext", "vit"):
         plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
     first = train_tile(plan, 1, device="cpu")
     threads = torch.get_num_threads()
@@ -195,7 +199,7 @@ def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
     augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
     plan = recipe(network=CONTROLS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
     plan = plan.replace({"training.cutmix": 1.0, "training.ema": 0.9, "data.augment.magnitude_std": 0.1})
-    if name == "convnext":
+    if name in ("convnext", "vit"):
         plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
     run = TileRun(plan, 0, load("digits", train=96, test=50), torch.device("cpu"))
     run.epoch(0)  # tables are made once

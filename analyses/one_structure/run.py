@@ -122,7 +122,10 @@ def entries(architecture: str, depth: int) -> Iterator[tuple[str, str, str, int]
 
 
 def table(population: Population, architecture: str) -> list[dict[str, Any]]:
-    """The schemes as entries of the exchangeable covariance, each with its size and 95 % interval over networks."""
+    """The schemes as entries of the exchangeable covariance, each with its size and 95 % interval over networks.
+
+    `p` is adjusted for the number of pairs of tensors of the whole network (Holm), `p_unadjusted` is not.
+    """
     pairs = {(frozenset((p.a, p.b)), len(p.groups)): p for p in exchangeable_covariance(population).pairs()}
     rows: list[dict[str, Any]] = []
     for scheme, a, b, axes in entries(architecture, population.recipe.network.depth):
@@ -132,7 +135,7 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
     if architecture == "convnext":
         for block in filter_mlp_correlation(population).blocks:
             scheme = "beyond covariances: central pixel and diag(W2 W1)"
-            size = {"value": block.correlation, "ci95": list(block.ci95), "p": block.p}
+            size = {"value": block.correlation, "ci95": list(block.ci95), "p_unadjusted": block.p}
             rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
     for tensor in population.spec.tensors:
         shape = tensor.shape

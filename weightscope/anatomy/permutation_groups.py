@@ -1,11 +1,7 @@
-"""Permutation specifications of known architectures, by the names of their tensors; and the proof by function.
-
-A rule is a pattern of names with the group of each axis. Groups may use what the pattern captured: `hidden.{block}`.
-"""
+"""Permutation specifications of known architectures, by the names of their tensors; and the proof by function."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +9,7 @@ import torch
 from torch import nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope.anatomy.permutation_rules import ARCHITECTURES, Axes, Rule
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import AnatomyError, SpecError
 from weightscope.networks.building import build_for
@@ -20,159 +17,26 @@ from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
 
-Axes = tuple[str | None, ...]
-_C = "channels"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Names that match `pattern` have these axes; a fused projection has one row of axes for each of its parts.
-
-    Attributes:
-        pattern: a regular expression of the whole name; its named groups may be used in the axes.
-        axes: one label per axis; trailing axes of length one (1x1 convolutions) need none.
-        parts: of the first axis, in equal shares: (label in brackets, axes).
-    """
-
-    pattern: str
-    axes: Axes = ()
-    parts: tuple[tuple[str, Axes], ...] = ()
-
-
-_VIT_BLOCK = r"blocks\.(?P<b>\d+)\."
-_VIT = (
-    Rule(r"(cls_token|pos_embed|reg_token|dist_token)", (None, None, _C)),
-    Rule(r"patch_embed\.proj\.weight", (_C, None, None, None)),
-    Rule(r"patch_embed\.proj\.bias|(fc_norm|norm|norm_pre)\.(weight|bias)", (_C,)),
-    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|attn\.proj\.bias|mlp\.fc2\.bias)", (_C,)),
-    Rule(_VIT_BLOCK + r"(ls[12]\.gamma|gamma_[12]|skip_scale)", (_C,)),
-    Rule(
-        _VIT_BLOCK + r"attn\.qkv\.weight",
-        parts=(("q", ("~qk.{b}", _C)), ("k", ("~qk.{b}", _C)), ("v", ("~vo.{b}", _C))),
-    ),
-    Rule(_VIT_BLOCK + r"attn\.qkv\.bias", parts=(("q", ("~qk.{b}",)), ("k", ("~qk.{b}",)), ("v", ("~vo.{b}",)))),
-    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.weight", ("~qk.{b}", _C)),
-    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.bias", ("~qk.{b}",)),
-    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.weight", ("~vo.{b}", _C)),
-    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.bias", ("~vo.{b}",)),
-    Rule(_VIT_BLOCK + r"attn\.proj\.weight", (_C, "~vo.{b}")),
-    Rule(_VIT_BLOCK + r"mlp\.fc1\.weight", ("hidden.{b}", _C)),
-    Rule(_VIT_BLOCK + r"mlp\.fc1\.bias", ("hidden.{b}",)),
-    Rule(_VIT_BLOCK + r"mlp\.fc2\.weight", (_C, "hidden.{b}")),
-    Rule(r"(head|head_dist)\.weight", (None, _C)),
-    Rule(r"(head|head_dist)\.bias", (None,)),
-)
-_HF = r"(vit\.|dinov2\.|deit\.)?"
-_HF_LAYER = _HF + r"(encoder\.layer|layers)\.(?P<b>\d+)\."
-_QUERY_KEY = r"attention\.(attention\.(query|key)|[qk]_proj)\."
-_VALUE = r"attention\.(attention\.value|v_proj)\."
-_OUTPUT = r"attention\.(output\.dense|o_proj)\."
-_HF_VIT = (
-    Rule(_HF + r"embeddings\.(cls_token|position_embeddings|distillation_token|register_tokens)", (None, None, _C)),
-    Rule(_HF + r"embeddings\.mask_token", (None, _C)),
-    Rule(_HF + r"embeddings\.patch_embeddings\.projection\.weight", (_C, None, None, None)),
-    Rule(_HF + r"(embeddings\.patch_embeddings\.projection\.bias|layernorm\.(weight|bias))", (_C,)),
-    Rule(_HF_LAYER + r"(norm[12]|layernorm_before|layernorm_after)\.(weight|bias)", (_C,)),
-    Rule(_HF_LAYER + "(" + _OUTPUT + r"bias|layer_scale[12]\.lambda1)", (_C,)),
-    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.bias", (_C,)),
-    Rule(_HF_LAYER + _QUERY_KEY + "weight", ("~qk.{b}", _C)),
-    Rule(_HF_LAYER + _QUERY_KEY + "bias", ("~qk.{b}",)),
-    Rule(_HF_LAYER + _VALUE + "weight", ("~vo.{b}", _C)),
-    Rule(_HF_LAYER + _VALUE + "bias", ("~vo.{b}",)),
-    Rule(_HF_LAYER + _OUTPUT + "weight", (_C, "~vo.{b}")),
-    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.weight", ("hidden.{b}", _C)),
-    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.bias", ("hidden.{b}",)),
-    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.weight", (_C, "hidden.{b}")),
-    Rule(_HF + r"(pooler\.dense|classifier)\.weight", (None, _C)),
-    Rule(_HF + r"(pooler\.dense|classifier)\.bias", (None,)),
-)
-_STAGE = r"stages\.(?P<s>\d+)\."
-_STAGE_BLOCK = _STAGE + r"blocks\.(?P<b>\d+)\."
-_CONVNEXT = (
-    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
-    Rule(r"stem\.(0\.bias|1\.(weight|bias))", ("channels.0",)),
-    Rule(_STAGE + r"downsample\.0\.(weight|bias)", ("channels.{before}",)),
-    Rule(_STAGE + r"downsample\.1\.weight", ("channels.{s}", "channels.{before}", None, None)),
-    Rule(_STAGE + r"downsample\.1\.bias", ("channels.{s}",)),
-    Rule(_STAGE_BLOCK + r"(gamma|conv_dw\.bias|norm\.(weight|bias)|mlp\.fc2\.bias)", ("channels.{s}",)),
-    Rule(_STAGE_BLOCK + r"conv_dw\.weight", ("channels.{s}", None, None, None)),
-    Rule(_STAGE_BLOCK + r"mlp\.fc1\.weight", ("hidden.{s}.{b}", "channels.{s}")),
-    Rule(_STAGE_BLOCK + r"mlp\.fc1\.bias", ("hidden.{s}.{b}",)),
-    Rule(_STAGE_BLOCK + r"mlp\.fc1\.sum_weight", (None,)),
-    Rule(_STAGE_BLOCK + r"mlp\.fc2\.weight", ("channels.{s}", "hidden.{s}.{b}")),
-    Rule(r"(norm_pre|head\.norm)\.(weight|bias)", ("channels.{last}",)),
-    Rule(r"head\.fc\.weight", (None, "channels.{last}")),
-    Rule(r"head\.fc\.bias", (None,)),
-)
-_BATCH_NORM = r"(weight|bias|running_mean|running_var)"
-_CONVMIXER = (
-    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
-    Rule(r"stem\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.0",)),
-    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.0\.weight", ("channels.{b}", None, None, None)),
-    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.{b}",)),
-    Rule(r"blocks\.(?P<b>\d+)\.1\.weight", ("channels.{next}", "channels.{b}")),
-    Rule(r"blocks\.(?P<b>\d+)\.(1\.bias|3\." + _BATCH_NORM + ")", ("channels.{next}",)),
-    Rule(r"head\.weight", (None, "channels.{last}")),
-    Rule(r"head\.bias", (None,)),
-)
-_LLAMA_BLOCK = r"(model\.)?layers\.(?P<b>\d+)\."
-# Rotary positions tie the coordinates of queries and keys to each other, so these are fixed; values are free.
-_RMS_GATED = (
-    Rule(r"(model\.)?embed_tokens\.weight", (None, "~channels")),
-    Rule(_LLAMA_BLOCK + r"(input|post_attention)_layernorm\.weight|(model\.)?norm\.weight", (_C,)),
-    Rule(_LLAMA_BLOCK + r"self_attn\.[qkv]_proj\.weight", (None, "~channels")),
-    Rule(_LLAMA_BLOCK + r"self_attn\.o_proj\.weight", ("~channels", None)),
-    Rule(_LLAMA_BLOCK + r"mlp\.up_proj\.weight", ("~hidden.{b}", "~channels")),
-    Rule(_LLAMA_BLOCK + r"mlp\.gate_proj\.weight", ("hidden.{b}", "~channels")),
-    Rule(_LLAMA_BLOCK + r"mlp\.down_proj\.weight", ("~channels", "~hidden.{b}")),
-    Rule(r"lm_head\.weight", (None, "~channels")),
-)
-_MAMBA_MIXER = r"backbone\.layers\.(?P<b>\d+)\.mixer\."
-# Inner channels only: states start at different rates (S4D), and rows of the low-rank step are not renumbered.
-_MAMBA = (
-    Rule(r"(backbone\.embeddings|lm_head)\.weight", (None, "~channels")),
-    Rule(r"backbone\.(layers\.\d+\.norm|norm_f)\.weight", (_C,)),
-    Rule(
-        _MAMBA_MIXER + r"in_proj\.weight", parts=(("x", ("inner.{b}", "~channels")), ("z", ("inner.{b}", "~channels")))
-    ),
-    Rule(_MAMBA_MIXER + r"(conv1d\.bias|dt_proj\.bias|D)", ("inner.{b}",)),
-    Rule(_MAMBA_MIXER + r"conv1d\.weight", ("inner.{b}", None, None)),
-    Rule(_MAMBA_MIXER + r"x_proj\.weight", (None, "inner.{b}")),
-    Rule(_MAMBA_MIXER + r"(dt_proj\.weight|A_log)", ("inner.{b}", None)),
-    Rule(_MAMBA_MIXER + r"out_proj\.weight", ("~channels", "inner.{b}")),
-    # the attention of one head of hybrids
-    Rule(_MAMBA_MIXER + r"[qk]_proj\.weight", ("~qk.{b}", "~channels")),
-    Rule(_MAMBA_MIXER + r"v_proj\.weight", ("~vo.{b}", "~channels")),
-    Rule(_MAMBA_MIXER + r"o_proj\.weight", ("~channels", "~vo.{b}")),
-)
-_MLP = (
-    Rule(r"(.*\.)?fc1\.weight", ("hidden", None)),
-    Rule(r"(.*\.)?fc1\.bias", ("hidden",)),
-    Rule(r"(.*\.)?fc2\.weight", (None, "hidden")),
-    Rule(r"(.*\.)?fc2\.bias", (None,)),
-)
-ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
-    "ConvNeXt": _CONVNEXT,
-    "ConvMixer": _CONVMIXER,
-    "ViT": _VIT,
-    "transformers' ViT": _HF_VIT,
-    "RMSNorm with gated MLPs": _RMS_GATED,
-    "Mamba": _MAMBA,
-    "MLP": _MLP,
-}
-
 
 def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     """The permutation specification of a network whose tensors have known names.
 
     ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which
     a pointwise convolution maps to those of the next. ViT: the channels, each MLP's hidden units, and the signed
-    coordinates of each block's queries and keys, values and outputs. RMSNorm networks with gated MLPs: signed
-    channels, up and down signed, the gate not. Mamba: signed channels, the inner channels of each block; its states
-    are exchangeable by function but not at the start, where they have different rates, and are left fixed.
+    coordinates of each block's queries and keys, values and outputs; with GPSA or convolutions in attention also its
+    heads, whose position vectors, gates and filters move with their coordinates. RMSNorm networks with gated MLPs:
+    signed channels, up and down signed, the gate not. Mamba: signed channels, the inner channels of each block; its
+    states are exchangeable by function but not at the start, where they have different rates, and are left fixed.
+    Mamba-2: signed channels, the inner channels of each head and the states of each group; its heads have different
+    rates at the start and are left fixed.
+
+    Renumbering keeps the function. Whether it also keeps the distribution of trained weights depends on their initial
+    values: sinusoidal positions tell channels apart, GPSA's position vectors tell heads apart, and its W_V = 1 ties
+    coordinates to channels.
 
     Args:
         network: its spec, of all tensors or of some of them; or a module, which also tells which units are of one head.
+            A spec alone tells it where a tensor has an axis of heads.
 
     Raises:
         AnatomyError: if the names are of no known architecture; says which names were not recognised. Write a
@@ -185,12 +49,11 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     spec, heads = (WeightSpec.of(network), _heads(network)) if isinstance(network, nn.Module) else (network, {})
     nearest: tuple[str, list[str]] = ("", list(spec.names))
     for name, rules in ARCHITECTURES.items():
-        extra = _extra(spec)
-        found = [_views(tensor, rules, extra) for tensor in spec.tensors]
+        found = [_views(tensor, rules, spec) for tensor in spec.tensors]
         strangers = [t.name for t, views in zip(spec.tensors, found, strict=True) if views is None]
         if not strangers:
             views = tuple(view for part in found if part is not None for view in part)
-            return PermutationSpec(views, heads)
+            return PermutationSpec(views, _heads_of(views) | heads)
         if len(strangers) < len(nearest[1]):
             nearest = name, strangers
     like = f"nearest is {nearest[0]}, without " if nearest[0] else ""
@@ -203,10 +66,29 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
 _HEADS = ("num_heads", "heads", "num_attention_heads")
 
 
-def _heads(module: nn.Module) -> dict[str, tuple[str, int]]:
-    """Group -> (name of the block's heads, H) for the queries and keys, values and outputs of each block."""
-    out: dict[str, tuple[str, int]] = {}
+def _heads_of(views: Sequence[View]) -> dict[str, tuple[str | None, int]]:
+    """Group -> (name of the block's heads, H) of the blocks that have a tensor with an axis of heads."""
+    out: dict[str, tuple[str | None, int]] = {}
+    for view in views:
+        for axis, n in zip(view.axes, view.shape, strict=True):
+            if axis is not None and axis.startswith("head."):
+                block = axis.removeprefix("head.")
+                out |= {f"{kind}.{block}": (f"heads.{block}", n) for kind in ("qk", "vo", "head")}
+    return out
+
+
+def _heads(module: nn.Module) -> dict[str, tuple[str | None, int]]:
+    """Group -> (name of the block's heads, H) for the queries and keys, values and outputs of each block.
+
+    The inner channels of Mamba-2's heads and the states of its groups have no name: their heads and groups stay.
+    """
+    out: dict[str, tuple[str | None, int]] = {}
     for name, inner in module.named_modules():
+        if mixer := re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.mixer", unwrapped(name)):
+            heads, groups = (getattr(inner, key, None) for key in ("heads", "n_groups"))
+            heads = getattr(inner, "num_heads", None) if heads is None else heads
+            if isinstance(heads, int) and isinstance(groups, int):
+                out |= {f"inner.{mixer[1]}": (None, heads), f"state.{mixer[1]}": (None, groups)}
         match = re.fullmatch(r"blocks\.(\d+)\.attn|.*layers?\.(\d+)\.attention(?:\.attention)?", unwrapped(name))
         heads = next((getattr(inner, key) for key in _HEADS if hasattr(inner, key)), None)
         if match and isinstance(heads, int):
@@ -221,7 +103,8 @@ def _extra(spec: WeightSpec) -> dict[str, int]:
     return {"last": max(stages) if stages else max(blocks, default=-1) + 1}
 
 
-def _views(tensor: TensorSpec, rules: Sequence[Rule], extra: Mapping[str, int]) -> tuple[View, ...] | None:
+def _views(tensor: TensorSpec, rules: Sequence[Rule], spec: WeightSpec) -> tuple[View, ...] | None:
+    extra = _extra(spec)
     for rule in rules:
         match = re.fullmatch(rule.pattern, unwrapped(tensor.name))
         if match is None:
@@ -231,15 +114,16 @@ def _views(tensor: TensorSpec, rules: Sequence[Rule], extra: Mapping[str, int]) 
         if not rule.parts:
             axes = _filled(rule.axes, values, tensor)
             return None if axes is None else (View(tensor.name, tensor.name, tensor.shape, axes),)
-        rows, rest = divmod(tensor.shape[0], len(rule.parts))
-        if rest:
+        rows = rule.rows(tensor, spec)
+        if rows is None:
             return None
-        out = []
-        for i, (label, named) in enumerate(rule.parts):
+        out, start = [], 0
+        for (label, named), count in zip(rule.parts, rows, strict=True):
             axes = _filled(named, values, tensor)
             if axes is None:
                 return None
-            out.append(View(f"{tensor.name}[{label}]", tensor.name, (rows, *tensor.shape[1:]), axes, i * rows))
+            out.append(View(f"{tensor.name}[{label}]", tensor.name, (count, *tensor.shape[1:]), axes, start))
+            start += count
         return tuple(out)
     return None
 

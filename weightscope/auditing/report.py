@@ -132,6 +132,10 @@ class AuditReport(Result):
                 out[name] = ("all",)
         return out
 
+    def _same_as_default(self) -> set[str]:
+        """The parts whose checks an untouched network passes for certain, whatever their size."""
+        return {part for (_, part), errors in self._parts().items() if errors.get(UNTOUCHED) == 0}
+
     def _parts(self) -> dict[tuple[str, str], dict[str, float]]:
         """(initialiser, module) -> error -> power; heads of a module are independent, statistics of a head not."""
         heads: dict[tuple[str, str, int | None], dict[str, float]] = {}
@@ -198,7 +202,7 @@ class AuditReport(Result):
             reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             return f"nothing to audit: {reasons}"
         lines = []
-        powers, unclear = self.powers, self.undecidable
+        powers, unclear, same = self.powers, self.undecidable, self._same_as_default()
         for name, outcome in self.outcomes.items():
             mine = [check for check in self.checks if check.initialiser == name]
             bad = sum(not check.passed for check in mine)
@@ -211,7 +215,7 @@ class AuditReport(Result):
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
             lines.append(f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)")
-            lines += [*_power_lines(powers.get(name, {}), unclear.get(name, ())), *_tables(mine)]
+            lines += [*_power_lines(powers.get(name, {}), unclear.get(name, ()), same), *_tables(mine)]
         if self.unparsed:
             lines.append(f"not audited, look like parts and were not read: {', '.join(self.unparsed)}")
         return "\n".join([*lines, *(f"{name}: does not apply, {why}" for name, why in self.skipped.items())])
@@ -222,16 +226,23 @@ def _record(check: Check) -> dict[str, Any]:
     return values | {"passed": check.passed}
 
 
-def _power_lines(powers: Mapping[str, float], unclear: tuple[str, ...]) -> list[str]:
+def _power_lines(powers: Mapping[str, float], unclear: tuple[str, ...], same: set[str]) -> list[str]:
     """What the audit would have found, and what it cannot tell."""
     found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
     other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
     lines = [f"would catch, if all layers have it: {', '.join(found)}"] if found else []
     lines += [f"undecidable: {', '.join(other)}"] if other else []
-    if unclear:
-        parts = f"{', '.join(unclear[:3])}{f' and {len(unclear) - 3} more' if len(unclear) > 3 else ''}"
-        lines.append(f"too small to tell from the default start: {parts}; compare with the weights before, or widen it")
+    if equal := [part for part in unclear if part in same]:
+        lines.append(f"the network's default start may be the same: {_first(equal)}; compare with the weights before")
+    if small := [part for part in unclear if part not in same]:
+        lines.append(
+            f"too small to tell from the default start: {_first(small)}; compare with the weights before, or widen it"
+        )
     return [text for line in lines for text in textwrap.wrap(line, 120, initial_indent="  ", subsequent_indent="    ")]
+
+
+def _first(parts: list[str]) -> str:
+    return f"{', '.join(parts[:3])}{f' and {len(parts) - 3} more' if len(parts) > 3 else ''}"
 
 
 def _percent(power: float) -> str:

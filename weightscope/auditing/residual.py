@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import NamedTensors
+from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.auditing.default_start import default_start
 from weightscope.auditing.intervals import UNTOUCHED, error_in, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
@@ -122,13 +123,17 @@ def _not_orthogonal(size: int, length: int, fan_in: int, gain: float) -> float:
     return 1 - (1 - alone) ** size
 
 
-# What untouched LayerScales start from: ones, and the values of CaiT and of ConvNeXt.
+# What untouched LayerScales of other libraries start from: ones, and the values of CaiT and of ConvNeXt.
 _STARTS = (1.0, 1e-4, 1e-5, 1e-6)
 
 
 @EXPECTATIONS.register("layer_scale_identity")
 def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
-    """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before."""
+    """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before.
+
+    Untouched factors are those that the module's `reset_parameters` makes, else one of the published values. Without a
+    module any value may be the network's own, and the audit is undecidable.
+    """
     choice("where", where, ("auto", "factors", "matrices"))
     names = [name for name in source.names if FACTOR.search(name)]
     if where == "matrices" or not names:
@@ -141,7 +146,12 @@ def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: st
         factors = source.get(name).cpu().double().flatten()
         worst = float(factors[(factors - value).abs().argmax()])
         limits = (0.99 * value, 1.01 * value)
-        untouched = min(outside(limits, start, 0.0) for start in _STARTS)
+        start = default_start(source, name)
+        if start is not None:
+            starts = [float(start.flatten()[(start.flatten().double() - value).abs().argmax()])]
+        else:
+            starts = [*_STARTS] if isinstance(source, ModuleTensors) else [value]
+        untouched = min(outside(limits, number, 0.0) for number in starts)
         power = {UNTOUCHED: untouched, error_in("value"): outside(limits, 1.2 * value, 0.0)}
         checks.append(Check("layer_scale_identity", "factor", i, None, name, "farthest", worst, *limits, power))
     return checks

@@ -16,6 +16,7 @@ from weightscope.errors import DataError, UsageError
 # Standardised moments 4, 6, 8.
 _UNIFORM = (9 / 5, 27 / 7, 9.0)
 _NORMAL = (3.0, 15.0, 105.0)
+DEFAULT = "the default start of torch's layers"
 
 
 @EXPECTATIONS.register("kaiming_uniform")
@@ -70,12 +71,23 @@ def _each(source: NamedTensors, name: str, select: str, bias: str, rows: Callabl
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += checks_of(name, "weight", i, part, matrix.name, rows(block.float()))
+            checks += checks_of(name, "weight", i, part, matrix.name, _against_default(rows(block.float()), block))
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
             largest = float(matrix.bias.detach().abs().max())
             checks.append(Check(name, "weight", i, None, matrix.name, "largest bias", largest, 0.0, limit))
     return checks
+
+
+def _against_default(rows: list[Row], w: Tensor) -> list[Row]:
+    """The rows with the power of the variance's check against the entries of torch's layers, U(-1, 1) / sqrt(fan_in).
+
+    `kaiming_uniform` gives the same entries, and passes; that an untouched layer passes, too, is said by this power.
+    """
+    (_, found, limits, power) = next(row for row in rows if row[0] == "variance" and len(row) == 4)
+    ratio = found / float(w.double().square().mean().clamp_min(1e-300)) / (3 * fans(w)[0])
+    more = {**power, DEFAULT: outside(limits, ratio, ratio * math.sqrt(0.8 / w.numel()))}
+    return [("variance", found, limits, more) if row[0] == "variance" else row for row in rows]
 
 
 def uniform_entries(w: Tensor, bound: float) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from weightscope._util.environment import environment
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.benchmarking.arms import default_folder
-from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.axes import Axis, axes_of
 from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.probe_results import PROBES, ProbeResults
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.training import RUNS
@@ -22,6 +24,7 @@ from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
+from weightscope.population import recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.devices import current, one_thread, resolve_device
@@ -36,6 +39,7 @@ _HEAD_STD = 0.01
 _EPS = 1e-6  # of BatchNorm
 _GROUP = 8  # networks whose heads are trained together
 _IMAGES = 250
+_METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged")
 
 
 def linear_probe(
@@ -62,11 +66,14 @@ def linear_probe(
     Args:
         recipe: see `bench`; its data, network and batch size are used, not its training.
         inits: see `bench`; the others are compared with the first.
-        out: see `bench`; named after the recipe if None.
+        out: see `bench`; named after the recipe if None. Each network's result is stored when it is there, and calling
+            again resumes.
         epochs: of the classifier; several make arms of several lengths.
-        given: `seeds`, `seed`, `control`, `vary`, `grid`, `metric`, `data` and `device`, as in `bench`.
+        given: `seeds`, `seed`, `control`, `vary`, `grid`, `metric`, `data` and `device`, as in `bench`. Fields of the
+            training, which would change nothing, may have one value; in the recipe's [bench] table they are left out.
 
     Raises:
+        DataError: if `out` holds a probe of another recipe, data or weights.
         UsageError: see `bench`; if the network's last linear layer does not give the logits; for `frozen`, since the
             whole network is.
 
@@ -79,20 +86,35 @@ def linear_probe(
     """
     if given.get("frozen") is not None:
         raise UsageError("frozen: a linear probe trains no tensor of the network; leave it out")
-    ignored = [axis for axis in _axes(given.get("vary")) if axis.startswith(("training.", "distillation."))]
-    if ignored := [axis for axis in ignored if axis != "training.batch_size"]:
-        raise UsageError(f"{ignored[0]}: a linear probe does not train the network, so it would change nothing")
+    for axis in axes_of(given.get("vary") or ()):
+        if (name := _ignored(axis)) is not None and len(axis.points) > 1:
+            raise UsageError(f"{name}: a linear probe does not train the network, so it would change nothing")
     if out is not None and (Path(out) / RUNS).exists():
         raise UsageError(f"{out}: holds a benchmark of trained networks; give the probe another folder (-o)")
     if out is None:
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
-    return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=_probed, **given)
+    collector = partial(_in_probes, Path(out))
+    recipe = _without_training(recipe_of(recipe))
+    return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
 
 
-def _axes(vary: Any) -> list[str]:
-    """The names of fields that vary, in any of the forms that `bench` takes."""
-    found = list(vary) if vary else []  # of a mapping, its keys
-    return [name.strip() for axis in found for name in (axis.names if isinstance(axis, Axis) else axis.split(","))]
+def _in_probes(out: Path, recipe: Recipe, path: Path, **options: Any) -> "_Probed":
+    """`_probed` with the results of each arm in `out/probes`, where a benchmark has its population in `out/runs`."""
+    return _probed(recipe, out / PROBES / path.relative_to(out / RUNS), **options)
+
+
+def _ignored(axis: Axis) -> str | None:
+    """The field of an axis that is of the network's training; None if there is none."""
+    fields = [name for name in axis.names if name.startswith(("training.", "distillation."))]
+    return next((name for name in fields if name != "training.batch_size"), None)
+
+
+def _without_training(recipe: Recipe) -> Recipe:
+    """The recipe without the axes of its [bench] table that a probe ignores."""
+    if recipe.bench is None:
+        return recipe
+    kept = {name: values for name, values in recipe.bench.vary.items() if _ignored(Axis.of(name, values)) is None}
+    return recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"vary": kept})})
 
 
 @dataclass(frozen=True)
@@ -106,23 +128,28 @@ class _Probed:
         return len(self.metrics["test_accuracy"])
 
 
-def _probed(recipe: Recipe, _: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any) -> _Probed:
-    """Probe the networks of one arm; arguments as those of `collect`, of which it needs few."""
+def _probed(
+    recipe: Recipe, path: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any
+) -> _Probed:
+    """Probe the networks of one arm that are not on disk; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
     images = load(recipe.data, data, **recipe.data.counts).to(where)
+    results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
     count = recipe.population.networks
-    found: dict[str, list[np.ndarray]] = {}
+    found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}
     with one_thread(), current(where):
         for start in range(0, count, _GROUP):
-            ids = range(start, min(start + _GROUP, count))
-            for name, values in _heads(recipe, ids, images, where).items():
-                found.setdefault(name, []).append(values)
-    metrics = {name: np.concatenate(values) for name, values in found.items()}
-    return _Probed(metrics, environment(str(where)))
+            ids = [k for k in range(start, min(start + _GROUP, count)) if k not in found]
+            metrics = _heads(recipe, ids, images, where) if ids else {}
+            for slot, k in enumerate(ids):
+                found[k] = {name: values[slot] for name, values in metrics.items()}
+                results.write(k, found[k])
+    together = {name: np.stack([found[k][name] for k in range(count)]) for name in _METRICS}
+    return _Probed(together, environment(str(where)))
 
 
-def _heads(recipe: Recipe, ids: range, data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
-    """Train the classifiers of some networks; returns `test_accuracy`, `test_loss` and so on, each (T,) or (T, E)."""
+def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
+    """Train the classifiers of some networks; returns `_METRICS`, each (T,) or (T, E)."""
     weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
     with torch.random.fork_rng(devices=[]):
         network = build_for(recipe).to(device)

@@ -30,6 +30,8 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import resolve
+from weightscope.training.request import with_classes
+from weightscope.training.weight_hashes import hashed_once
 
 SEED_OFFSET = 1_000_000
 
@@ -71,6 +73,7 @@ def bench(
     Raises:
         UsageError: see `plan_arms`; also for an unknown initialiser or metric, and for a seed of the population that an
             artifact was fitted to, before anything is trained.
+        DataError: if trained weights that an arm takes have changed in the meantime.
         Resumable: if interrupted.
 
     Example:
@@ -91,9 +94,10 @@ def bench(
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    for arm, population, seconds in _trained(arms, folder, collector, options):
-        runs += _rows(arm, population, seconds, metric, metrics)
-        device = population.environment
+    with hashed_once(with_classes(arm.recipe, options.get("data")) for arm in arms):
+        for arm, population, seconds in _trained(arms, folder, collector, options):
+            runs += _rows(arm, population, seconds, metric, metrics)
+            device = population.environment
     about = {**environment(), **device, "recipe": recipe.to_dict()}
     result = BenchResult(runs, summarise(runs, metric), about, metric, metrics)
     atomic.make_folder(folder)

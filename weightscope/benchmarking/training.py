@@ -28,8 +28,10 @@ from weightscope.errors import RecipeError, Resumable
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
+from weightscope.training import weight_hashes
 from weightscope.training.collection import collect
-from weightscope.training.request import references, with_classes
+from weightscope.training.references import references
+from weightscope.training.request import with_classes
 from weightscope.training.tile_size import choose_tile
 
 TILE = 32
@@ -169,7 +171,7 @@ def on_workers(
         parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
         run = joblib.delayed(_in_worker)
         passed = plugins.passed({name for recipe in recipes for _, name in references(recipe)})
-        place = _Place(os.getcwd(), list(sys.path), passed)
+        place = _Place(os.getcwd(), list(sys.path), passed, weight_hashes.passed())
         with contextlib.closing(parallel(run(function, call, place) for call in calls)) as results:
             yield from results
 
@@ -182,18 +184,21 @@ class _Place:
         folder: the working directory, to which paths are relative.
         path: on which modules of users' own are found.
         passed: their functions that cannot be imported; see `plugins.passed`.
+        hashes: of trained weights; see `weight_hashes.passed`.
     """
 
     folder: str
     path: list[str]
     passed: dict[str, tuple[Any, str]]
+    hashes: dict[tuple[str, str], str]
 
 
 def _in_worker(function: Callable[..., Any], call: tuple[Any, ...], place: _Place) -> Any:
     plugins.restore(place.passed)
     os.chdir(place.folder)
     sys.path[:] = dict.fromkeys((*sys.path, *place.path))
-    return function(*call)
+    with weight_hashes.restored(place.hashes):
+        return function(*call)
 
 
 def _finished(task: Task, options: dict[str, Any]) -> Task:

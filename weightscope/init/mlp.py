@@ -110,7 +110,7 @@ def constant_mlp_bias_(
 
     The baseline that tells whether `mimetic_mlp` only makes up for a missing bias: "we also attempted to change the
     init of the bias of the linear layer itself to a small constant". The paper prints no number. The other baseline,
-    a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt`).
+    a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt` and `ViT`).
 
     Args:
         module: changed in place: the biases of the first layers only, of gated MLPs not that of the gate.

@@ -1,17 +1,22 @@
 """`ScaleControl`: the means and variances that an initialiser gives to the tensors of a network, and nothing else."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from weightscope._util.checks import count
 from weightscope.anatomy.matrices import matrices
-from weightscope.errors import AnatomyError
+from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import Initialiser, M, normal, put
 
 DRAWS = 32
+_SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
+_LEVEL = 1e-6  # of that test; a false alarm costs the pairing of one tensor
+_RESOLUTION = 2.0**-25  # half a step of torch's uniform float32 numbers
 Moments = dict[tuple[str, int], tuple[float, float]]
 
 
@@ -25,8 +30,17 @@ class ScaleControl:
     structure adds. Tensors that the initialiser leaves alone, and running statistics, stay as they are. A fused
     projection of queries, keys and values counts as three tensors.
 
+    Where the default entries w0_j are independent and uniform in (-b_t, b_t), as those of torch's linear and
+    convolutional layers, they are what the control is made of,
+
+        w_j = m_t + s_t Phi^-1((w0_j + b_t) / (2 b_t)),   Phi the standard normal distribution function,
+
+    which is the same law. An initialiser that adds to its default weights then shares their noise with its control,
+    so their paired difference varies less. Other tensors are drawn from the generator.
+
     Attributes:
         moments: (name, i) -> (m_t, s_t) of the i-th matrix of a parameter, i = 0 unless it is fused.
+        bounds: (name, i) -> b_t of the tensors with uniform default entries.
 
     Example:
         >>> control = ScaleControl.of(mimetic_mlp_, draw=lambda k: (make_network(k), torch.Generator().manual_seed(k)))
@@ -34,6 +48,7 @@ class ScaleControl:
     """
 
     moments: Moments
+    bounds: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -42,7 +57,8 @@ class ScaleControl:
         """Estimate the moments from an initialiser's own draws.
 
         The moments of a tensor are those of all its entries in all the draws, so a mean that differs from draw to
-        draw enters the variance.
+        draw enters the variance. Default entries count as uniform if the bound is that of torch's layers, no entry
+        exceeds it, and a Kolmogorov-Smirnov test of all the draws does not reject it at 1e-6.
 
         Args:
             init: the initialiser.
@@ -54,25 +70,72 @@ class ScaleControl:
         """
         changed: set[tuple[str, int]] = set()
         sums: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        shares: dict[tuple[str, int], list[np.ndarray]] = {}  # (w0 + b) / 2b of some default entries
+        bounds: dict[tuple[str, int], float] = {}
         for k in range(count("draws", draws)):
             module, generator = draw(k)
             before = {key: block.clone() for key, block in _blocks(module).items()}
+            bounds = _layer_bounds(module, before)
+            for key, bound in bounds.items():
+                shares.setdefault(key, []).append(_share(before[key], bound))
             found = init(module, generator=generator)
             for key, block in _blocks(found).items():
                 if key not in before or not torch.equal(block, before[key]):
                     changed.add(key)
                 values = block.to(torch.float64)
                 sums.setdefault(key, []).append((float(values.mean()), float(values.var(correction=0))))
-        return cls({key: _pooled(parts) for key, parts in sums.items() if key in changed})
+        moments = {key: _pooled(parts) for key, parts in sums.items() if key in changed}
+        return cls(moments, {key: b for key, b in bounds.items() if key in changed and _is_uniform(shares[key])})
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
-        """Draw the tensors of a module, in place."""
+        """Set the tensors of a module with its default weights, in place.
+
+        Raises:
+            UsageError: if default weights are not those of the networks that the moments were estimated from.
+        """
         for key, block in _blocks(module).items():
             if key in self.moments:
                 mean, std = self.moments[key]
-                put(block, normal(*block.shape, generator=generator).mul_(std).add_(mean))
+                z = normal(*block.shape, generator=generator) if key not in self.bounds else self._scores(key, block)
+                put(block, z.mul_(std).add_(mean))
         return module
+
+    def _scores(self, key: tuple[str, int], default: Tensor) -> Tensor:
+        """Standard normal numbers from uniform ones, entry by entry."""
+        share = default.to("cpu", torch.float64).div(self.bounds[key]).add(1).div(2)
+        if not bool(((share > -1e-6) & (share < 1 + 1e-6)).all()):
+            raise UsageError(
+                f"scale control: `{key[0]}`: expected default weights in +-{self.bounds[key]:.4g}, found up to "
+                f"{float(default.abs().max()):.4g}; call it on a network as its constructor made it"
+            )
+        return torch.special.ndtri(share.clamp_(_RESOLUTION, 1 - _RESOLUTION))
+
+
+def _layer_bounds(module: nn.Module, blocks: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], float]:
+    """The bound 1 / sqrt(fan in) of the default entries of torch's linear and convolutional layers."""
+    out: dict[tuple[str, int], float] = {}
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            names = {f"{path}.{name}".removeprefix(".") for name in ("weight", "bias")}
+            bound = max(1, layer.weight[0].numel()) ** -0.5
+            out |= {key: bound for key in blocks if key[0] in names}
+    return out
+
+
+def _share(entries: Tensor, bound: float) -> np.ndarray:
+    """(w + b) / 2b of the extremes, and of up to `_SAMPLE` entries, evenly spaced."""
+    flat = entries.detach().flatten().to("cpu", torch.float64)
+    some = flat[:: -(-len(flat) // _SAMPLE)]
+    low, high = flat.aminmax()
+    return ((torch.cat([torch.stack([low, high]), some]) / bound + 1) / 2).numpy()
+
+
+def _is_uniform(parts: list[np.ndarray]) -> bool:
+    """Whether entries of networks, each part after its extremes, are uniform in (0, 1)."""
+    extremes, some = np.concatenate([p[:2] for p in parts]), np.concatenate([p[2:] for p in parts])
+    inside = extremes.min() >= -1e-6 and extremes.max() <= 1 + 1e-6
+    return bool(inside and stats.kstest(some, "uniform").pvalue > _LEVEL)
 
 
 def _pooled(parts: list[tuple[float, float]]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, patchify
+from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, drop_paths, patchify
 from weightscope.networks.positional_attention import AttentionKind, attention_layer
 from weightscope.networks.positions import sinusoidal_positions
 from weightscope.networks.registry import NETWORKS
@@ -29,18 +29,29 @@ class PatchEmbed(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block on tokens (B, N, d): attention, then MLP, each added to its input.
 
+    `x <- skip x + drop_path1(ls1(attn(norm1(x))))`, then `x <- x + drop_path2(ls2(mlp(norm2(x))))`.
+
     Args:
         attn: the attention layer.
         width: d.
         hidden: p of the MLP.
         layer_scale: initial value of LayerScale; None for none.
         layer_scale_on: which terms are scaled, see `ViT`.
+        drop_paths: the layers of stochastic depth of attention and of the MLP, or identities.
+        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
     """
 
     skip_scale: nn.Parameter | None
 
     def __init__(
-        self, attn: Attention, width: int, hidden: int, layer_scale: float | None, layer_scale_on: str = "both"
+        self,
+        attn: Attention,
+        width: int,
+        hidden: int,
+        layer_scale: float | None,
+        layer_scale_on: str,
+        drop_paths: tuple[nn.Module, nn.Module],
+        learned_sum: float | None,
     ) -> None:
         super().__init__()
         scaled = {"both": ("ls1", "ls2"), "attention": ("ls1",), "skip": ("skip",)}[layer_scale_on]
@@ -54,9 +65,11 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
         self.attn = attn
         self.ls1 = first
+        self.drop_path1 = drop_paths[0]
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = Mlp(width, hidden)
+        self.mlp = Mlp(width, hidden, learned_sum)
         self.ls2 = second
+        self.drop_path2 = drop_paths[1]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,8 +80,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, d) to (B, N, d)."""
         skip = x if self.skip_scale is None else x * self.skip_scale
-        x = skip + self.ls1(self.attn(self.norm1(x)))
-        return x + self.ls2(self.mlp(self.norm2(x)))
+        x = skip + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 @NETWORKS.register("vit", source="Dosovitskiy et al. 2021; attention paper")
@@ -100,9 +113,13 @@ class ViT(nn.Module):
             `ConvolutionalAttention`.
         filter_size: f of the convolutions in attention, odd; None for 3.
         qkv_bias: whether queries, keys and values have a bias.
+        drop_path: rate of stochastic depth of both branches of the last block, in [0, 1); it rises linearly from 0
+            in the first.
+        learned_sum: initial value of the learned number b in each `fc1(x) + b sum(x)`, a baseline of the MLP paper
+            (section 3, Fig. 4); None for none.
 
     Raises:
-        UsageError: if sizes do not divide as required, or a choice is invalid.
+        UsageError: if sizes do not divide as required, a choice is invalid, or `drop_path` is not a rate.
 
     Example:
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")
@@ -129,6 +146,8 @@ class ViT(nn.Module):
         attention: AttentionKind = "softmax",
         filter_size: int | None = None,
         qkv_bias: bool = True,
+        drop_path: float = 0.0,
+        learned_sum: float | None = None,
     ) -> None:
         super().__init__()
         if image_size % patch_size:
@@ -146,8 +165,12 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
         options: dict[str, Any] = {"prefix": int(pool == "token"), "qkv_bias": qkv_bias, "filter_size": filter_size}
         layers = (attention_layer(attention, width, heads, self.grid, **options) for _ in range(depth))
+        paths = zip(drop_paths(drop_path, depth), drop_paths(drop_path, depth), strict=True)
         self.blocks = nn.Sequential(
-            *(Block(layer, width, expansion * width, layer_scale, layer_scale_on) for layer in layers)
+            *(
+                Block(layer, width, expansion * width, layer_scale, layer_scale_on, pair, learned_sum)
+                for layer, pair in zip(layers, paths, strict=True)
+            )
         )
         # timm normalises before picking the class token but after averaging, and names the two differently
         self.pooling = TokenPool(first=pool == "token")

@@ -91,6 +91,8 @@ class ViTConfig(Section):
     attention: Literal["softmax", "gpsa", "conv-logits", "conv-map", "conv-softmax-map"] = "softmax"
     filter_size: Width | None = None
     qkv_bias: bool = True
+    drop_path: Fraction = 0.0
+    learned_sum: Finite | None = None
 
     @model_validator(mode="after")
     def _heads(self) -> "ViTConfig":

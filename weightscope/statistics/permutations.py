@@ -93,8 +93,9 @@ class PermutationSpec:
     Attributes:
         views: the tensors, or parts of tensors.
         heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
-            within their head, and heads of one name are permuted together. Statistics do not depend on it: signs
-            leave nothing between two units, and heads are exchangeable.
+            within their head, and heads of one name are permuted together; those without a name (None) stay where
+            they are. Statistics do not depend on it: signs leave nothing between two units of attention, whose heads
+            are exchangeable. For units without signs, the inner channels of Mamba-2, they are averages over heads.
 
     Raises:
         SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
@@ -102,7 +103,7 @@ class PermutationSpec:
     """
 
     views: tuple[View, ...]
-    heads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    heads: Mapping[str, tuple[str | None, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sizes  # noqa: B018 - checks the lengths
@@ -119,7 +120,7 @@ class PermutationSpec:
         cls,
         spec: WeightSpec,
         axes: Mapping[str, Sequence[str | None]],
-        heads: Mapping[str, tuple[str, int]] | None = None,
+        heads: Mapping[str, tuple[str | None, int]] | None = None,
     ) -> "PermutationSpec":
         """A specification of one's own: tensor name -> the group of each axis, None for fixed ones.
 
@@ -198,11 +199,12 @@ class PermutationSpec:
         out = {}
         for group, n in self.sizes.items():
             name, heads = self.heads.get(group, (group, 1))
-            if name not in order_of_heads:
+            if name is not None and name not in order_of_heads:
                 order_of_heads[name] = rng.permutation(heads)
+            of_heads = np.arange(heads) if name is None else order_of_heads[name]
             width = n // heads
             within = np.stack([rng.permutation(width) for _ in range(heads)])  # (H, n / H)
-            order = (order_of_heads[name][:, None] * width + within).reshape(-1)
+            order = (of_heads[:, None] * width + within).reshape(-1)
             out[group] = order, rng.choice([-1.0, 1.0], n) if group in signed else np.ones(n)
         return out
 

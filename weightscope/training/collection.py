@@ -26,7 +26,8 @@ from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
 from weightscope.training.provenance import made_on, warn_of_other_builds
-from weightscope.training.request import portable, references, requested
+from weightscope.training.references import references
+from weightscope.training.request import portable, requested
 from weightscope.training.spreading import spread
 from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
 

@@ -14,7 +14,7 @@ from weightscope._util.sources import population_member
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
-from weightscope.init._trained import COMPONENTS, fingerprint
+from weightscope.init._trained import COMPONENTS
 from weightscope.population import Population
 from weightscope.recipe import DistillationConfig, Recipe
 from weightscope.training.batched_networks import BatchedNetworks
@@ -42,18 +42,6 @@ def teacher_of(recipe: Recipe) -> nn.Module | None:
             return _loaded(config, recipe).eval().requires_grad_(False)
     except WeightscopeError as error:
         raise type(error)(f"distillation.teacher: {error}") from error
-
-
-def teacher_hash(recipe: Recipe) -> dict[str, str]:
-    """`"teacher PATH"` -> 16 hex digits of the SHA-256 of the teacher's weights; empty without a teacher.
-
-    Raises:
-        WeightscopeError: see `teacher_of`.
-    """
-    teacher = teacher_of(recipe)
-    if teacher is None or recipe.distillation is None:
-        return {}
-    return {f"teacher {recipe.distillation.teacher}": fingerprint(teacher)}
 
 
 def head_of(network: nn.Module, outputs: int | None = None) -> str:

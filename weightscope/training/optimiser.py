@@ -8,6 +8,8 @@ from torch import Tensor
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
 
+_BLOCK = 1 << 14  # entries of a row whose squares are added in one go
+
 
 class BatchedAdamW:
     """AdamW with decoupled weight decay for T networks at once, each with its own rates.
@@ -64,8 +66,7 @@ class BatchedAdamW:
         """
         clip = None
         if clip_norm > 0:
-            norm = torch.linalg.vector_norm(self.gradient, dim=1)
-            clip = (clip_norm / (norm + 1e-6)).clamp_(max=1.0)
+            clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
         if self.kernels != "torch":
             clip = torch.ones_like(self.rate) if clip is None else clip
             functions.backend(self.kernels).adamw(
@@ -89,6 +90,20 @@ class BatchedAdamW:
         denominator = self.second.sqrt().mul_(root).add_(self.eps)
         self.weights.addcmul_(self.weights, rate * self.decay[:, None], value=-1)
         self.weights.addcmul_(rate * mean, self.first / denominator, value=-1)
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """The Euclidean norm of each row, from those of its blocks of 2^14 entries; (T, D) -> (T,).
+
+    On a CPU, PyTorch adds the squares of a row one by one in a few accumulators of the row's own type: in float32 the
+    norm of 5,500,000 entries is off by 1.6e-4. The error of a block, and of the norm of their norms, is of rounding.
+    """
+    whole = matrix.shape[1] // _BLOCK * _BLOCK
+    if whole == 0:
+        return torch.linalg.vector_norm(matrix, dim=1)
+    blocks = torch.linalg.vector_norm(matrix[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2)
+    rest = torch.linalg.vector_norm(matrix[:, whole:], dim=1, keepdim=True)
+    return torch.linalg.vector_norm(torch.cat([blocks, rest], dim=1), dim=1)
 
 
 def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> float:

@@ -15,7 +15,8 @@ from weightscope.population import shards
 from weightscope.population.shard_format import expected_bytes
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
-from weightscope.training.request import portable, references, requested
+from weightscope.training.references import references
+from weightscope.training.request import portable, requested
 from weightscope.training.spreading import on_each
 from weightscope.training.workers import chosen_workers
 

@@ -14,6 +14,8 @@ from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.recipe import Recipe
+from weightscope.training.references import references
+from weightscope.training.weight_hashes import weight_hashes
 
 if TYPE_CHECKING:
     from weightscope.training.devices import Choice  # imports torch
@@ -33,7 +35,6 @@ def requested(
     from weightscope.data import load
     from weightscope.training import own_networks
     from weightscope.training.devices import choose_kernels, resolve_device
-    from weightscope.training.distillation import teacher_hash
     from weightscope.training.initial_weights import resolve as resolve_init
     from weightscope.training.tile_size import choose_tile
 
@@ -42,12 +43,12 @@ def requested(
     recipe = with_classes(recipe, data)
     resolved = resolve_device(device)
     device = str(resolved)
-    own_code = _own_code_hashes(recipe)
+    own_code = own_code_hashes(recipe)
     there = manifests.read(path) if (path / manifests.NAME).exists() else None
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code | teacher_hash(recipe) | _source_hashes(recipe)
+    inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
     for init in recipe.init:
         resolve_init(init)
     images = load(recipe.data, data, **recipe.data.counts)
@@ -109,7 +110,7 @@ def _warn_of_short_average(recipe: Recipe, path: Path, images: int) -> None:
         )
 
 
-def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
+def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names.
 
     A data set's images are hashed in place of its source.
@@ -119,26 +120,6 @@ def _own_code_hashes(recipe: Recipe) -> dict[str, str]:
         for kind, name in references(recipe)
         if kind != "data"
     }
-
-
-def _source_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"weights PATH"` -> hash of the trained weights, for each source of an initialiser of a recipe."""
-    from weightscope.init import _trained
-
-    own = {name for section, name in references(recipe) if section == "init"}
-    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
-    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
-    named = {value for value in given if isinstance(value, str)}
-    return {f"{manifests.WEIGHTS}{name}": _trained.fingerprint(name) for name in sorted(named)}
-
-
-def references(recipe: Recipe) -> list[tuple[str, str]]:
-    """The references to one's own code in a recipe, with the section of each."""
-    named = [("network", recipe.network.type), ("data", recipe.data.name)]
-    if recipe.distillation is not None and recipe.distillation.network is not None:
-        named.append(("distillation", recipe.distillation.network.type))
-    named += [("init", part.strip()) for init in recipe.init for part in init.name.split("+")]
-    return [(section, name) for section, name in named if plugins.is_reference(name)]
 
 
 def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
