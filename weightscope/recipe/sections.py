@@ -19,6 +19,7 @@ from pydantic import (
 from weightscope._util.plugins import is_reference
 from weightscope.data.catalog import DATASETS, dataset_info
 from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
+from weightscope.data.metrics import ACCURACY, LOSS, Metric
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
 from weightscope.recipe.networks import NetworkConfig
@@ -43,6 +44,11 @@ class DataConfig(SourceConfig):
     def counts(self) -> dict[str, int | None]:
         """The arguments `train`, `test` and `validation` of `weightscope.data.load`."""
         return {"train": self.train, "test": self.test, "validation": self.validation}
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What networks report about these data, the primary metric first."""
+        return ACCURACY, LOSS
 
     @field_validator("name")
     @classmethod
