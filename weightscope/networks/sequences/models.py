@@ -17,12 +17,30 @@ LayerKind = Literal["default", "attention", "linear_attention"]
 LAYER_KINDS = ("default", "attention", "linear_attention")
 
 
+def check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    """Refuse tokens outside of 0 to `vocabulary` - 1; on a GPU, for which the check would wait, and on meta, all pass.
+
+    Raises:
+        UsageError: naming the token.
+    """
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise UsageError(f"tokens: expected numbers from 0 to {vocabulary - 1}, found {wrong}")
+
+
 class TokenEmbedding(nn.Embedding):
     """Vectors of tokens, initially normal with standard deviation 0.02. Tokens outside the vocabulary are an error.
+
+    Attributes:
+        checks: whether `forward` checks its tokens; not where `torch.vmap` runs it, and its caller does.
 
     Raises:
         UsageError: in `forward`, naming the token.
     """
+
+    checks = True
 
     def reset_parameters(self) -> None:
         """Draw the initial vectors."""
@@ -30,11 +48,8 @@ class TokenEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 tokens (B, n) to (B, n, d)."""
-        if tokens.device.type == "cpu" and tokens.numel():  # elsewhere the check would wait for the device
-            low, high = (int(value) for value in tokens.aminmax())
-            if low < 0 or high >= self.num_embeddings:
-                wrong = low if low < 0 else high
-                raise UsageError(f"tokens: expected numbers from 0 to {self.num_embeddings - 1}, found {wrong}")
+        if self.checks:
+            check_tokens(tokens, self.num_embeddings)
         return super().forward(tokens)
 
 
