@@ -9,6 +9,7 @@ from weightscope._util.checks import choice
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Mlp
 from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.registry import NETWORKS
 from weightscope.networks.sequences.attention import CausalAttention, LinearAttention
 from weightscope.networks.sequences.mamba import Mamba2Mixer, MambaMixer
 
@@ -112,6 +113,7 @@ def _head(embeddings: nn.Embedding, tied: bool) -> nn.Linear:
     return TiedHead(embeddings) if tied else nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False)
 
 
+@NETWORKS.register("mamba", source="Gu and Dao 2023; thesis Eq. 3.35")
 class Mamba(nn.Module):
     """Mamba. Tokens (B, n) to logits (B, n, v).
 
@@ -159,6 +161,7 @@ class Mamba(nn.Module):
         return self.lm_head(self.backbone(tokens))
 
 
+@NETWORKS.register("mamba2", source="Dao and Gu 2024")
 class Mamba2(nn.Module):
     """Mamba-2. Tokens (B, n) to logits (B, n, v).
 
@@ -227,6 +230,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+@NETWORKS.register("transformer", source="Vaswani et al. 2017; thesis 3.2.6")
 class CausalTransformer(nn.Module):
     """Transformer decoder. Tokens (B, n) to logits (B, n, v), which the tied embedding computes.
 
