@@ -109,7 +109,7 @@ class _Probed:
 def _probed(recipe: Recipe, _: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any) -> _Probed:
     """Probe the networks of one arm; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
-    images = load(recipe.data, data, **recipe.data.counts).to(where)
+    images = load(recipe.images, data, **recipe.images.counts).to(where)
     count = recipe.population.networks
     found: dict[str, list[np.ndarray]] = {}
     with one_thread(), current(where):

@@ -129,9 +129,23 @@ ImageSource = str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any]
 
 
 @overload
-def load(source: SequenceConfig, root: str | Path | None = None, **counts: int | None) -> SequenceSource: ...
+def load(
+    source: SequenceConfig,
+    root: str | Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    validation: int | None = None,
+) -> SequenceSource: ...
 @overload
-def load(source: ImageSource, root: str | Path | None = None, **counts: int | None) -> Dataset: ...
+def load(
+    source: ImageSource,
+    root: str | Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    validation: int | None = None,
+) -> Dataset: ...
 def load(
     source: ImageSource | SequenceConfig,
     root: str | Path | None = None,

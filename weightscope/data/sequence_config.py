@@ -29,6 +29,7 @@ class SequenceConfig(BaseModel):
     """What all sources of sequences share.
 
     Attributes:
+        name: of the task, "text" or "markov".
         length: of the training sequences; for tasks, of the string before the separator.
         train: the number of sequences of an epoch. Each network draws them from its own stream, new ones in each epoch.
         test: the number of held-out sequences, which are the same for all networks and all populations.
@@ -36,6 +37,7 @@ class SequenceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    name: str
     length: Size
     train: Size | None = None
     test: Size | None = None

@@ -25,7 +25,7 @@ def build_for(recipe: Recipe) -> nn.Module:
     """
     if isinstance(recipe.data, SequenceConfig):
         return build_for_tokens(recipe.network, vocabulary_of(recipe.data))
-    info = dataset_info(recipe.data)
+    info = dataset_info(recipe.images)
     return build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
 
 

@@ -10,7 +10,7 @@ from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
-from weightscope.errors import RecipeError
+from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
@@ -91,6 +91,17 @@ class Recipe(Section):
                 f"{self.data.name}'s {size} pixels"
             )
         return self
+
+    @property
+    def images(self) -> DataConfig:
+        """The section [data], for what is of images only.
+
+        Raises:
+            UsageError: if it has sequences.
+        """
+        if not isinstance(self.data, DataConfig):
+            raise UsageError(f"data.name: expected images, found {self.data.name}, which has sequences of tokens")
+        return self.data
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":

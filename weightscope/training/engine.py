@@ -91,8 +91,9 @@ def _load_cached(source: DataSection, root: str | None, **counts: int | None) ->
 def _load(recipe: Recipe, root: str | Path | None) -> Dataset | SequenceSource:
     data = recipe.data
     # a reference may be bound to another function later, and files of a folder may change
-    read = load if is_reference(data.name) or data.name in (FOLDER, TEXT) else _load_cached
-    return read(data, None if root is None else str(root), **data.counts)
+    if is_reference(data.name) or data.name in (FOLDER, TEXT):
+        return load(data, root, **data.counts)
+    return _load_cached(data, None if root is None else str(root), **data.counts)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:
@@ -125,7 +126,7 @@ class TileRun:
         start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
         self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
-        if distillation is not None:
+        if distillation is not None and not isinstance(self.nets, StackedNetworks):
             distillation.attach(self.nets, population.seed, self.ids)
         self.nets.freeze(tuple(frozen))
         self.rates = self._per_network(training.learning_rate, 0)
@@ -143,6 +144,7 @@ class TileRun:
         if isinstance(data, SequenceSource):
             self.batches = SequenceBatches(recipe, self.ids, data, device, self.nets)
         else:
+            assert not isinstance(self.nets, StackedNetworks)
             self.batches = ImageBatches(recipe, self.ids, data, device, self.nets, distillation)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import Recipe
 from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.distillation import Distillation
 from weightscope.training.images import fused, label_shares, load_images
@@ -44,8 +44,7 @@ class ImageBatches:
         distillation: Distillation | None = None,
     ) -> None:
         self.recipe, self.nets, self.distillation, self.device = recipe, nets, distillation, device
-        assert isinstance(recipe.data, DataConfig)
-        self.augment = recipe.data.augment
+        self.augment = recipe.images.augment
         self.dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
         self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
         self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)

@@ -98,7 +98,7 @@ def _input_shape(recipe: Recipe) -> tuple[int, ...]:
     """Of one image, or of one sequence."""
     if isinstance(recipe.data, SequenceConfig):
         return (min(recipe.data.longest, _TOKENS),)
-    info = dataset_info(recipe.data)
+    info = dataset_info(recipe.images)
     return info.channels, info.size, info.size
 
 
@@ -106,7 +106,7 @@ def _output_shape(recipe: Recipe) -> tuple[int, ...]:
     """Of the logits of one image, or of one sequence."""
     if isinstance(recipe.data, SequenceConfig):
         return *_input_shape(recipe), vocabulary_of(recipe.data)
-    return (dataset_info(recipe.data).classes,)
+    return (dataset_info(recipe.images).classes,)
 
 
 def _inputs(recipe: Recipe, generator: torch.Generator, *batch: int) -> Tensor:
