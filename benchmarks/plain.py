@@ -154,6 +154,6 @@ def train_sequences_alone(
             loss.backward()
             torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
             optimiser.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         means.append(sum(losses) / steps)
     return network, means

@@ -49,7 +49,8 @@ def spec_of(recipe: Recipe) -> WeightSpec:
 
 def _template(recipe: Recipe) -> torch.nn.Module:
     """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
-    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop":
+    constants = recipe.data.sequences  # such as position codes
+    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants:
         with torch.random.fork_rng(devices=[]):
             return networks.build_for(recipe)
     with torch.device("meta"):
