@@ -57,7 +57,8 @@ class SequenceSource:
                 raise DataError(
                     f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, found {text.vocabulary}"
                 )
-            return cls(config, text, config.train or _windows(text, config), {1: _batched(text, config)})
+            windows = _windows(text, config)
+            return cls(config, text, config.train or windows, {1: _batched(text, config)})
         corpus = None
         if isinstance(config, MarkovConfig):
             corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
