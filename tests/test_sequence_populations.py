@@ -130,7 +130,7 @@ def test_a_diverging_network_does_not_disturb_its_neighbour() -> None:
 
 
 def test_a_killed_population_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    plan = recipe(population__networks=8, training__epochs=4, data__train=200)
+    plan = recipe(population__networks=8, training__epochs=4, data__train=80)
     (tmp_path / "plan.json").write_text(repr(plan.to_dict()))
     collect(plan, tmp_path / "whole.pop", workers=1, device="cpu", progress=False)
     path = tmp_path / "killed.pop"
