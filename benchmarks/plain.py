@@ -10,6 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
+from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.sequences import TASKS, SequenceBatch, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
 from weightscope.recipe import Recipe
@@ -124,3 +126,34 @@ class _Paths:
         return torch.stack(
             [row / (1 - layer.rate) if u >= layer.rate else 0 * row for row, u in zip(x, numbers, strict=True)]
         )
+
+
+def train_sequences_alone(
+    plan: Recipe, k: int, *, forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network
+) -> tuple[torch.nn.Module, list[float]]:
+    """Network k of a recipe for a generated task, and its mean loss in each epoch; `forward` may compile it."""
+    training, data, root = plan.training, plan.data, plan.population.seed
+    assert isinstance(data, TaskConfig)
+    torch.manual_seed(torch_seed(root, k, Purpose.INIT))
+    network = build_for(plan)
+    run = forward(network)
+    optimiser = torch.optim.AdamW(
+        network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
+    )
+    generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.SEQUENCES))
+    steps, means = data.train // training.batch_size, []
+    for epoch in range(training.epochs):
+        whole = TASKS[data.name](generator, steps * training.batch_size, data.length, data.vocabulary)
+        losses = []
+        for step, parts in enumerate(zip(*(value.split(training.batch_size) for value in whole), strict=True)):
+            factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
+            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            batch = SequenceBatch(*parts)
+            loss = cross_entropy(run(batch.tokens), batch)
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), training.clip_norm)
+            optimiser.step()
+            losses.append(float(loss.detach()))
+        means.append(sum(losses) / steps)
+    return network, means

@@ -1,6 +1,8 @@
-"""Scans of Mamba and Mamba-2, forward and backward, against loops over time and transformers' own.
+"""Scans of Mamba and Mamba-2, forward and backward, against loops over time and transformers' own; and populations.
 
-Seconds of processor time in one thread, medians of rounds in which all take turns.
+Seconds of processor time in one thread, medians of rounds in which all take turns. A population's tile of 32 small
+Mambas is compared with a plain loop over the networks and with one whose network is compiled. Two processes halve the
+time of either, those of the plain loop and the workers of `collect`, so their ratio is that of one.
 """
 
 import argparse
@@ -8,16 +10,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from plain import train_sequences_alone
 from reporting import write
 from torch import Tensor
 
-from weightscope.networks.sequences import block_scan, selective_scan
+from weightscope.data import load
+from weightscope.networks.sequences import Mamba, block_scan, selective_scan
+from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.recipe import Recipe
+from weightscope.training.engine import TileRun
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import references_sequences as loops
+
+NETWORKS_OF_LOOP = 3
 
 Contenders = dict[str, Callable[..., Tensor]]
 
@@ -94,16 +104,80 @@ def compared(version: int, size: tuple[int, int, int, int], rounds: int) -> list
     return rows
 
 
+def stacked(recipe: Recipe) -> Callable[[], int]:
+    """One epoch of a tile; returns network-steps."""
+    run = TileRun(recipe, 0, load(recipe.data), torch.device("cpu"))
+
+    def work() -> int:
+        run.epoch(0)
+        return run.steps_per_epoch * len(run.ids)
+
+    return work
+
+
+def loop(recipe: Recipe, compiled: bool = False) -> Callable[[], int]:
+    """One epoch of one network after the other, few of which tell the time of all."""
+    few = recipe.replace({"training.epochs": 1})
+
+    # of the class, so that it is compiled once for all networks
+    fast = torch.compile(Mamba.forward, dynamic=False) if compiled else None
+
+    def forward(network: torch.nn.Module) -> Callable[..., Tensor]:
+        if fast is None:
+            return network
+        for layer in network.modules():
+            if isinstance(layer, TokenEmbedding):
+                layer.checks = False  # which would break its graph
+        return partial(fast, network)
+
+    def work() -> int:
+        for k in range(NETWORKS_OF_LOOP):
+            train_sequences_alone(few, k, forward=forward)
+        return NETWORKS_OF_LOOP * (few.data.train // few.training.batch_size)
+
+    return work
+
+
+def populations(rounds: int, compiled: bool) -> list[dict]:
+    recipe = Recipe.load("copying-mamba-small").replace({"population.tile": 32, "data.train": 40})
+    contenders = {"ours": stacked(recipe), "a plain loop": loop(recipe)}
+    if compiled:
+        contenders["a loop over compiled networks"] = loop(recipe, compiled=True)
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds + 1):
+        for name, work in contenders.items():
+            start = time.process_time()
+            steps = work()
+            found[name].append((time.process_time() - start) / steps)
+    rows = []
+    for name in list(contenders)[1:]:
+        ratios = [theirs / ours for theirs, ours in zip(found[name][1:], found["ours"][1:], strict=True)]
+        row = {
+            "row": f"a step of one of 32 Mambas, width 32, 2 layers, batch 8, 16 tokens: {name}",
+            "ours": statistics.median(found["ours"][1:]),
+            "peer": statistics.median(found[name][1:]),
+            "unit": "seconds",
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+        }
+        rows.append(row)
+        print(f"{row['row']:<85} {row['ours'] * 1e3:8.2f} ms {row['peer'] * 1e3:8.2f} ms  x{row['ratio']:.1f}")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--compiled", action="store_true", help="also a loop over compiled networks (minutes)")
+    parser.add_argument("--populations", action="store_true", help="only the populations")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows = []
-    for batch, channels, states in ((1, 64, 16), (4, 64, 16), (8, 128, 16)):
+    rows = populations(options.rounds, options.compiled)
+    sizes = () if options.populations else ((1, 64, 16), (4, 64, 16), (8, 128, 16))
+    for batch, channels, states in sizes:
         for version in (1, 2):
             rows += compared(version, (batch, options.tokens, channels, states), options.rounds)
     write(options.json, rows, rounds=options.rounds, threads=1)

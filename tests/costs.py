@@ -10,11 +10,17 @@ import torch
 from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.catalog import dataset_info
+from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.task_sizes import sequence_length
+from weightscope.networks import building
 from weightscope.recipe import NetworkConfig, Recipe
 
 
 def forward_cost(recipe: Recipe) -> tuple[int, int]:
-    """Parameters, and multiply-adds of one image."""
+    """Parameters, and multiply-adds of one image or training sequence."""
+    if isinstance(recipe.data, TaskConfig):
+        tokens = sequence_length(recipe.data.name, recipe.data.length)
+        return _forward_of_tokens(recipe.network, recipe.data.vocabulary, tokens)
     info = dataset_info(recipe.data)
     return _forward(recipe.network, info.channels, info.size, info.classes)
 
@@ -24,6 +30,13 @@ def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> 
     with torch.device("meta"):
         model = networks.build(network, in_channels=channels, image_size=size, num_classes=classes)
     return sum(p.numel() for p in model.parameters()), networks.multiply_adds(model, channels, size)
+
+
+@cache
+def _forward_of_tokens(network: NetworkConfig, vocabulary: int, tokens: int) -> tuple[int, int]:
+    with torch.device("meta"):
+        model = building.build_for_tokens(network, vocabulary)
+    return sum(p.numel() for p in model.parameters()), networks.multiply_adds_of_sequence(model, tokens)
 
 
 def training_cost(recipe: Recipe, forward: int) -> int:

@@ -188,3 +188,25 @@ def half(module: nn.Module, *, generator: torch.Generator, factor: float = 0.5) 
         for parameter in module.parameters():
             parameter.mul_(factor)
     return module
+
+
+class TokenSum(nn.Module):
+    """For sequences: a token and the mean of those before it; any code that does not mix networks may run stacked."""
+
+    def __init__(self, vocabulary: int, width: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        mean = x.cumsum(1) / torch.arange(1, tokens.shape[1] + 1, device=x.device)[:, None]
+        return self.head(torch.relu(x + self.scale * mean))
+
+
+class TokenDropout(TokenSum):
+    """Draws random numbers, which would be the same for all networks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(tokens))

@@ -19,7 +19,7 @@ def test_every_registered_name_is_listed_once() -> None:
     names = [(entry.kind, entry.name) for entry in found.entries]
     assert len(set(names)) == len(names)
     by_kind = {kind: {name for k, name in names if k == kind} for kind in listing.KINDS}
-    assert by_kind["networks"] == {"convmixer", "convnext", "vit"}
+    assert by_kind["networks"] == {"convmixer", "convnext", "vit", "mamba", "mamba2", "transformer"}
     assert by_kind["datasets"] == {
         *("digits", "fashion-mnist", "cifar10", "cifar100", "folder", "stl10", "svhn", "tiny-imagenet")
     }

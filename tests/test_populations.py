@@ -13,6 +13,7 @@ from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
+from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -47,11 +48,11 @@ def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     header = " ".join(line.removeprefix("#").strip() for line in text.split("\n[network]")[0].splitlines())
-    said = re.search(r"Parameters: ([\d,]+)\. Multiply-adds of one image forward: ([\d,]+)\.", header)
+    said = re.search(r"Parameters: ([\d,]+)\. Multiply-adds of one (?:image|sequence) forward: ([\d,]+)\.", header)
     parameters, forward = forward_cost(recipe)
     assert int(said[1].replace(",", "")) == parameters
     assert int(said[2].replace(",", "")) == forward
-    said = re.search(r"\(([\d,]+) images x (\d+) epochs x 3\): ([\d.e+]+)\.", header)
+    said = re.search(r"\(([\d,]+) (?:images|sequences) x (\d+) epochs x 3\): ([\d.e+]+)\.", header)
     images = recipe.data.train or dataset_info(recipe.data).train
     assert (int(said[1].replace(",", "")), int(said[2])) == (images, recipe.training.epochs)
     assert float(said[3]) == pytest.approx(training_cost(recipe, forward), rel=5e-3)
@@ -124,7 +125,11 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
     depth = [1] * len(stages) if isinstance(stages, tuple) else 1
-    recipe = recipe.replace(SMALLEST | {"network.depth": depth})
+    smaller = {"network.depth": depth}
+    if recipe.data.sequences:  # the networks at the papers' width take long on any length
+        smaller |= {"network.width": 32, "data.length": 4}
+        smaller |= {"network.layers": recipe.network.layers[3:4]} if recipe.network.layers else {}
+    recipe = recipe.replace(SMALLEST | smaller)
     tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()
@@ -162,7 +167,7 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: 
 
 
 def test_recipes_name_data_sets_that_exist() -> None:
-    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= set(DATASETS)
+    assert {Recipe.load(FOLDER / f"{name}.toml").data.name for name in RECIPES} <= {*DATASETS, *SEQUENCE_NAMES}
 
 
 def _paper_rows() -> list[list[str]]:
@@ -192,13 +197,13 @@ def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> Non
 def test_the_times_in_the_table_of_the_papers_follow_from_its_rates() -> None:
     """Multiply-adds over the page's rate of the network, which is that of narrow or of wide networks."""
     text = (FOLDER.parent / "docs" / "papers.md").read_text()
-    found = re.findall(r"^\| (ConvMixer|ConvNeXt|ViT) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE)
-    rates = {name.lower(): (float(narrow), float(wide)) for name, narrow, wide in found}
-    assert len(rates) == 3
+    found = re.findall(r"^\| (ConvMixer|ConvNeXt|ViT|Mamba|Mamba-2) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE)
+    rates = {name.lower().replace("-", ""): (float(narrow), float(wide)) for name, narrow, wide in found}
+    assert len(rates) == 5
     units = {"s": 1, "min": 60, "h": 3600, "days": 86400, "years": 365.25 * 86400}
     for row in _paper_rows():
         number, unit = row[3].split()
         names = {command.split()[1] for command in _commands(row)}
-        chosen = [rates[Recipe.load(name).network.type]["two-cores" not in name] for name in names]
+        chosen = [rates[Recipe.load(name).network.type][not name.endswith(("two-cores", "small"))] for name in names]
         time = float(row[2]) / float(number) / units[unit]
         assert 0.8 * min(chosen) < time < 1.25 * max(chosen), row[:4]

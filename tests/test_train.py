@@ -12,7 +12,8 @@ from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.training import own_networks, spec_of, train_tile
-from weightscope.training.engine import TileRun, smooth, swept
+from weightscope.training.engine import TileRun, swept
+from weightscope.training.image_batches import smooth
 from weightscope.training.optimiser import BatchedAdamW, schedule_factor
 
 BASE = {

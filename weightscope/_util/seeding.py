@@ -27,6 +27,8 @@ class Purpose(IntEnum):
     DROP_PATH = 9
     PROJECTION = 10
     PROBE = 11
+    SEQUENCES = 12
+    HELD_OUT = 13
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

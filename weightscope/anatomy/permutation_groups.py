@@ -235,7 +235,7 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
 @torch.no_grad()
 def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
     """`check_permutations` of a recipe's network, whose tensors are all made to differ between units."""
-    info, generator = dataset_info(recipe.data), torch.Generator().manual_seed(0)
+    info, generator = dataset_info(recipe.images), torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         module = build_for(recipe).double().eval()
     for name, value in (*module.named_parameters(), *module.named_buffers()):

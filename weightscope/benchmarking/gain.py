@@ -202,7 +202,9 @@ def _short(
     recipe: Recipe, epochs: int | None, validation: int | None, data: str | Path | None
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of the candidates' trainings, and its numbers."""
-    uncounted = recipe.data.model_copy(update={"classes": None})  # the images of a folder are counted with its classes
+    uncounted = recipe.images.model_copy(
+        update={"classes": None}
+    )  # the images of a folder are counted with its classes
     images = dataset_info(uncounted, data).train if recipe.data.train is None else recipe.data.train
     held = count("validation", max(1, images // 5) if validation is None else validation)
     length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)

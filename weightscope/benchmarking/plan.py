@@ -197,7 +197,7 @@ def _measure(
         steps, whole = min(_STEPS, run.steps_per_epoch), run.steps_per_epoch
         step, evaluation = _seconds_of(run, steps)
         short = first.replace({"training.epochs": 1, "population.networks": first.population.tile})
-        few = run.batch + (first.data.validation or 0)  # which are held back of these
+        few = run.batch + (first.data.counts.get("validation") or 0)  # which are held back of these
         short = short.replace({"data.train": few, "init": {}})
         clock = time.perf_counter()
         collect(short, Path(folder) / "one.pop", workers=1, device=device, data=data, progress=False)

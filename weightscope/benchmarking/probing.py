@@ -133,7 +133,7 @@ def _probed(
 ) -> _Probed:
     """Probe the networks of one arm that are not on disk; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
-    images = load(recipe.data, data, **recipe.data.counts).to(where)
+    images = load(recipe.images, data, **recipe.images.counts).to(where)
     results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
     count = recipe.population.networks
     found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from weightscope.data.catalog import dataset_info, made_by, source_of
 from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.images import resize
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
+from weightscope.data.sequence_config import SequenceConfig
+from weightscope.data.sequences import SequenceSource
 from weightscope.errors import DataError, UsageError
 
 
@@ -70,6 +72,11 @@ class Dataset:
             f"{self.info.classes} classes>"
         )
 
+    @property
+    def examples(self) -> int:
+        """The number of training images."""
+        return len(self.train_labels)
+
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data on another device."""
         tensors: dict[str, Any] = {
@@ -87,6 +94,10 @@ class Dataset:
         arrays = (self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
         changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
         return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
+
+    def shortened(self, train: int) -> "Dataset":
+        """Only the first so many training images, with the pixel statistics of all."""
+        return replace(self, train_images=self.train_images[:train], train_labels=self.train_labels[:train])
 
     def held_back(self, count: int) -> "Dataset":
         """The last so many training images in place of the test images, and only the others for training.
@@ -114,14 +125,35 @@ class Dataset:
         return digest.hexdigest()[:16]
 
 
+ImageSource = str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any]
+
+
+@overload
 def load(
-    source: str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any],
+    source: SequenceConfig,
     root: str | Path | None = None,
     *,
     train: int | None = None,
     test: int | None = None,
     validation: int | None = None,
-) -> Dataset:
+) -> SequenceSource: ...
+@overload
+def load(
+    source: ImageSource,
+    root: str | Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    validation: int | None = None,
+) -> Dataset: ...
+def load(
+    source: ImageSource | SequenceConfig,
+    root: str | Path | None = None,
+    *,
+    train: int | None = None,
+    test: int | None = None,
+    validation: int | None = None,
+) -> Dataset | SequenceSource:
     """Read a registered data set or a folder of images, or check one of your own.
 
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
@@ -131,7 +163,7 @@ def load(
         source: a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
             arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such
             four arrays, see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section,
-            for a folder of images or another size.
+            for a folder of images or another size. With a `SequenceConfig`, the result is a `SequenceSource`.
         root: a folder to search first, `--data` of the commands.
         train: only the first so many training images (classes are interleaved); None for all.
         test: only the first so many test images; None for all.
@@ -147,6 +179,8 @@ def load(
         <Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>
         >>> load(SourceConfig(name="folder", path="flowers", size=32))
     """
+    if isinstance(source, SequenceConfig):
+        return SequenceSource.of(source, root)
     found = _read(source, root, train, test)
     return found if validation is None else found.held_back(validation)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightscope.networks.convmixer import ConvMixer, dilation_schedule
 from weightscope.networks.convnext import ConvNeXt
-from weightscope.networks.cost import multiply_adds
+from weightscope.networks.cost import multiply_adds, multiply_adds_of_sequence
 from weightscope.networks.layers import Attention, LayerNorm2d
 from weightscope.networks.positions import sinusoidal_positions
 from weightscope.networks.registry import NETWORKS
@@ -24,6 +24,7 @@ __all__ = [
     "build_for",
     "dilation_schedule",
     "multiply_adds",
+    "multiply_adds_of_sequence",
     "sinusoidal_positions",
 ]
 

@@ -14,6 +14,7 @@ from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, Network
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
     DataConfig,
+    DataSection,
     DistillationConfig,
     InitConfig,
     PopulationConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "ConvMixerConfig",
     "ConvNeXtConfig",
     "DataConfig",
+    "DataSection",
     "DistillationConfig",
     "InitConfig",
     "NetworkConfig",

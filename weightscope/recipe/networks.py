@@ -18,6 +18,7 @@ from pydantic import (
 from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
 from weightscope.recipe.base import Depth, Finite, Fraction, NonNegative, Positive, Section, Width, check_numbers
+from weightscope.recipe.sequence_networks import SEQUENCE_TYPES, Mamba2Config, MambaConfig, TransformerConfig
 
 _MOST_STAGES = 16  # each halves the image
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
@@ -108,7 +109,8 @@ class ViTConfig(Section):
 class OwnNetworkConfig(BaseModel):
     """A network of one's own: `type = "package.module:factory"`, and numbers for the factory.
 
-    The factory is called as `factory(in_channels, image_size, num_classes, **numbers)` and returns an `nn.Module`.
+    The factory is called as `factory(in_channels, image_size, num_classes, **numbers)`, for sequences as
+    `factory(vocabulary, **numbers)`, and returns an `nn.Module`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -126,7 +128,7 @@ class OwnNetworkConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-NETWORK_TYPES = ("convmixer", "convnext", "vit")
+NETWORK_TYPES = ("convmixer", "convnext", "vit", *SEQUENCE_TYPES)
 
 
 def _network_type(value: Any) -> str:
@@ -149,6 +151,9 @@ NetworkConfig = Annotated[
     Annotated[ConvMixerConfig, Tag("convmixer")]
     | Annotated[ConvNeXtConfig, Tag("convnext")]
     | Annotated[ViTConfig, Tag("vit")]
+    | Annotated[MambaConfig, Tag("mamba")]
+    | Annotated[Mamba2Config, Tag("mamba2")]
+    | Annotated[TransformerConfig, Tag("transformer")]
     | Annotated[OwnNetworkConfig, Tag("own")],
     Discriminator(_network_type),
     WrapValidator(_network),

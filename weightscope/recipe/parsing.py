@@ -14,7 +14,8 @@ from weightscope._util.regular import read_regular, reason
 from weightscope.errors import RecipeError
 from weightscope.recipe.networks import NETWORK_TYPES
 
-_TAGS = {*NETWORK_TYPES, "own", "range", "number", "list"}  # of unions, not of the recipe
+_DATA_TAGS = {"images": "DataConfig", "task": "TaskConfig", "text": "TextConfig", "markov": "MarkovConfig"}
+_TAGS = {*NETWORK_TYPES, *_DATA_TAGS, "own", "range", "number", "list"}  # of unions, not of the recipe
 _MOST_ERRORS = 3
 _LARGEST = 2**20  # bytes; recipes have about 1000
 _DEEPEST = 16  # tables and lists inside one another
@@ -121,10 +122,15 @@ def _keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:
         if fields:
             models = [inner for field in fields for inner in _models(field.annotation)]
         elif part in _TAGS:
-            models = [
-                m for m in models if "type" in m.model_fields and part in get_args(m.model_fields["type"].annotation)
-            ] or models
+            models = [m for m in models if part in _tags(m)] or models
     return list(dict.fromkeys(key for m in models for key in m.model_fields))
+
+
+def _tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """The tags of a model in its union."""
+    if "type" in model.model_fields:
+        return get_args(model.model_fields["type"].annotation)
+    return tuple(tag for tag, name in _DATA_TAGS.items() if name == model.__name__)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -9,18 +9,21 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.recipes import recipe_path
 from weightscope.data.catalog import dataset_info
-from weightscope.errors import RecipeError
+from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
+from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
 from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.sections import (
     DataConfig,
+    DataSection,
     DistillationConfig,
     InitConfig,
     PopulationConfig,
     TrainingConfig,
 )
+from weightscope.recipe.sequence_networks import SEQUENCE_TYPES, TransformerConfig
 
 
 class Recipe(Section):
@@ -32,7 +35,7 @@ class Recipe(Section):
     """
 
     network: NetworkConfig
-    data: DataConfig
+    data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None
     init: Annotated[tuple[InitConfig, ...], Field(min_length=1)] = (InitConfig(),)
@@ -45,8 +48,40 @@ class Recipe(Section):
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
     @model_validator(mode="after")
+    def _one_kind(self) -> "Recipe":
+        """Images or sequences throughout."""
+        kind, data = self.network.type, self.data
+        if not isinstance(self.network, OwnNetworkConfig) and (kind in SEQUENCE_TYPES) != data.sequences:
+            if data.sequences:
+                named = ", ".join(SEQUENCE_TYPES)
+                raise ValueError(f"network.type: {kind} takes images, {data.name} has none; expected one of {named}")
+            named = ", ".join(SEQUENCE_NAMES)
+            raise ValueError(f"data.name: {kind} takes sequences, {data.name} has images; expected one of {named}")
+        if isinstance(data, SequenceConfig):
+            self._check_sequences(data)
+        return self
+
+    def _check_sequences(self, data: SequenceConfig) -> None:
+        """Refuse what images have and sequences do not, and sequences that are longer than a network's positions."""
+        training, default = self.training, TrainingConfig(epochs=1)
+        for field in ("mixup", "cutmix", "precision"):
+            if getattr(training, field) != getattr(default, field):
+                raise ValueError(f"training.{field}: of images; leave it out for {data.name}")
+        if training.kernels == "compiled":
+            raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {data.name}, found 'compiled'")
+        if self.distillation is not None:
+            raise ValueError(f"distillation: of images; leave it out for {data.name}")
+        if isinstance(self.network, TransformerConfig) and data.longest > (self.network.longest or data.longest):
+            raise ValueError(
+                f"network.context: expected at least {data.longest}, the tokens of the longest sequence that is "
+                f"evaluated, found {self.network.context}; or use rotary positions"
+            )
+
+    @model_validator(mode="after")
     def _patches(self) -> "Recipe":
-        if isinstance(self.network, OwnNetworkConfig) or (is_reference(self.data.name) and self.data.size is None):
+        if isinstance(self.network, OwnNetworkConfig) or not isinstance(self.data, DataConfig):
+            return self
+        if is_reference(self.data.name) and self.data.size is None:
             return self
         size = self.data.size or dataset_info(self.data.name).size
         step = getattr(self.network, "reduction", getattr(self.network, "patch_size", 1))
@@ -56,6 +91,17 @@ class Recipe(Section):
                 f"{self.data.name}'s {size} pixels"
             )
         return self
+
+    @property
+    def images(self) -> DataConfig:
+        """The section [data], for what is of images only.
+
+        Raises:
+            UsageError: if it has sequences.
+        """
+        if not isinstance(self.data, DataConfig):
+            raise UsageError(f"data.name: expected images, found {self.data.name}, which has sequences of tokens")
+        return self.data
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":

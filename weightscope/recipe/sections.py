@@ -1,5 +1,6 @@
 """The sections [data] [training] [distillation] [init] [population]."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,11 +17,14 @@ from pydantic import (
     model_validator,
 )
 
+from weightscope._util.names import unknown
 from weightscope._util.plugins import is_reference
 from weightscope.data.catalog import DATASETS, dataset_info
 from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
-from weightscope.errors import RecipeError, UsageError
+from weightscope.data.sequence_config import MARKOV, SEQUENCE_NAMES, TEXT, MarkovConfig, TaskConfig, TextConfig
+from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.errors import RecipeError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
 from weightscope.recipe.networks import NetworkConfig
 from weightscope.recipe.parsing import explain, read_toml
@@ -50,14 +54,17 @@ class DataConfig(SourceConfig):
         """What networks report about these data, the primary metric first."""
         return ACCURACY, LOSS
 
+    @property
+    def sequences(self) -> bool:
+        """Whether these are sequences of tokens: false."""
+        return False
+
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
-        if not is_reference(value):
-            try:
-                DATASETS.find(value)
-            except UsageError as error:
-                raise ValueError(str(error)) from None
+        if not is_reference(value) and value not in DATASETS:
+            names = (*DATASETS, *SEQUENCE_NAMES)
+            raise ValueError(unknown("data set", value, names, "'package.module:name' for one of your own"))
         return value
 
     @model_validator(mode="after")
@@ -73,6 +80,21 @@ class DataConfig(SourceConfig):
         if self.validation is not None and self.validation > left:
             raise ValueError(f"validation may be at most {left} of the training images, found {self.validation}")
         return self
+
+
+def _kind_of_data(value: Any) -> str:
+    """The tag of a [data] section, for the union's discriminator."""
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    return name if name in (TEXT, MARKOV) else "task" if name in TASK_SIZES else "images"
+
+
+DataSection = Annotated[
+    Annotated[DataConfig, Tag("images")]
+    | Annotated[TaskConfig, Tag("task")]
+    | Annotated[TextConfig, Tag("text")]
+    | Annotated[MarkovConfig, Tag("markov")],
+    Discriminator(_kind_of_data),
+]
 
 
 class Range(Section):

@@ -68,15 +68,15 @@ def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
     """The kernels that train the recipe on a device: C on a CPU and Triton on a GPU, or torch's.
 
     On first use in a process, compiled kernels are compared with torch's on the recipe's own shapes. With "auto",
-    torch's are taken where there is no C compiler or no Triton, and with a warning where compiled kernels cannot be
-    built or launched, or do not agree.
+    torch's are taken for sequences and where there is no C compiler or no Triton, and with a warning where compiled
+    kernels cannot be built or launched, or do not agree.
 
     Raises:
         UsageError: if the recipe asks for compiled kernels and they are not available, do not support the precision,
             or do not agree.
     """
     training, auto = recipe.training, recipe.training.kernels == "auto"
-    if training.kernels == "torch" or training.engine == "loop":
+    if training.kernels == "torch" or training.engine == "loop" or recipe.data.sequences:
         return Choice("torch")
     kernels: Kernels = "triton" if device.type == "cuda" else "c"
     try:

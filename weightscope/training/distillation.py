@@ -162,10 +162,10 @@ def _mlp(width: int, outputs: int) -> nn.Sequential:
 
 
 def _loaded(config: DistillationConfig, recipe: Recipe) -> nn.Module:
-    here = dataset_info(recipe.data)
+    here = dataset_info(recipe.images)
     if (member := population_member(config.teacher)) is not None:
         population = Population(member[0], partial=True)
-        there = dataset_info(population.recipe.data)
+        there = dataset_info(population.recipe.images)
         if (there.channels, there.size) != (here.channels, here.size):
             raise UsageError(
                 f"expected a network for images of {here.channels} x {here.size} x {here.size} pixels, found one for "

@@ -14,32 +14,31 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from weightscope import networks
 from weightscope._util.plugins import is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
-from weightscope.data import Dataset, load
-from weightscope.data.augment import normalise
+from weightscope.data import Dataset, SequenceSource, load
 from weightscope.data.config import FOLDER
+from weightscope.data.sequence_config import TEXT
 from weightscope.population.shard_format import TrainedTile
-from weightscope.recipe import DataConfig, OwnNetworkConfig, Range, Recipe
+from weightscope.recipe import DataSection, OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.batches import Batches, Networks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
-from weightscope.training.images import fused, label_shares, load_images
+from weightscope.training.image_batches import ImageBatches
 from weightscope.training.initial_weights import initial_weights
-from weightscope.training.kernels import functions
+from weightscope.training.kernels.functions import Kernels
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.optimiser import BatchedAdamW, schedule_factor
-from weightscope.training.random_numbers import RandomNumbers
+from weightscope.training.sequence_batches import SequenceBatches
+from weightscope.training.stacked_networks import StackedNetworks
 
 DEFAULT_TILE = 32
-_EVALUATION_IMAGES = 250
-_CALIBRATION_BATCHES = 8
 _STEPS_BEFORE_CAPTURE = 2
 
 
@@ -50,7 +49,8 @@ def spec_of(recipe: Recipe) -> WeightSpec:
 
 def _template(recipe: Recipe) -> torch.nn.Module:
     """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
-    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop":
+    constants = recipe.data.sequences  # such as position codes
+    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants:
         with torch.random.fork_rng(devices=[]):
             return networks.build_for(recipe)
     with torch.device("meta"):
@@ -85,15 +85,16 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _load_cached(source: DataConfig, root: str | None, **counts: int | None) -> Dataset:
+def _load_cached(source: DataSection, root: str | None, **counts: int | None) -> Dataset | SequenceSource:
     return load(source, root, **counts)
 
 
-def _load(recipe: Recipe, root: str | Path | None) -> Dataset:
+def _load(recipe: Recipe, root: str | Path | None) -> Dataset | SequenceSource:
     data = recipe.data
     # a reference may be bound to another function later, and files of a folder may change
-    read = load if is_reference(data.name) or data.name == FOLDER else _load_cached
-    return read(data, None if root is None else str(root), **data.counts)
+    if is_reference(data.name) or data.name in (FOLDER, TEXT):
+        return load(data, root, **data.counts)
+    return _load_cached(data, None if root is None else str(root), **data.counts)
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:
@@ -105,40 +106,29 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
 
 
 class TileRun:
-    """The training of one tile: `train` runs all of it, `epoch` one pass over the data."""
+    """The training of one tile: `train` runs all of it, `epoch` one pass over the data.
 
-    def __init__(self, recipe: Recipe, tile: int, data: Dataset, device: torch.device) -> None:
+    What the networks are trained and evaluated on is the matter of `batches`.
+    """
+
+    def __init__(self, recipe: Recipe, tile: int, data: Dataset | SequenceSource, device: torch.device) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
-        self.dtype = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
-        self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
-        self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
-        self.mean, self.std = data.mean.to(device), data.std.to(device)
-        self.classes = data.info.classes
-        self.batch = min(training.batch_size, len(self.images))
-        self.steps_per_epoch = len(self.images) // self.batch
         kernels = kernels_on(recipe, device)
         own_networks.check(recipe, kernels)
         template = _template(recipe)
         frozen = set(own_networks.frozen(template, training.frozen))
-        stored, self.distillation = WeightSpec.of(template), Distillation.of(recipe, device)
-        if self.distillation is not None:
-            template = self.distillation.extended(template, self.classes)
-        self.nets: BatchedNetworks | LoopNetworks
-        if training.engine == "loop":
-            seeds = [torch_seed(population.seed, k, Purpose.FORWARD) for k in self.ids]
-            self.nets = LoopNetworks(template, count, device, seeds=seeds)
-        else:
-            if isinstance(recipe.network, OwnNetworkConfig):
-                template = template.to(device)
-            self.nets = BatchedNetworks(template, count, device, kernels=kernels)
+        stored, distillation = WeightSpec.of(template), Distillation.of(recipe, device)
+        if distillation is not None and isinstance(data, Dataset):
+            template = distillation.extended(template, data.info.classes)
+        self.nets = self._networks(template, count, kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
         self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
-        if self.distillation is not None:
-            self.distillation.attach(self.nets, population.seed, self.ids)
+        if distillation is not None and not isinstance(self.nets, StackedNetworks):
+            distillation.attach(self.nets, population.seed, self.ids)
         self.nets.freeze(tuple(frozen))
         self.rates = self._per_network(training.learning_rate, 0)
         self.decays = self._per_network(training.weight_decay, 1)
@@ -151,20 +141,29 @@ class TileRun:
             betas=training.betas,
             kernels=kernels,
         )
-        self.random = RandomNumbers(
-            recipe,
-            self.ids,
-            images=len(self.images),
-            size=self.images.shape[-1],
-            batch=self.batch,
-            drop_paths=self.nets.drop_paths,
-        )
+        self.batches: Batches
+        if isinstance(data, SequenceSource):
+            self.batches = SequenceBatches(recipe, self.ids, data, device, self.nets)
+        else:
+            assert not isinstance(self.nets, StackedNetworks)
+            self.batches = ImageBatches(recipe, self.ids, data, device, self.nets, distillation)
+        self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
         self.sums = torch.zeros(2, count, device=device)  # of losses and accuracies over the steps
         self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _networks(self, template: torch.nn.Module, count: int, kernels: Kernels) -> Networks:
+        if self.recipe.training.engine == "loop":
+            seeds = [torch_seed(self.recipe.population.seed, k, Purpose.FORWARD) for k in self.ids]
+            return LoopNetworks(template, count, self.device, seeds=seeds)
+        if isinstance(self.recipe.network, OwnNetworkConfig):
+            template = template.to(self.device)
+        if self.recipe.data.sequences:
+            return StackedNetworks(template, count, self.device)
+        return BatchedNetworks(template, count, self.device, kernels=kernels)
 
     def _per_network(self, value: Any, position: int) -> np.ndarray:
         return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
@@ -184,7 +183,7 @@ class TileRun:
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
                 found |= self.evaluate()
             else:
-                found |= {name: np.full(len(self.ids), np.nan) for name in ("test_accuracy", "test_loss")}
+                found |= {name: np.full(len(self.ids), np.nan) for name in self.batches.evaluated}
             for name, values in found.items():
                 history.setdefault(name, []).append(values)
         kept = self.nets.weights if self.average is None else self.average
@@ -199,14 +198,14 @@ class TileRun:
         return TrainedTile(self.tile, weights, self.seeds, metrics)
 
     def epoch(self, epoch: int, progress: Callable[[float], None] | None = None) -> dict[str, np.ndarray]:
-        """One pass over the training images; returns the running `train_loss` and `train_accuracy`, each (T,).
+        """One pass over the training data; returns the running `train_loss` and `train_accuracy`, each (T,).
 
         All random numbers are uploaded before the first step, and nothing is read back before the last. While a GPU
         works on the steps, the host draws the random numbers of the next epoch.
         """
         training = self.recipe.training
         self.nets.train()
-        self._upload({**(self.ready or self.random.draw()), **self._scalars(epoch)})
+        self._upload({**(self.ready or self.batches.draw()), **self._scalars(epoch)})
         step = self._step
         if self.device.type == "cuda" and self.nets.kernels == "triton":
             step = (self.graph or self._capture()).replay
@@ -216,7 +215,7 @@ class TileRun:
             step()
             if progress is not None:
                 progress((done + 1) / (self.steps_per_epoch * training.epochs))
-        self.ready = self.random.draw() if epoch + 1 < training.epochs else None
+        self.ready = self.batches.draw() if epoch + 1 < training.epochs else None
         loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
         return {"train_loss": loss, "train_accuracy": right}
 
@@ -259,23 +258,13 @@ class TileRun:
         """
         training = self.recipe.training
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
-        labels = self.labels[numbers["order"]]  # (T, B)
-        targets = smooth(labels, training.label_smoothing, self.classes)  # (T, B, K)
-        if "shares" in numbers:  # each image is mixed with the one at the mirrored place of its batch
-            share = label_shares(numbers["shares"], numbers.get("boxes"), self.images.shape[-1])[:, None, None]
-            targets = share * targets + (1 - share) * targets.flip(1)
-        if "paths" in numbers:
-            self.nets.drop(numbers["paths"])
-        logits = self._logits(numbers).float()  # (T, B, K)
-        losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
-        if self.distillation is not None:
-            losses = losses + self.distillation.losses(logits)
+        losses, hits = self.batches.losses(numbers)
         self.nets.backward(losses.sum())  # the gradient of each row of weights is that of its own loss
         self.optimiser.step(numbers["scalars"], training.clip_norm)
         if self.average is not None:
             self.average.lerp_(self.nets.weights, numbers["new"])
         self.sums[0] += losses.detach()
-        self.sums[1] += (logits.detach().argmax(2) == labels).float().mean(1)
+        self.sums[1] += hits
         self.now += 1
 
     def _scalars(self, epoch: int) -> dict[str, Tensor]:
@@ -296,23 +285,9 @@ class TileRun:
                 found["new"][0] = 1
         return found
 
-    def _logits(self, numbers: dict[str, Tensor]) -> Tensor:
-        """Logits (T, B, K) of the training images `order` (T, B), augmented and mixed."""
-        index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
-        assert index is not None
-        moments, config = (self.mean, self.std), self.recipe.data.augment
-        plain = self.distillation is None and fused(self.recipe)  # a teacher sees the images, too
-        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and plain:
-            load = functions.backend("triton").load_images
-            return self.nets.of_channels(load(self.images, index, draws, shares, moments, config, self.dtype))
-        found = load_images(self.images, index, draws, shares, moments, config, numbers.get("boxes"))
-        if self.distillation is not None:
-            self.distillation.observe(found)
-        return self.nets(found.to(self.dtype))
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
-        """Returns `test_accuracy` and `test_loss`, each (T,); of the averaged weights, if there are any."""
+        """Returns the metrics of held-out data, each (T,); of the averaged weights, if there are any."""
         if self.average is None:
             return self._evaluate()
         trained = self.nets.weights.clone()
@@ -323,26 +298,4 @@ class TileRun:
         return found
 
     def _evaluate(self) -> dict[str, np.ndarray]:
-        calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
-        self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
-        self.nets.eval()
-        loss = torch.zeros(len(self.ids), device=self.device)
-        correct = torch.zeros_like(loss)
-        for start in range(0, len(self.test_images), _EVALUATION_IMAGES):
-            part = slice(start, start + _EVALUATION_IMAGES)
-            images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
-            logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
-            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
-            correct += (logits.argmax(2) == labels).float().sum(1)
-        count = len(self.test_images)
-        return {
-            "test_loss": (loss / count).cpu().numpy().astype(np.float64),
-            "test_accuracy": (correct / count).cpu().numpy().astype(np.float64),
-        }
-
-
-def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
-    """Target distributions (..., K) of labels (...): 1 - s + s/K at the label and s/K elsewhere."""
-    off = smoothing / classes
-    targets = torch.full((*labels.shape, classes), off, device=labels.device)
-    return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)
+        return {name: values.cpu().numpy().astype(np.float64) for name, values in self.batches.evaluate().items()}

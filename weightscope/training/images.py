@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def fused(recipe: "Recipe") -> bool:
     """Whether Triton's `load_images` covers what the recipe does to its images."""
-    config = recipe.data.augment
+    config = recipe.images.augment
     other = config.operations or config.resized_crop or config.erasing or recipe.training.cutmix
     return not other
 

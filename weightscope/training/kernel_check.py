@@ -54,7 +54,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     """
     if isinstance(recipe.network, OwnNetworkConfig):
         own_networks.check(recipe, "torch")
-    info, batch = dataset_info(recipe.data), recipe.training.batch_size
+    info, batch = dataset_info(recipe.images), recipe.training.batch_size
     if recipe.data.train is not None:
         batch = min(batch, recipe.data.train)
     with torch.random.fork_rng(devices=[]):
@@ -64,7 +64,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     found: Plan = [["adamw", [_NETWORKS, batched.spec.size], {"betas": list(recipe.training.betas)}]]
     if kernels == "triton" and fused(recipe):
         shape = [_NETWORKS, batch, info.channels, info.size, info.size]
-        augmentation = recipe.data.augment.model_dump(mode="json")
+        augmentation = recipe.images.augment.model_dump(mode="json")
         found.append(["load_images", shape, {"augment": augmentation, "mixup": recipe.training.mixup > 0}])
     for name, args, options in calls:
         entry = [name, _shapes(args), options]

@@ -72,8 +72,12 @@ class LoopNetworks(nn.Module):
                 layer.draws = numbers[:, at]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
-        parts = images if images.ndim == 5 else images.expand(self.count, *images.shape)
+        """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks.
+
+        Of tokens (T, B, n), or (B, n) shared by all, they are (T, B, n, v).
+        """
+        own = 5 if images.is_floating_point() else 3
+        parts = images if images.ndim == own else images.expand(self.count, *images.shape)
         logits = []
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), kept_generators():
             for seed, network, part in zip(self.seeds, self.networks, parts, strict=True):

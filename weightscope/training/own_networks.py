@@ -20,14 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.names import matching, shortened
+from weightscope.data import SequenceConfig
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
+from weightscope.networks.building import vocabulary_of
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_networks import USE_LOOP, BatchedNetworks
 from weightscope.training.kernels.functions import Kernels
+from weightscope.training.stacked_networks import StackedNetworks
 
-_NETWORKS, _IMAGES = 3, 4
+_NETWORKS, _EXAMPLES, _TOKENS = 3, 4, 16
 _TOLERANCE = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
 _HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
 _checked: set[tuple[Any, str]] = set()
@@ -50,8 +53,7 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
             with torch.device("meta"):
                 frozen(networks.build_for(recipe), recipe.training.frozen)
         return
-    info = dataset_info(recipe.data)
-    shape = [recipe.data.name, info.channels, info.size, info.classes]
+    shape = [recipe.data.name, *_input_shape(recipe), *_output_shape(recipe)]
     settings = [recipe.network.model_dump(), *shape, recipe.training.engine, recipe.training.frozen, kernels]
     key = (plugins.imported(config.type), json.dumps(settings))
     if key in _checked:
@@ -92,16 +94,40 @@ def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if name not in left_out}
 
 
+def _input_shape(recipe: Recipe) -> tuple[int, ...]:
+    """Of one image, or of one sequence."""
+    if isinstance(recipe.data, SequenceConfig):
+        return (min(recipe.data.longest, _TOKENS),)
+    info = dataset_info(recipe.images)
+    return info.channels, info.size, info.size
+
+
+def _output_shape(recipe: Recipe) -> tuple[int, ...]:
+    """Of the logits of one image, or of one sequence."""
+    if isinstance(recipe.data, SequenceConfig):
+        return *_input_shape(recipe), vocabulary_of(recipe.data)
+    return (dataset_info(recipe.images).classes,)
+
+
+def _inputs(recipe: Recipe, generator: torch.Generator, *batch: int) -> Tensor:
+    """Random images or sequences, (*batch, ...)."""
+    shape = (*batch, *_input_shape(recipe))
+    if isinstance(recipe.data, SequenceConfig):
+        return torch.randint(vocabulary_of(recipe.data), shape, generator=generator)
+    return torch.randn(shape, generator=generator)
+
+
 def _check_plain(network: nn.Module, recipe: Recipe) -> None:
-    info, name = dataset_info(recipe.data), recipe.network.type
-    images = torch.rand(_IMAGES, info.channels, info.size, info.size, generator=torch.Generator().manual_seed(1))
+    name, expected = recipe.network.type, (_EXAMPLES, *_output_shape(recipe))
+    inputs = _inputs(recipe, torch.Generator().manual_seed(1), _EXAMPLES)
+    what = "sequences" if recipe.data.sequences else "images"
     with torch.random.fork_rng(devices=[]):
         logits = _run(
-            lambda: network.train()(images), f"{name}: the forward pass failed on images {tuple(images.shape)}"
+            lambda: network.train()(inputs), f"{name}: the forward pass failed on {what} {tuple(inputs.shape)}"
         )
-    if not isinstance(logits, Tensor) or logits.shape != (_IMAGES, info.classes):
+    if not isinstance(logits, Tensor) or logits.shape != expected:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise UsageError(f"{name}: expected logits {(_IMAGES, info.classes)} from the network, found {found}")
+        raise UsageError(f"{name}: expected logits {expected} from the network, found {found}")
     parameters = _trained(network, recipe)
     gradients = torch.autograd.grad(logits.sum(), list(parameters.values()), allow_unused=True)
     unused = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None]
@@ -110,13 +136,12 @@ def _check_plain(network: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
-    info, name = dataset_info(recipe.data), recipe.network.type
-    batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
-    generator = torch.Generator().manual_seed(2)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    name, generator = recipe.network.type, torch.Generator().manual_seed(2)
+    batched: BatchedNetworks | StackedNetworks
+    if recipe.data.sequences:
+        batched = StackedNetworks(plain[0], len(plain))
+    else:
+        batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
     for network, row in zip(plain, batched.weights, strict=True):
         state = network.state_dict()
         for tensor, view in batched.spec.unpack(row).items():  # away from zeros and ones, which hide mistakes
@@ -125,12 +150,15 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
     where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
     for case in ("evaluation", "training", "one diverged"):
         training, first = case != "evaluation", 0
-        images, direction = draw(len(plain), _IMAGES, info.channels, info.size, info.size), draw(_IMAGES, info.classes)
+        inputs = _inputs(recipe, generator, len(plain), _EXAMPLES)
+        direction = torch.randn(_EXAMPLES, *_output_shape(recipe), generator=generator)
         if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
-            batched.weights[0], images[0], first = float("nan"), float("nan"), 1
+            batched.weights[0], first = float("nan"), 1
+            if inputs.is_floating_point():
+                inputs[0] = float("nan")
         with _no_random_numbers(name), _NoHostReads(), _NoConversions():
-            logits = _run(lambda: batched.train(training)(images), where, hint)  # noqa: B023 - called at once
-        expected = torch.stack([n.train(training)(part) for n, part in zip(plain, images, strict=True)])
+            logits = _run(lambda: batched.train(training)(inputs), where, hint)  # noqa: B023 - called at once
+        expected = torch.stack([n.train(training)(part) for n, part in zip(plain, inputs, strict=True)])
         _compare(logits[first:], expected[first:], f"{name}: logits")
         _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
         for network, row, part in list(zip(plain, batched.gradient, expected, strict=True))[first:]:

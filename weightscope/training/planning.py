@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,16 +176,15 @@ def _time_tile(
 
     own_code.load()
     where, training = resolve_device(device), recipe.training
-    images = load(recipe.data, data, **recipe.data.counts)
+    source = load(recipe.data, data, **recipe.data.counts)
     with one_thread(), current(where):
         begun = time.perf_counter()
-        run = TileRun(recipe, 0, images, where)
+        run = TileRun(recipe, 0, source, where)
         start = time.perf_counter() - begun
         whole, steps, step = run.steps_per_epoch, min(2, run.steps_per_epoch), 0.0
         while True:  # the first round warms up; later ones are longer, until they can be timed
             few = steps * run.batch
-            part = replace(images, train_images=images.train_images[:few], train_labels=images.train_labels[:few])
-            short = TileRun(recipe, 0, part, where)
+            short = TileRun(recipe, 0, source.shortened(few), where)
             short.epoch(0)
             begun = time.perf_counter()
             short.epoch(0)

@@ -45,7 +45,7 @@ class RandomNumbers:
         `paths` (steps, T, B, L): uniform numbers of the DropPath layers, if any.
         """
         steps, training = self.steps, self.recipe.training
-        needed = draws_needed(self.recipe.data.augment)
+        needed = draws_needed(self.recipe.images.augment)
         numbers: dict[str, list[np.ndarray]] = {"order": [self._order(s) for s in self.streams[Purpose.ORDER]]}
         if needed:
             numbers["draws"] = self._uniform(Purpose.AUGMENT, needed)

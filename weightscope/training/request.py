@@ -10,10 +10,11 @@ from weightscope._util import plugins
 from weightscope._util.environment import environment
 from weightscope.data.config import FOLDER
 from weightscope.data.folder import located
+from weightscope.data.sequence_config import TextConfig
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
-from weightscope.recipe import Recipe
+from weightscope.recipe import DataConfig, Recipe
 from weightscope.training.references import references
 from weightscope.training.weight_hashes import weight_hashes
 
@@ -51,10 +52,10 @@ def requested(
     inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
     for init in recipe.init:
         resolve_init(init)
-    images = load(recipe.data, data, **recipe.data.counts)
-    inputs[f"data {recipe.data.name}"] = images.fingerprint
+    source = load(recipe.data, data, **recipe.data.counts)
+    inputs[f"data {recipe.data.name}"] = source.fingerprint
     if there is None and recipe.training.ema:
-        _warn_of_short_average(recipe, path, len(images.train_labels))
+        _warn_of_short_average(recipe, path, source.examples)
     there_kernels = None if there is None else there.recipe.training.kernels
     if recipe.training.kernels == "auto" and there_kernels == "torch":
         recipe = recipe.replace({"training.kernels": "torch"})
@@ -63,19 +64,25 @@ def requested(
     if recipe.training.kernels == "auto":
         recipe = _recorded(recipe, path, there_kernels, kernels)
     if recipe.population.tile is None:
-        tile = choose_tile(recipe, images, resolved) if there is None else there.tile
+        tile = choose_tile(recipe, source, resolved) if there is None else there.tile
         recipe = recipe.replace({"population.tile": tile})
     return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
 
 
 def with_classes(recipe: Recipe, data: str | Path | None) -> Recipe:
-    """The recipe with the number of classes of its folder of images, so that its networks can be built without it.
+    """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without it.
 
     Raises:
-        DataError: if the folder is missing or has no classes.
+        DataError: if the folder is missing or has no classes, or the text is damaged.
+        UsageError: if the text is shorter than a sequence.
     """
+    from weightscope.data import SequenceSource
     from weightscope.data.catalog import dataset_info
 
+    if isinstance(recipe.data, TextConfig) and recipe.data.vocabulary is None:
+        return recipe.replace({"data.vocabulary": SequenceSource.of(recipe.data, data).vocabulary})
+    if not isinstance(recipe.data, DataConfig):
+        return recipe
     if recipe.data.name != FOLDER or recipe.data.classes is not None:
         return recipe
     return recipe.replace({"data.classes": dataset_info(recipe.data, data).classes})
@@ -93,10 +100,10 @@ def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") 
     return recipe.replace({"training.kernels": kept})
 
 
-def _warn_of_short_average(recipe: Recipe, path: Path, images: int) -> None:
+def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
     """Warn where the average of the weights, which is what is stored, still holds much of those of the first step."""
     training = recipe.training
-    steps = training.epochs * (images // min(training.batch_size, images))
+    steps = training.epochs * (examples // min(training.batch_size, examples))
     share = training.ema ** (steps - 1)
     if steps > 1 and share > _FIRST_SHARE:
         _log.warning(
@@ -137,7 +144,9 @@ def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) 
     if values["training"]["kernels"] == "compiled":
         actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
         values["training"]["kernels"] = actual
-    if recipe.data.path is not None:
+    if isinstance(recipe.data, TextConfig):
+        values["data"]["path"] = str(recipe.data.located(data).absolute())
+    elif isinstance(recipe.data, DataConfig) and recipe.data.path is not None:
         values["data"]["path"] = str(located(recipe.data, None if data is None else Path(data)).absolute())
     for init in values["init"]:
         if "artifact" in init:

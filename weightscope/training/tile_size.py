@@ -4,11 +4,9 @@ A tile is part of a population's identity (its padding is trained, too, and a GP
 sizes), so the number is chosen once, when the population is created, and recorded in its recipe.
 """
 
-from dataclasses import replace
-
 import torch
 
-from weightscope.data import Dataset
+from weightscope.data import Dataset, SequenceSource
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training.devices import current
@@ -20,7 +18,7 @@ _TRIED = (4, 8)  # sizes of tiles whose memory is measured; it is linear in the 
 _BATCHES = 2
 
 
-def choose_tile(recipe: Recipe, data: Dataset, device: torch.device) -> int:
+def choose_tile(recipe: Recipe, data: Dataset | SequenceSource, device: torch.device) -> int:
     """Choose T for a population on a device.
 
     On a CPU 32. On a GPU the largest power of two for which an epoch and its evaluation fit into 80 % of the free
@@ -63,10 +61,10 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
     return tile
 
 
-def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> float:
+def _peak(recipe: Recipe, data: Dataset | SequenceSource, device: torch.device, tile: int) -> float:
     """Peak memory of training a tile, in bytes of the device."""
     kept = _BATCHES * recipe.training.batch_size
-    few = replace(data, train_images=data.train_images[:kept], train_labels=data.train_labels[:kept])
+    few = data.shortened(min(kept, data.examples))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -78,6 +76,6 @@ def _peak(recipe: Recipe, data: Dataset, device: torch.device, tile: int) -> flo
     # a CUDA graph keeps the memory of its step during the evaluation
     peak = sum(peaks) if run.nets.kernels == "triton" else max(peaks)
     # the random numbers of a whole epoch and all images are on the device, too
-    whole = len(data.train_images) // run.batch
+    whole = data.examples // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
-    return peak + more + data.train_images.nbytes
+    return peak + more + (data.train_images.nbytes if isinstance(data, Dataset) else 0)

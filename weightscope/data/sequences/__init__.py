@@ -2,7 +2,18 @@
 
 from weightscope.data.sequences.batch import SequenceBatch, accuracy, bits, cross_entropy, perplexity
 from weightscope.data.sequences.markov import MarkovSource
+from weightscope.data.sequences.source import SequenceSource
 from weightscope.data.sequences.tasks import TASKS
 from weightscope.data.sequences.text import Text
 
-__all__ = ["TASKS", "MarkovSource", "SequenceBatch", "Text", "accuracy", "bits", "cross_entropy", "perplexity"]
+__all__ = [
+    "TASKS",
+    "MarkovSource",
+    "SequenceBatch",
+    "SequenceSource",
+    "Text",
+    "accuracy",
+    "bits",
+    "cross_entropy",
+    "perplexity",
+]

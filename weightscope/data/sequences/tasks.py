@@ -13,7 +13,7 @@ from torch import Tensor
 from weightscope._util.checks import count
 from weightscope._util.plugins import Registry
 from weightscope.data.sequences.batch import SequenceBatch
-from weightscope.errors import UsageError
+from weightscope.data.task_sizes import check_task
 
 Task = Callable[[torch.Generator, int, int, int], SequenceBatch]
 
@@ -41,7 +41,7 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
         torch.Size([2, 6])
     """
-    _checked(batch, length, vocabulary)
+    _checked("copy", batch, length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _sequences(string, string, vocabulary)
 
@@ -49,7 +49,7 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
 def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
     """Repeat the string in stack order, last token first: `a b c | c b a`; arguments and errors as `copy`."""
-    _checked(batch, length, vocabulary)
+    _checked("copy_reversed", batch, length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _sequences(string, string.flip(1), vocabulary)
 
@@ -61,12 +61,7 @@ def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
     Raises:
         UsageError: if a number is out of range, or there are fewer than `length` tokens.
     """
-    _checked(batch, length, vocabulary)
-    if vocabulary - 1 < length:
-        raise UsageError(
-            f"vocabulary: sorting {length} different tokens needs at least {length + 1} with the separator, "
-            f"found {vocabulary}"
-        )
+    _checked("sort", batch, length, vocabulary)
     string = _permutations(generator, batch, vocabulary - 1)[:, :length]
     return _sequences(string, string.sort(1).values, vocabulary)
 
@@ -90,16 +85,8 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     Raises:
         UsageError: if a number is out of range, or there are fewer keys than pairs.
     """
-    count("length", length, 2)
-    _checked(batch, length, vocabulary)
-    if length % 2:
-        raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
+    _checked("associative_recall", batch, length, vocabulary)
     pairs, keys = length // 2, (vocabulary - 1) // 2
-    if keys < pairs:
-        raise UsageError(
-            f"vocabulary: {pairs} different keys, as many values and the separator need at least {length + 1}, "
-            f"found {vocabulary}"
-        )
     key = _permutations(generator, batch, keys)[:, :pairs]
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
     string = torch.stack([key, value], 2)  # (B, pairs, 2)
@@ -126,8 +113,7 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
     Raises:
         UsageError: if a number is out of range.
     """
-    count("vocabulary", vocabulary, 3)
-    _checked(batch, length, vocabulary)
+    _checked("selective_copy", batch, length, vocabulary)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
     places = _permutations(generator, batch, length)[:, :kept].sort(1).values
@@ -135,15 +121,14 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
     return _sequences(string, answer, vocabulary)
 
 
-def _checked(batch: int, length: int, vocabulary: int) -> None:
+def _checked(name: str, batch: int, length: int, vocabulary: int) -> None:
     """Refuse numbers that are out of range.
 
     Raises:
         UsageError: naming the number.
     """
     count("batch", batch)
-    count("length", length)
-    count("vocabulary", vocabulary, 2)
+    check_task(name, length, vocabulary)
 
 
 def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -> Tensor:

@@ -75,12 +75,19 @@ class Text:
         Raises:
             UsageError: if the training text is not longer than a window.
         """
+        return _scored(self.windows(self.starts(generator, batch, length), length))
+
+    def starts(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
+        """Draw the first tokens (B, 1) of windows of the training text; errors as `batch`."""
         count("batch", batch)
         starts = len(self.train) - count("length", length)
         if starts < 1:
             raise UsageError(f"length: expected less than the {len(self.train)} tokens of the text, found {length}")
-        first = torch.randint(starts, (batch, 1), generator=generator, device=generator.device).to(self.train.device)
-        return _windows(self.train, first, length)
+        return torch.randint(starts, (batch, 1), generator=generator, device=generator.device)
+
+    def windows(self, first: Tensor, length: int) -> Tensor:
+        """The windows of the training text, with the token after each, (..., length + 1) from `starts` (..., 1)."""
+        return _windows(self.train, first.to(self.train.device), length)
 
     def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[SequenceBatch]:
         """Consecutive windows of a held-out text, one at a time: each token but the first is scored once.
@@ -93,11 +100,15 @@ class Text:
         if len(text) < 2:
             raise UsageError(f"{part}: expected at least 2 tokens, found {len(text)}")
         for start in range(0, len(text) - 1, length):
-            yield _windows(text, torch.tensor([[start]], device=text.device), min(length, len(text) - 1 - start))
+            first = torch.tensor([[start]], device=text.device)
+            yield _scored(_windows(text, first, min(length, len(text) - 1 - start)))
 
 
-def _windows(text: Tensor, first: Tensor, length: int) -> SequenceBatch:
-    whole = text[first + torch.arange(length + 1, device=text.device)]
+def _windows(text: Tensor, first: Tensor, length: int) -> Tensor:
+    return text[first + torch.arange(length + 1, device=text.device)]
+
+
+def _scored(whole: Tensor) -> SequenceBatch:
     return SequenceBatch(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
 
 

@@ -9,6 +9,7 @@ from weightscope._util.checks import choice
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Mlp
 from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.registry import NETWORKS
 from weightscope.networks.sequences.attention import CausalAttention, LinearAttention
 from weightscope.networks.sequences.mamba import Mamba2Mixer, MambaMixer
 
@@ -17,12 +18,30 @@ LayerKind = Literal["default", "attention", "linear_attention"]
 LAYER_KINDS = ("default", "attention", "linear_attention")
 
 
+def check_tokens(tokens: Tensor, vocabulary: int) -> None:
+    """Refuse tokens outside of 0 to `vocabulary` - 1; on a GPU, for which the check would wait, and on meta, all pass.
+
+    Raises:
+        UsageError: naming the token.
+    """
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise UsageError(f"tokens: expected numbers from 0 to {vocabulary - 1}, found {wrong}")
+
+
 class TokenEmbedding(nn.Embedding):
     """Vectors of tokens, initially normal with standard deviation 0.02. Tokens outside the vocabulary are an error.
+
+    Attributes:
+        checks: whether `forward` checks its tokens; not where `torch.vmap` runs it, and its caller does.
 
     Raises:
         UsageError: in `forward`, naming the token.
     """
+
+    checks = True
 
     def reset_parameters(self) -> None:
         """Draw the initial vectors."""
@@ -30,11 +49,8 @@ class TokenEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 tokens (B, n) to (B, n, d)."""
-        if tokens.device.type == "cpu" and tokens.numel():  # elsewhere the check would wait for the device
-            low, high = (int(value) for value in tokens.aminmax())
-            if low < 0 or high >= self.num_embeddings:
-                wrong = low if low < 0 else high
-                raise UsageError(f"tokens: expected numbers from 0 to {self.num_embeddings - 1}, found {wrong}")
+        if self.checks:
+            check_tokens(tokens, self.num_embeddings)
         return super().forward(tokens)
 
 
@@ -97,6 +113,7 @@ def _head(embeddings: nn.Embedding, tied: bool) -> nn.Linear:
     return TiedHead(embeddings) if tied else nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False)
 
 
+@NETWORKS.register("mamba", source="Gu and Dao 2023; thesis Eq. 3.35")
 class Mamba(nn.Module):
     """Mamba. Tokens (B, n) to logits (B, n, v).
 
@@ -144,6 +161,7 @@ class Mamba(nn.Module):
         return self.lm_head(self.backbone(tokens))
 
 
+@NETWORKS.register("mamba2", source="Dao and Gu 2024")
 class Mamba2(nn.Module):
     """Mamba-2. Tokens (B, n) to logits (B, n, v).
 
@@ -212,6 +230,7 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+@NETWORKS.register("transformer", source="Vaswani et al. 2017; thesis 3.2.6")
 class CausalTransformer(nn.Module):
     """Transformer decoder. Tokens (B, n) to logits (B, n, v), which the tied embedding computes.
 

@@ -21,6 +21,7 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
 
     The sequence is cut into segments that are run side by side, from zero; then each is run again from the state in
     which the one before ends. States are kept for the backward pass, which runs the adjoint recurrence in the same way.
+    `torch.vmap` runs the scans of many networks, each with its own rates, as one.
 
     Args:
         x: inputs (B, n, p): batch, tokens, channels.
@@ -50,98 +51,158 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
         raise UsageError(
             f"selective_scan: expected delta, A, B, C of {list(map(tuple, expected))}, found {list(found)}"
         )
-    if segments is None:
-        segments = max(1, _AT_ONCE // (batch * channels * states))
-    segments = min(segments, tokens)
-    short = -tokens % segments
-    if short:  # tokens without a step leave the state as it is
-        x, delta, b, c = (F.pad(value, (0, 0, 0, short)) for value in (x, delta, b, c))
-    y: Tensor = _Scan.apply(delta * x, delta, a, b, c, segments)
-    return y[:, :tokens] if short else y
+    y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments)
+    return y.squeeze(0)
 
 
 def _folded(value: Tensor, segments: int) -> Tensor:
-    """(B, n, w) -> (n / S, S B, w): step, then segment and batch."""
-    batch, _, width = value.shape
-    return value.reshape(batch, segments, -1, width).permute(2, 1, 0, 3).reshape(-1, segments * batch, width)
+    """(T, B, n, w) -> (steps, T, S B, w), padded to S equal segments by tokens without a step, which change nothing."""
+    networks, batch, tokens, width = value.shape
+    value = F.pad(value, (0, 0, 0, -tokens % segments)).reshape(networks, batch, segments, -1, width)
+    return value.permute(3, 0, 2, 1, 4).reshape(-1, networks, segments * batch, width)
 
 
-def _unfolded(value: Tensor, segments: int) -> Tensor:
+def _unfolded(value: Tensor, segments: int, tokens: int) -> Tensor:
     """The inverse of `_folded`."""
-    steps, both, width = value.shape
-    return value.reshape(steps, segments, -1, width).permute(2, 1, 0, 3).reshape(both // segments, -1, width)
+    steps, networks, both, width = value.shape
+    value = value.reshape(steps, networks, segments, -1, width).permute(1, 3, 2, 0, 4)
+    return value.reshape(networks, both // segments, -1, width)[:, :, :tokens]
 
 
 class _Scan(torch.autograd.Function):
-    """The scan of inputs u = delta x; the state of one step is (S B, N, p), channels innermost."""
+    """The scans of T networks' inputs u = delta x; the state of one step is (T, S B, N, p), channels innermost."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: int) -> Tensor:
-        """Map (B, n, p) to (B, n, p)."""
+    def forward(
+        u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Map (T, B, n, p) to (T, B, n, p), and to all states (steps + 1, T, S B, N, p)."""
+        networks, batch, tokens, channels = u.shape
+        if segments is None:
+            segments = max(1, _AT_ONCE // (networks * batch * channels * a.shape[-1]))
+        segments = min(segments, tokens)
         us, deltas, bs, cs = (_folded(value, segments) for value in (u, delta, b, c))
-        rates = a.T.contiguous()  # (N, p)
-        steps, both, width = us.shape
-        states = us.new_empty(steps + 1, both, len(rates), width)
-        decay, inflow = torch.empty_like(states[0]), torch.empty_like(states[0])
-
-        def step(i: int, before: Tensor, after: Tensor) -> None:
-            torch.mul(deltas[i].unsqueeze(1), rates, out=decay).exp_()
-            torch.mul(bs[i].unsqueeze(2), us[i].unsqueeze(1), out=inflow)
-            torch.addcmul(inflow, decay, before, out=after)
-
-        start = torch.zeros_like(decay)
-        if segments > 1:
-            end = torch.zeros_like(decay)
-            for i in range(steps):
-                step(i, end, end)
-            start = _carried(end, _decay_of(deltas, rates), segments)
-        states[0] = start
+        states = us.new_empty(len(us) + 1, networks, segments * batch, a.shape[-1], channels)
         y = torch.empty_like(us)
-        for i in range(steps):
-            step(i, states[i], states[i + 1])
-            torch.sum(torch.mul(states[i + 1], cs[i].unsqueeze(2), out=inflow), 1, out=y[i])
-        ctx.save_for_backward(us, deltas, rates, bs, cs, states)
-        ctx.segments = segments
-        return _unfolded(y, segments)
+        for part in _parts(states):
+            _run(us[:, part], deltas[:, part], a[part], bs[:, part], cs[:, part], states[:, part], y[:, part], segments)
+        return _unfolded(y, segments, tokens), states
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep the inputs and all states."""
+        *values, _ = inputs
+        _, states = output
+        ctx.save_for_backward(*values, states)
+        ctx.mark_non_differentiable(states)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the gradient of the state, G_i = C_i dL/dy_i^T + decay_{i+1} G_{i+1}, from the last token on."""
-        us, deltas, rates, bs, cs, states = ctx.saved_tensors
-        segments, steps = ctx.segments, len(us)
-        grads = _folded(grad, segments)
-        decay, flow = torch.empty_like(states[0]), torch.zeros_like(states[0])
-        if segments > 1:
-            for i in reversed(range(steps)):
-                torch.mul(deltas[i].unsqueeze(1), rates, out=decay).exp_()
-                flow.addcmul_(cs[i].unsqueeze(2), grads[i].unsqueeze(1)).mul_(decay)
-            flow = _carried(flow, _decay_of(deltas, rates), segments, backwards=True)
-        d_u, d_delta, d_b, d_c = (torch.empty_like(value) for value in (us, deltas, bs, cs))
-        d_rates, product = torch.zeros_like(flow), torch.empty_like(flow)
-        for i in reversed(range(steps)):
-            torch.mul(deltas[i].unsqueeze(1), rates, out=decay).exp_()
-            torch.sum(torch.mul(states[i + 1], grads[i].unsqueeze(1), out=product), 2, out=d_c[i])
-            flow.addcmul_(cs[i].unsqueeze(2), grads[i].unsqueeze(1))
-            torch.sum(torch.mul(flow, us[i].unsqueeze(1), out=product), 2, out=d_b[i])
-            torch.sum(torch.mul(flow, bs[i].unsqueeze(2), out=product), 1, out=d_u[i])
-            torch.mul(flow.mul_(decay), states[i], out=product)  # the gradient of delta A
-            d_rates.addcmul_(product, deltas[i].unsqueeze(1))
-            torch.sum(product.mul_(rates), 1, out=d_delta[i])
-        d_u, d_delta, d_b, d_c = (_unfolded(value, segments) for value in (d_u, d_delta, d_b, d_c))
-        return d_u, d_delta, d_rates.sum(0).T, d_b, d_c, None
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        """Run the adjoint recurrence of each network."""
+        *values, states = ctx.saved_tensors
+        u, delta, a, b, c = values
+        segments, tokens = states.shape[2] // u.shape[1], u.shape[2]
+        us, deltas, bs, cs, grads = (_folded(value, segments) for value in (u, delta, b, c, grad))
+        found = [torch.empty_like(value) for value in (us, deltas, bs, cs)]
+        d_a = torch.empty_like(a)
+        for part in _parts(states):
+            inputs = us[:, part], deltas[:, part], a[part], bs[:, part], cs[:, part]
+            d_a[part] = _run_back(
+                *inputs, states[:, part], grads[:, part], tuple(value[:, part] for value in found), segments
+            )
+        d_u, d_delta, d_b, d_c = (_unfolded(value, segments, tokens) for value in found)
+        return d_u, d_delta, d_a, d_b, d_c, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
+        """Fold the axis that is mapped into that of the networks."""
+        *values, segments = inputs
+        folded = []
+        for value, dim in zip(values, in_dims, strict=False):
+            value = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+            folded.append(value.flatten(0, 1))
+        y, states = _Scan.apply(*folded, segments)
+        return (y.unflatten(0, (info.batch_size, -1)), states), (0, None)
+
+
+def _parts(states: Tensor) -> list[slice]:
+    """Networks that are run together, so that the states of one step fit the processor's cache."""
+    networks, each = states.shape[1], states[0, 0].numel()
+    size = max(1, _AT_ONCE // each)
+    return [slice(start, start + size) for start in range(0, networks, size)]
+
+
+def _run(
+    us: Tensor, deltas: Tensor, a: Tensor, bs: Tensor, cs: Tensor, states: Tensor, y: Tensor, segments: int
+) -> None:
+    """Fill `states` and `y`, from inputs (steps, T, S B, .) and rates (T, p, N)."""
+    rates = a.mT.contiguous().unsqueeze(1)  # (T, 1, N, p)
+    decay, inflow = torch.empty_like(states[0]), torch.empty_like(states[0])
+
+    def step(i: int, before: Tensor, after: Tensor) -> None:
+        torch.mul(deltas[i].unsqueeze(2), rates, out=decay).exp_()
+        torch.mul(bs[i].unsqueeze(3), us[i].unsqueeze(2), out=inflow)
+        torch.addcmul(inflow, decay, before, out=after)
+
+    states[0] = 0
+    if segments > 1:
+        end = torch.zeros_like(decay)
+        for i in range(len(us)):
+            step(i, end, end)
+        states[0] = _carried(end, _decay_of(deltas, rates), segments)
+    for i in range(len(us)):
+        step(i, states[i], states[i + 1])
+        torch.sum(torch.mul(states[i + 1], cs[i].unsqueeze(3), out=inflow), 2, out=y[i])
+
+
+def _run_back(
+    us: Tensor,
+    deltas: Tensor,
+    a: Tensor,
+    bs: Tensor,
+    cs: Tensor,
+    states: Tensor,
+    grads: Tensor,
+    found: tuple[Tensor, ...],
+    segments: int,
+) -> Tensor:
+    """Fill the gradients `found` of u, delta, B and C, and return that of A, (T, p, N).
+
+    The gradient of the state is G_i = C_i dL/dy_i^T + decay_{i+1} G_{i+1}, from the last token on.
+    """
+    rates = a.mT.contiguous().unsqueeze(1)
+    decay, flow = torch.empty_like(states[0]), torch.zeros_like(states[0])
+    order = list(reversed(range(len(us))))
+    if segments > 1:
+        for i in order:
+            torch.mul(deltas[i].unsqueeze(2), rates, out=decay).exp_()
+            flow.addcmul_(cs[i].unsqueeze(3), grads[i].unsqueeze(2)).mul_(decay)
+        flow = _carried(flow, _decay_of(deltas, rates), segments, backwards=True)
+    d_u, d_delta, d_b, d_c = found
+    d_rates, product = torch.zeros_like(flow), torch.empty_like(flow)
+    for i in order:
+        torch.mul(deltas[i].unsqueeze(2), rates, out=decay).exp_()
+        torch.sum(torch.mul(states[i + 1], grads[i].unsqueeze(2), out=product), 3, out=d_c[i])
+        flow.addcmul_(cs[i].unsqueeze(3), grads[i].unsqueeze(2))
+        torch.sum(torch.mul(flow, us[i].unsqueeze(2), out=product), 3, out=d_b[i])
+        torch.sum(torch.mul(flow, bs[i].unsqueeze(3), out=product), 2, out=d_u[i])
+        torch.mul(flow.mul_(decay), states[i], out=product)  # the gradient of delta A
+        d_rates.addcmul_(product, deltas[i].unsqueeze(2))
+        torch.sum(product.mul_(rates), 2, out=d_delta[i])
+    return d_rates.sum(1).mT
 
 
 def _decay_of(deltas: Tensor, rates: Tensor) -> Tensor:
-    """exp(A sum of delta), the decay over each segment, (S B, N, p)."""
-    return torch.exp(deltas.sum(0).unsqueeze(1) * rates)
+    """exp(A sum of delta), the decay over each segment, (T, S B, N, p)."""
+    return torch.exp(deltas.sum(0).unsqueeze(2) * rates)
 
 
 def _carried(ends: Tensor, decay: Tensor, segments: int, backwards: bool = False) -> Tensor:
     """The state in which each segment starts, given where each ends from zero; from the last one if `backwards`."""
-    ends, decay = (value.unflatten(0, (segments, -1)) for value in (ends, decay))
+    ends, decay = (value.unflatten(1, (segments, -1)).transpose(0, 1) for value in (ends, decay))
     starts = torch.zeros_like(ends)
     order = list(reversed(range(segments))) if backwards else list(range(segments))
     for before, after in itertools.pairwise(order):
-        torch.addcmul(ends[before], decay[before], starts[before], out=starts[after])
-    return starts.flatten(0, 1)
+        starts[after] = torch.addcmul(ends[before], decay[before], starts[before])
+    return starts.transpose(0, 1).flatten(1, 2)

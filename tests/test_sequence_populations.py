@@ -1,0 +1,337 @@
+"""Populations of networks for sequences: training, metrics, the tile rule, resuming, and wrong input."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import references_sequences as reference
+import torch
+from plain import train_sequences_alone
+
+from weightscope._util.seeding import Purpose, torch_seed
+from weightscope.cli import main
+from weightscope.data import SequenceSource, load
+from weightscope.data.sequence_config import SEQUENCE_NAMES
+from weightscope.data.sequences import TASKS, MarkovSource
+from weightscope.data.task_sizes import TASK_SIZES, sequence_length
+from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training import train_tile
+from weightscope.training.collection import collect
+from weightscope.training.planning import plan
+
+BASE = {
+    "network": {"type": "mamba", "width": 8, "depth": 1, "state": 3},
+    "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 24, "test": 10},
+    "training": {"epochs": 2, "batch_size": 4, "learning_rate": 0.01, "weight_decay": 0.1},
+    "population": {"networks": 3, "tile": 2, "seed": 5},
+}
+NETWORKS = {
+    "mamba": BASE["network"],
+    "mamba2": {"type": "mamba2", "width": 8, "depth": 1, "state": 4, "head_width": 8},
+    "transformer": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
+    "hybrid": {"type": "mamba", "width": 8, "depth": 2, "state": 3, "layers": ["default", "attention"]},
+}
+
+
+def recipe(**changes: object) -> Recipe:
+    """`data__length=4` changes a field, `data={...}` a section."""
+    return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
+
+
+def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of an error, whose exit code is that of wrong input or, 3, of data."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    _, err = capsys.readouterr()
+    assert stopped.value.code == (3 if "--data" in arguments and "data.length" not in err else 2), err
+    assert err.count("\n") == 1, err
+    return err
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_train_as_alone(name: str) -> None:
+    """Weights and losses of torch's own modules, AdamW, gradient clipping and cross entropy."""
+    plan = recipe(network=NETWORKS[name])
+    tile = train_tile(plan, 1, device="cpu")
+    for row, losses, k in zip(tile.weights, tile.metrics["train_loss_per_epoch"], (2, 3), strict=True):
+        network, expected = train_sequences_alone(plan, k)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
+        parameters = dict(network.named_parameters())
+        for tensor, values in WeightSpec.of(network).unpack(row).items():
+            there = parameters[tensor].detach().numpy()
+            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+    assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
+
+
+@pytest.mark.parametrize("name", ["mamba", "transformer"])
+def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> None:
+    batched, loop = (
+        train_tile(recipe(network=NETWORKS[name], training__engine=engine), 0, device="cpu")
+        for engine in ("batched", "loop")
+    )
+    np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=1e-4)
+    for metric in ("test_accuracy", "test_accuracy_2x", "test_accuracy_4x"):
+        np.testing.assert_array_equal(batched.metrics[metric], loop.metrics[metric])
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
+    """At 1, 2 and 4 times the length: a solver's answers to strings that are drawn again from the held-out stream."""
+    sizes = {"name": task, "length": 4, "vocabulary": 18, "train": 8, "test": 6}
+    plan = recipe(data=sizes, population__networks=2, training__epochs=1)
+    population = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)
+    assert [metric.name for metric in plan.data.metrics] == [
+        "test_accuracy",
+        "test_accuracy_2x",
+        "test_accuracy_4x",
+        "test_loss",
+    ]
+    for multiple, metric in ((1, "test_accuracy"), (2, "test_accuracy_2x"), (4, "test_accuracy_4x")):
+        length, generator = multiple * 4, torch.Generator().manual_seed(torch_seed(0, multiple, Purpose.HELD_OUT))
+        drawn = TASKS[task](generator, 6, length, 18)
+        assert drawn.tokens.shape[1] == sequence_length(task, length)
+        for k in range(2):
+            with torch.no_grad():
+                found = population.network(k).eval()(drawn.tokens).argmax(2)
+            right = total = 0
+            for row, last, given in zip(drawn.tokens.tolist(), drawn.targets[:, -1].tolist(), found, strict=True):
+                string, asked = row[:length], [*row[length + 1 :], last]
+                for i, token in enumerate(reference.answer(task, string, 18, asked)):
+                    total += token is not None
+                    right += token is not None and int(given[length + i]) == token
+            assert population.metrics[metric][k] == pytest.approx(right / total, abs=1e-6)
+
+
+def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path) -> None:
+    small = collect(recipe(), tmp_path / "small.pop", workers=1, device="cpu", progress=False)
+    large = recipe(population__networks=6)
+    large = collect(large, tmp_path / "large.pop", workers=2, device="cpu", progress=False)
+    np.testing.assert_array_equal(small.weights(), large.weights()[:3])
+    grown = collect(recipe(), tmp_path / "small.pop", networks=6, workers=1, device="cpu", progress=False)
+    for tile in range(3):
+        name = f"shards/{tile:05}.h5"
+        assert (grown.path / name).read_bytes() == (large.path / name).read_bytes()
+
+
+def test_a_diverging_network_does_not_disturb_its_neighbour() -> None:
+    wild = train_tile(recipe(training__learning_rate=[0.01, 1e30], training__clip_norm=0.0), 0, device="cpu")
+    calm = train_tile(recipe(training__learning_rate=[0.01, 0.01], training__clip_norm=0.0), 0, device="cpu")
+    assert wild.metrics["diverged"].tolist() == [False, True]
+    np.testing.assert_array_equal(calm.weights[0], wild.weights[0])
+
+
+def test_a_killed_population_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    plan = recipe(population__networks=8, training__epochs=4, data__train=80)
+    (tmp_path / "plan.json").write_text(repr(plan.to_dict()))
+    collect(plan, tmp_path / "whole.pop", workers=1, device="cpu", progress=False)
+    path = tmp_path / "killed.pop"
+    code = f"""
+import ast
+from pathlib import Path
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training.collection import collect
+plan = Recipe.parse(ast.literal_eval(Path({str(tmp_path / "plan.json")!r}).read_text()))
+collect(plan, {str(path)!r}, workers=1, device="cpu", progress=False)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        until = time.monotonic() + 120
+        while not (path / "shards/00000.h5").exists() and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert 0 < len(list((path / "shards").glob("*.h5"))) < 4
+    collect(plan, path, workers=1, device="cpu", progress=False)
+    there, here = (
+        {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+        for folder in (tmp_path / "whole.pop", path)
+    )
+    assert there == here
+
+
+def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound() -> None:
+    data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
+    tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")
+    found = tile.metrics
+    np.testing.assert_allclose(found["test_bits"], found["test_loss"] / math.log(2), rtol=1e-6)
+    np.testing.assert_allclose(found["test_perplexity"], np.exp(found["test_loss"]), rtol=1e-5)
+    entropy = MarkovSource.random(5).entropy
+    assert (found["test_bits"] > entropy - 0.15).all()  # of 600 tokens
+    assert (found["test_bits"] < 0.9 * math.log2(5)).all(), "it has learnt"
+
+
+def test_own_networks_for_sequences() -> None:
+    own = recipe(network={"type": "own_code:TokenSum", "width": 6})
+    batched, loop = (train_tile(own.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
+    np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=1e-5)
+    with pytest.raises(UsageError, match=r'own_code:TokenDropout.*use training.engine = "loop"'):
+        train_tile(recipe(network={"type": "own_code:TokenDropout"}), 0, device="cpu")
+    with pytest.raises(UsageError, match=r"own_code:Cnn is called with \(vocabulary, \*\*numbers\)"):
+        train_tile(recipe(network={"type": "own_code:Cnn"}), 0, device="cpu")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with a text, and a recipe beside it."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, words in (
+        ("train", "the cat sat on the mat . " * 20),
+        ("valid", "the mat sat"),
+        ("test", "a cat sat on"),
+    ):
+        (folder / f"{name}.txt").write_text(words)
+    (tmp_path / "text.toml").write_text(
+        """
+        [network]
+        type = "mamba"
+        width = 8
+        depth = 1
+        [data]
+        name = "text"
+        path = "corpus"
+        length = 5
+        train = 16
+        [training]
+        epochs = 1
+        batch_size = 4
+        [population]
+        networks = 2
+        tile = 2
+        """
+    )
+    return tmp_path
+
+
+def test_text_of_ones_own(text: Path) -> None:
+    plan = Recipe.load(text / "text.toml")
+    population = collect(plan, text / "a.pop", data=text, workers=1, device="cpu", progress=False)
+    characters = sorted(set("the cat sat on the mat . "))
+    assert population.recipe.data.vocabulary == len(characters)
+    assert population.network(0).lm_head.out_features == len(characters)
+    source = load(population.recipe.data, text)
+    assert isinstance(source, SequenceSource)
+    held_out = torch.cat([batch.targets.flatten() for batch in source.held_out[1]])
+    assert [characters[i] for i in held_out.tolist()] == list("a cat sat on")[1:]
+    network = population.network(1)
+    with torch.no_grad():
+        nats = [
+            torch.nn.functional.cross_entropy(network(b.tokens).flatten(0, 1), b.targets.flatten(), reduction="sum")
+            for b in source.held_out[1]
+        ]
+    assert population.metrics["test_loss"][1] == pytest.approx(float(sum(nats)) / 11, rel=1e-5)
+    (text / "corpus/test.txt").write_text("a mat")
+    with pytest.raises((RecipeError, DataError), match="data text"):
+        collect(plan, text / "a.pop", data=text, networks=4, workers=1, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train", b"", "train.txt: expected text, found none"),
+        ("test", b" \n ", "test.txt: expected text, found none"),
+        ("valid", b"caf\xe9", "valid.txt: expected UTF-8, found the byte 0xe9 at 3"),
+        ("train", b"abc", "data.length: expected less than the 3 tokens of the text, found 5"),
+        ("test", b"xyz", "test.txt: the character 'x' is not in the training text"),
+    ],
+)
+def test_damaged_text_is_an_error_of_one_line(
+    file: str, content: bytes, message: str, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text / f"corpus/{file}.txt").write_bytes(content)
+    if content == b"abc":
+        (text / "corpus/valid.txt").write_bytes(b"ab")
+        (text / "corpus/test.txt").write_bytes(b"ab")
+    options = ("--data", text, "--workers", 1, "-o", text / "a.pop")
+    assert message in error_of("collect", text / "text.toml", *options, capsys=capsys)
+    assert not (text / "a.pop").exists()
+
+
+def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = error_of("collect", text / "text.toml", "--data", text / "elsewhere", "-o", text / "a.pop", capsys=capsys)
+    assert "expected a folder of text files at one of" in found
+    assert str(text / "elsewhere/corpus") in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}},
+            "network.type: vit takes images, copy has no",
+        ),
+        ({"data": {"name": "digits"}}, "data.name: mamba takes sequences, digits has images; expected one of copy"),
+        ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
+        ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
+        ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
+        (
+            {"data__name": "sort"},
+            r"data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \(at 2 times",
+        ),
+        ({"data__name": "associative_recall"}, "data: length: expected an even number"),
+        ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
+        ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
+        ({"training__mixup": 0.5}, "training.mixup: of images"),
+        ({"training__precision": "bfloat16"}, "training.precision: of images"),
+        ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
+        (
+            {"network": NETWORKS["transformer"] | {"context": 20}},
+            "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20",
+        ),
+        ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
+        ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
+    ],
+)
+def test_recipes_that_cannot_be(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe(**changes)
+
+
+def test_a_wrong_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.toml").write_text(
+        '[network]\ntype = "mamba"\nwidth = 8\ndepth = 1\n[data]\nname = "sort"\nlength = 9\nvocabulary = 20\n'
+        "[training]\nepochs = 1\n"
+    )
+    found = error_of("collect", tmp_path / "r.toml", "-o", tmp_path / "a.pop", capsys=capsys)
+    assert "sorting 36 different tokens needs at least 37" in found
+
+
+def test_tables_of_tasks_agree() -> None:
+    assert set(TASKS) == set(TASK_SIZES)
+    assert {*TASKS, "text", "markov"} == set(SEQUENCE_NAMES)
+
+
+def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_training() -> None:
+    first, other = (load(recipe(population__seed=seed, data__test=50).data) for seed in (0, 1))
+    assert first.fingerprint == other.fingerprint
+    assert first.fingerprint != load(recipe(data__test=51).data).fingerprint
+    assert first.fingerprint == load(recipe(data__test=50, data__train=7).data).fingerprint
+    # no stream of a population's networks is that of the held-out sequences
+    for root in range(3):
+        for k in range(5):
+            assert torch_seed(root, k, Purpose.SEQUENCES) != torch_seed(0, 1, Purpose.HELD_OUT)
+
+
+def test_plans_of_populations(tmp_path: Path) -> None:
+    found = plan(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
+    assert found.tiles == 2
+    assert found.tile_seconds[0] > 0
+    assert not (tmp_path / "a.pop").exists()
+
+
+def test_resuming_with_other_sequences_is_refused(tmp_path: Path) -> None:
+    collect(recipe(), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
+    with pytest.raises(RecipeError, match=r"data.length: 3 -> 4"):
+        collect(recipe(data__length=4), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
+    assert len(Population(tmp_path / "a.pop")) == 3

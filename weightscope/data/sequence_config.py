@@ -1,0 +1,157 @@
+"""The settings of sequences, as recipes hold them: tasks, text, and a Markov source. Does not import torch."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from weightscope.data.locations import places
+from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
+from weightscope.data.task_sizes import TASK_SIZES, check_task, sequence_length
+from weightscope.errors import DataError, UsageError
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
+TEXT, MARKOV = "text", "markov"
+SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
+
+
+class SequenceConfig(BaseModel):
+    """What all sources of sequences share.
+
+    Attributes:
+        name: of the task, "text" or "markov".
+        length: of the training sequences; for tasks, of the string before the separator.
+        train: the number of sequences of an epoch. Each network draws them from its own stream, new ones in each epoch.
+        test: the number of held-out sequences, which are the same for all networks and all populations.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str
+    length: Size
+    train: Size | None = None
+    test: Size | None = None
+
+    @property
+    def sequences(self) -> bool:
+        """Whether these are sequences of tokens: true."""
+        return True
+
+    @property
+    def counts(self) -> dict[str, int | None]:
+        """Arguments of `weightscope.data.load`: none."""
+        return {}
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What networks report, the primary metric first: of text and of the Markov source bits per token."""
+        return BITS, LOSS, PERPLEXITY, ACCURACY
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence that a network sees."""
+        return self.length
+
+
+class TaskConfig(SequenceConfig):
+    """A generated task: a string, a separator, and the answer, whose tokens are scored.
+
+    Each is described in `weightscope.data.sequences.tasks`.
+
+    Attributes:
+        name: of the task.
+        vocabulary: v, with the separator, which is its last token.
+        lengths: multiples of the training length at which networks are evaluated; the first is 1.
+
+    Source: thesis 3.3.1 to 3.3.3.
+    """
+
+    name: Literal["copy", "copy_reversed", "sort", "associative_recall", "selective_copy"]
+    vocabulary: Vocabulary
+    train: Size = 2000
+    test: Size = 100
+    lengths: Annotated[tuple[Size, ...], Field(min_length=1)] = (1, 2, 4)
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _tuples(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "TaskConfig":
+        if self.lengths[0] != 1 or list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError(f"lengths: expected 1 and then growing multiples of it, found {list(self.lengths)}")
+        for multiple in self.lengths:
+            try:
+                check_task(self.name, multiple * self.length, self.vocabulary)
+            except UsageError as error:
+                at = f" (at {multiple} times the length; see `lengths`)" if multiple > 1 else ""
+                raise ValueError(f"{error}{at}") from None
+        return self
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Accuracy over the answer's tokens at each length, the training length first, and the loss there."""
+        return (*map(accuracy_at, self.lengths), LOSS)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence that a network sees, at the largest multiple of the length."""
+        return sequence_length(self.name, self.lengths[-1] * self.length)
+
+
+class TextConfig(SequenceConfig):
+    """Text of one's own files: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
+
+    Attributes:
+        name: "text".
+        path: of the folder; relative ones are searched for where data are.
+        unit: "character" or "word".
+        train: windows of an epoch; as many as the training text has, if None.
+        test: windows of the held-out text, in its order; all if None.
+        held_out: the part that networks are evaluated on.
+        vocabulary: v of the training text; counted if None, and recorded in populations.
+    """
+
+    name: Literal["text"]
+    path: Annotated[str, Field(min_length=1)]
+    unit: Literal["character", "word"] = "character"
+    held_out: Literal["valid", "test"] = "test"
+    vocabulary: Vocabulary | None = None
+
+    def located(self, root: str | Path | None = None) -> Path:
+        """The folder of the files.
+
+        Args:
+            root: a folder to search first, unless the path is absolute.
+
+        Raises:
+            DataError: if there is none; says where it was searched for.
+        """
+        candidates = [Path(self.path)]
+        if not candidates[0].is_absolute():
+            candidates = [place / self.path for place in (*places(None if root is None else Path(root)), Path())]
+        for path in candidates:
+            if path.is_dir():
+                return path
+        looked = ", ".join(str(path.absolute()) for path in candidates)
+        raise DataError(f"text: expected a folder of text files at one of {looked}, found none")
+
+
+class MarkovConfig(SequenceConfig):
+    """Tokens of which each depends on the one before, with known entropy, the smallest possible loss.
+
+    Attributes:
+        name: "markov".
+        vocabulary: v.
+        concentration: of the Dirichlet distribution of the transitions; the smaller, the more certain the next token.
+        source_seed: of the transitions.
+    """
+
+    name: Literal["markov"]
+    vocabulary: Vocabulary = 27
+    train: Size = 2000
+    test: Size = 100
+    concentration: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
+    source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

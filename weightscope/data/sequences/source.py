@@ -1,0 +1,158 @@
+"""`SequenceSource`: where the sequences of a recipe come from, for training and for evaluation."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weightscope._util.seeding import Purpose, torch_seed
+from weightscope.data.sequence_config import MarkovConfig, SequenceConfig, TaskConfig, TextConfig
+from weightscope.data.sequences.batch import SequenceBatch
+from weightscope.data.sequences.markov import MarkovSource
+from weightscope.data.sequences.tasks import TASKS
+from weightscope.data.sequences.text import Text
+from weightscope.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSource:
+    """Sequences of tokens by a recipe's section [data].
+
+    Attributes:
+        config: the section.
+        corpus: the text or the Markov source; None for a task.
+        train: sequences of an epoch.
+        held_out: multiple of the training length -> held-out sequences, batches of equal length each.
+    """
+
+    config: SequenceConfig
+    corpus: Text | MarkovSource | None
+    train: int
+    held_out: dict[int, tuple[SequenceBatch, ...]]
+
+    @classmethod
+    def of(cls, config: SequenceConfig, root: str | Path | None = None) -> "SequenceSource":
+        """Read or prepare what a section describes.
+
+        Held-out sequences of tasks and of the Markov source have streams of their own, which depend on nothing but the
+        multiple of the length; so they are the same for all populations with these settings.
+
+        Args:
+            config: the section.
+            root: a folder to search first for text.
+
+        Raises:
+            DataError: if text is missing, empty, or not UTF-8.
+            UsageError: if the text is shorter than a sequence.
+        """
+        if isinstance(config, TextConfig):
+            text = Text.read(config.located(root), config.unit)
+            if config.vocabulary not in (None, text.vocabulary):
+                raise DataError(
+                    f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, found {text.vocabulary}"
+                )
+            windows = _windows(text, config)
+            return cls(config, text, config.train or windows, {1: _batched(text, config)})
+        corpus = None
+        if isinstance(config, MarkovConfig):
+            corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
+        assert config.train is not None
+        assert config.test is not None
+        made = cls(config, corpus, config.train, {})
+        multiples = config.lengths if isinstance(config, TaskConfig) else (1,)
+        for multiple in multiples:
+            generator = torch.Generator().manual_seed(torch_seed(0, multiple, Purpose.HELD_OUT))
+            made.held_out[multiple] = (made._drawn(generator, config.test, multiple * config.length),)
+        return made
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, v."""
+        if isinstance(self.config, TaskConfig):
+            return self.config.vocabulary
+        assert self.corpus is not None
+        return self.corpus.vocabulary
+
+    @property
+    def examples(self) -> int:
+        """The number of training sequences of an epoch."""
+        return self.train
+
+    @property
+    def mask(self) -> Tensor:
+        """Whether each target of a training sequence is scored, (n,); the same in all."""
+        return self.held_out[1][0].mask[0]
+
+    def _drawn(self, generator: torch.Generator, batch: int, length: int) -> SequenceBatch:
+        if isinstance(self.config, TaskConfig):
+            return TASKS[self.config.name](generator, batch, length, self.config.vocabulary)
+        assert self.corpus is not None
+        return self.corpus.batch(generator, batch, length)
+
+    def draws(self, generator: torch.Generator, batch: int) -> Tensor:
+        """Draw what determines B training sequences, int32 (B, m) on the generator's device.
+
+        Of text, which is on the device anyway, these are the places; of others the tokens themselves.
+        """
+        if isinstance(self.corpus, Text):
+            return self.corpus.starts(generator, batch, self.config.length).int()
+        found = self._drawn(generator, batch, self.config.length)
+        return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
+
+    def sequences(self, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets int64 (..., n) of draws (..., m)."""
+        whole = self.corpus.windows(draws, self.config.length) if isinstance(self.corpus, Text) else draws.long()
+        return whole[..., :-1], whole[..., 1:]
+
+    def to(self, device: torch.device) -> "SequenceSource":
+        """The same with its tensors on a device."""
+        held_out = {
+            multiple: tuple(SequenceBatch(*(value.to(device) for value in batch)) for batch in batches)
+            for multiple, batches in self.held_out.items()
+        }
+        corpus = self.corpus
+        if isinstance(corpus, Text):
+            corpus = replace(corpus, train=corpus.train.to(device))
+        return replace(self, corpus=corpus, held_out=held_out)
+
+    def shortened(self, train: int) -> "SequenceSource":
+        """The same with shorter epochs."""
+        return replace(self, train=train)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The first 16 hex digits of the SHA-256 of the text, or of the settings and the held-out sequences."""
+        digest = hashlib.sha256()
+        if isinstance(self.corpus, Text):
+            digest.update(json.dumps(self.corpus.units).encode())
+            tensors = [self.corpus.train, self.corpus.valid, self.corpus.test]
+        else:
+            digest.update(json.dumps(self.config.model_dump(mode="json", exclude={"train"})).encode())
+            tensors = [batch.tokens for batches in self.held_out.values() for batch in batches]
+        for tensor in tensors:
+            digest.update(f"{tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+
+def _windows(text: Text, config: TextConfig) -> int:
+    """How many windows the training text has."""
+    windows = (len(text.train) - 1) // config.length
+    if windows < 1:
+        raise UsageError(
+            f"data.length: expected less than the {len(text.train)} tokens of the text, found {config.length}"
+        )
+    return windows
+
+
+def _batched(text: Text, config: TextConfig) -> tuple[SequenceBatch, ...]:
+    """The held-out windows; those of equal length in one batch."""
+    windows: Iterator[SequenceBatch] = islice(text.held_out(config.length, config.held_out), config.test)
+    groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
+    return tuple(SequenceBatch(*map(torch.cat, zip(*group, strict=True))) for group in groups)

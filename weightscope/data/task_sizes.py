@@ -1,0 +1,67 @@
+"""Sizes of the generated tasks. Does not import torch.
+
+`length` counts the tokens of the string before the separator; the vocabulary includes the separator.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weightscope._util.checks import count
+from weightscope._util.names import unknown
+from weightscope.errors import UsageError
+
+
+class TaskSize(NamedTuple):
+    """Sizes of a task as functions of the string's length.
+
+    Attributes:
+        answer: tokens of the answer.
+        vocabulary: the fewest tokens, the separator included.
+        why: what needs so many, for messages; takes the length.
+    """
+
+    answer: Callable[[int], int]
+    vocabulary: Callable[[int], int]
+    why: Callable[[int], str] | None = None
+
+
+def _same(length: int) -> int:
+    return length
+
+
+TASK_SIZES = {
+    "copy": TaskSize(_same, lambda length: 2),
+    "copy_reversed": TaskSize(_same, lambda length: 2),
+    "sort": TaskSize(_same, lambda length: length + 1, lambda length: f"sorting {length} different tokens needs"),
+    "associative_recall": TaskSize(
+        _same,
+        lambda length: length + 1,
+        lambda length: f"{length // 2} different keys, as many values and the separator need",
+    ),
+    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3),
+}
+
+
+def check_task(name: str, length: int, vocabulary: int) -> None:
+    """Refuse sizes for which a task has no sequences.
+
+    Raises:
+        UsageError: if the task is unknown, a number is out of range or the vocabulary is too small.
+    """
+    if name not in TASK_SIZES:
+        raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
+    size = TASK_SIZES[name]
+    count("length", length, 2 if name == "associative_recall" else 1)
+    if name == "associative_recall" and length % 2:
+        raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
+    least = size.vocabulary(length)
+    if size.why is None:
+        count("vocabulary", vocabulary, least)
+    elif count("vocabulary", vocabulary, 2) < least:
+        with_separator = " with the separator" if name == "sort" else ""
+        raise UsageError(f"vocabulary: {size.why(length)} at least {least}{with_separator}, found {vocabulary}")
+
+
+def sequence_length(name: str, length: int) -> int:
+    """n, the tokens that a network sees: the string, the separator, and the answer but for its last token."""
+    return length + TASK_SIZES[name].answer(length)

@@ -1,0 +1,37 @@
+"""What the engine needs of the data that networks are trained on."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.stacked_networks import StackedNetworks
+
+Networks = BatchedNetworks | StackedNetworks | LoopNetworks
+
+
+class Batches(Protocol):
+    """The batches of T networks.
+
+    Attributes:
+        batch: B.
+        steps: of an epoch.
+        evaluated: the names of the metrics that `evaluate` returns.
+    """
+
+    batch: int
+    steps: int
+    evaluated: tuple[str, ...]
+
+    def draw(self) -> dict[str, Tensor]:
+        """The numbers of the next epoch, a row for each step, from each network's own streams."""
+        ...
+
+    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Losses (T,), with a graph, and accuracies (T,) of the step whose row of numbers is given."""
+        ...
+
+    def evaluate(self) -> dict[str, Tensor]:
+        """Metrics of held-out data, each (T,)."""
+        ...
