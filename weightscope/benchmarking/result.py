@@ -1,5 +1,6 @@
 """`BenchResult`: the runs of a benchmark and their summary."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +11,9 @@ from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.statistics import cell_key
+from weightscope.benchmarking.statistics import between_cells, cell_key
 from weightscope.benchmarking.tables import paper_table
+from weightscope.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +46,22 @@ class BenchResult(Result):
     runs: list[dict[str, Any]]
     arms: list[dict[str, Any]]
     environment: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "BenchResult":
+        """The result in a `results.json`, or in the folder that has it.
+
+        Raises:
+            DataError: if it is none.
+        """
+        path = Path(path)
+        path = path / "results.json" if path.is_dir() else path
+        try:
+            found = json.loads(path.read_text())
+            return cls(found["runs"], found["summary"], found.get("environment", {}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(f"{path}: expected the results.json of a benchmark, found {why}") from error
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies."""
@@ -88,6 +106,24 @@ class BenchResult(Result):
             UsageError: for another form.
         """
         return paper_table(self.arms, form)
+
+    def between(self, field: str) -> list[dict[str, Any]]:
+        """Each arm against the same arm at the first value of a field, on the same seeds; see `between_cells`.
+
+        Args:
+            field: a field of the recipe that varies.
+
+        Returns:
+            One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
+            `difference_ci95`, `p` and `p_holm`, adjusted over these rows.
+
+        Raises:
+            UsageError: if the field does not vary.
+
+        Example:
+            >>> BenchResult.load("bench/results.json").between("distillation.alpha")
+        """
+        return between_cells(self.runs, field)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
+from weightscope._util.names import unknown
 from weightscope.benchmarking.arms import CONTROL, FROZEN
+from weightscope.errors import UsageError
 
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
 
@@ -48,6 +50,34 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     tested = [(row, key) for row in rows for key in ("p", "beyond_scale_p") if row[key] is not None]
     for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):
         row[f"{key}_holm"] = p
+    return rows
+
+
+def between_cells(runs: Sequence[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
+
+    Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
+    of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
+
+    Raises:
+        UsageError: if the field does not vary.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
+    if field not in known:
+        raise UsageError(unknown("field", field, known))
+    first = runs[0]["cell"][field]
+    groups: dict[tuple[str, int, str], dict[int, float]] = {}
+    for run in runs:
+        groups.setdefault((cell_key(run), run["epochs"], run["init"]), {})[run["seed"]] = run["accuracy"]
+    rows = []
+    for (cell, epochs, init), accuracy in groups.items():
+        place = json.loads(cell)
+        base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), {})
+        if place[field] != first and base:
+            found = paired(np.array([accuracy[k] - base[k] for k in accuracy if k in base]))
+            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}, **found})
+    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = p
     return rows
 
 
