@@ -19,7 +19,7 @@ from weightscope import plots
 from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
-from weightscope.benchmarking.axes import axes_of, points_of
+from weightscope.benchmarking.axes import axes_of, point_text, points_of
 from weightscope.benchmarking.inits import labelled, parse_init
 from weightscope.benchmarking.plan import _makespan, _seconds_of
 from weightscope.benchmarking.run import planned
@@ -416,6 +416,32 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
         plots.accuracy_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
     with pytest.raises(UsageError, match="after each epoch"):
         plots.accuracy_curves([run | {"curve": []} for run in runs])
+
+
+def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
+    """Two dashed lines of one colour, one for each cell, had one style."""
+    row = {"init": "default", "epochs": 1, "n": 2, "numbers": {}}
+    rows: list[dict[str, Any]] = [
+        {**row, "cell": {"network.learned_sum": value}, "mean": 0.5 + 0.1 * i} for i, value in enumerate((None, 0.0))
+    ]
+    swept = [{**each, "init": f"mimetic_mlp (b={b})", "numbers": {"mimetic_mlp.b": b}} for each in rows for b in (0, 1)]
+    ax = plots.accuracy_along([*rows, *swept], "mimetic_mlp.b")
+    flat = [line for line in ax.lines if line.get_gid() == "without the parameter"]
+    assert len({line.get_color() for line in flat}) == 1
+    assert len({str(line._dash_pattern) for line in flat}) == 2
+
+
+def test_no_value_is_all_images_or_none() -> None:
+    """Only images are all there without a number; a learned sum is absent."""
+    assert point_text({"data.train": None, "network.learned_sum": None}) == "train=all, learned_sum=none"
+    rows = [
+        {"init": "default", "cell": {"network.learned_sum": value, "data.train": None}, "epochs": 1, "n": 2, "mean": 0.5}
+        for value in (None, 0.0)
+    ]
+    ax = plots.accuracy_along(rows, "network.learned_sum")
+    ax.figure.canvas.draw()
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
+    assert plots.sweeps._lines(rows, "data.train")[0].keys() == {"default, learned_sum=none", "default, learned_sum=0"}
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
