@@ -434,10 +434,8 @@ def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
 def test_no_value_is_all_images_or_none() -> None:
     """Only images are all there without a number; a learned sum is absent."""
     assert point_text({"data.train": None, "network.learned_sum": None}) == "train=all, learned_sum=none"
-    rows = [
-        {"init": "default", "cell": {"network.learned_sum": value, "data.train": None}, "epochs": 1, "n": 2, "mean": 0.5}
-        for value in (None, 0.0)
-    ]
+    row = {"init": "default", "epochs": 1, "n": 2, "mean": 0.5}
+    rows = [{**row, "cell": {"network.learned_sum": value, "data.train": None}} for value in (None, 0.0)]
     ax = plots.accuracy_along(rows, "network.learned_sum")
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
