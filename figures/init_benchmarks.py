@@ -1,26 +1,36 @@
 """The studies that compare initialisers on paired seeds: reads analyses/*_inits/results.json."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 from weightscope import plots
+from weightscope.benchmarking import BenchResult
+from weightscope.benchmarking.axes import point_text
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
-NETWORKS = {"vit": "ViT", "convmixer": "ConvMixer", "convnext": "ConvNeXt"}
 
 
 def main(results: Path, out: Path) -> None:
-    result = json.loads(results.read_text())
-    recipe = result["environment"]["recipe"]
-    network, data = recipe["network"], recipe["data"]
-    figure, ((left, right),) = plots.subplots(1, 2, width=12, height=4.6)
-    title = (
-        f"{NETWORKS[network['type']]}-{network['width']}/{network['depth']}, {data['train']:,} images of {data['name']}"
-    )
-    plots.convergence(result["summary"], left, title=title)
-    plots.paired_differences(result["runs"], right, title="Paired differences to the default")
+    """Along what was varied, a panel for each length; of one cell, accuracies and paired differences."""
+    result = BenchResult.load(results)
+    rows = [_with_one_field(row) for row in result.arms]
+    numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
+    axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
+    figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6)
+    if axis is None:
+        plots.convergence(rows, left)
+        plots.paired_differences(result.runs, right)
+    else:
+        for ax, epochs in zip((left, right), sorted({row["epochs"] for row in rows}), strict=True):
+            plots.accuracy_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=f"{epochs} epochs")
     plots.save(figure, out)
+
+
+def _with_one_field(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with fields that vary together as one, whose values are texts."""
+    cell = row.get("cell", {})
+    return {**row, "cell": {"network": point_text(cell)}} if len(cell) > 1 else row
 
 
 if __name__ == "__main__":

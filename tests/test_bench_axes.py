@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_training import write_population
+from scipy.stats import ttest_rel
 
 import weightscope
 from weightscope import plots
 from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
-from weightscope.benchmarking.axes import axes_of, points_of
+from weightscope.benchmarking.axes import axes_of, point_text, points_of
 from weightscope.benchmarking.inits import labelled, parse_init
 from weightscope.benchmarking.plan import _makespan, _seconds_of
 from weightscope.benchmarking.run import planned
-from weightscope.errors import RecipeError, UsageError
+from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.training import devices
 from weightscope.training.engine import TileRun
 
 PLAIN: dict[str, Any] = {
@@ -250,6 +252,32 @@ def test_the_plan_holds_validation_images_back(tmp_path: Path, monkeypatch: pyte
     assert steps == [(64 - 30) // 16]
 
 
+def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length: 10 epochs with one evaluation were planned with five of those of 2 epochs."""
+    monkeypatch.setattr(plans, "_seconds_of", lambda run, few: (0.0, 100.0))
+    given: dict[str, Any] = {"epochs": (2, 10), "seeds": 2, "workers": 1, "device": "cpu"}
+    for evaluate, evaluations in (("end", 2), ("epoch", 12)):
+        plan = plan_bench(RECIPE.replace({"training.evaluate": evaluate}), ["default"], tmp_path, **given)
+        assert plan.cells[0]["seconds"] == pytest.approx(100 * evaluations, abs=50)
+
+
+def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker does; the comparison is not a part of each tile."""
+    checked, asked = devices._checked, []
+
+    def slow(recipe: Recipe, *rest: Any) -> Any:
+        asked.append(recipe)
+        time.sleep(2)
+        return checked(recipe, *rest)
+
+    monkeypatch.setattr(devices, "_checked", slow)
+    monkeypatch.setattr(devices, "_choices", {})
+    recipe = RECIPE.replace({"data.test": 39})  # not measured in another test
+    plan = plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, epochs=(1, 2, 3), seeds=2, workers=1, device="cpu")
+    assert len(asked) == 1
+    assert 2 <= plan.cells[0]["seconds"] < 8, "6 tiles with a comparison each take 12 s"
+
+
 def test_the_time_of_workers_is_that_of_the_one_that_ends_last() -> None:
     assert _makespan([3.0, 1.0, 1.0, 1.0], 2) == 3
     assert _makespan([1.0] * 5, 2) == 3
@@ -390,6 +418,30 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
         plots.metric_curves([run | {"curve": []} for run in runs])
 
 
+def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
+    """Two dashed lines of one colour, one for each cell, had one style."""
+    row = {"init": "default", "epochs": 1, "n": 2, "numbers": {}}
+    rows: list[dict[str, Any]] = [
+        {**row, "cell": {"network.learned_sum": value}, "mean": 0.5 + 0.1 * i} for i, value in enumerate((None, 0.0))
+    ]
+    swept = [{**each, "init": f"mimetic_mlp (b={b})", "numbers": {"mimetic_mlp.b": b}} for each in rows for b in (0, 1)]
+    ax = plots.accuracy_along([*rows, *swept], "mimetic_mlp.b")
+    flat = [line for line in ax.lines if line.get_gid() == "without the parameter"]
+    assert len({line.get_color() for line in flat}) == 1
+    assert len({str(line._dash_pattern) for line in flat}) == 2
+
+
+def test_no_value_is_all_images_or_none() -> None:
+    """Only images are all there without a number; a learned sum is absent."""
+    assert point_text({"data.train": None, "network.learned_sum": None}) == "train=all, learned_sum=none"
+    row = {"init": "default", "epochs": 1, "n": 2, "mean": 0.5}
+    rows = [{**row, "cell": {"network.learned_sum": value, "data.train": None}} for value in (None, 0.0)]
+    ax = plots.accuracy_along(rows, "network.learned_sum")
+    ax.figure.canvas.draw()
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
+    assert plots.sweeps._lines(rows, "data.train")[0].keys() == {"default, learned_sum=none", "default, learned_sum=0"}
+
+
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
     text, markdown, latex = (swept.table(form) for form in ("text", "markdown", "latex"))
     assert text.splitlines()[0].split("  ")[0] == "initialiser"
@@ -418,3 +470,33 @@ def test_arms_that_differ_in_punctuation_have_folders_of_their_own() -> None:
     assert len(folders) == 4
     with pytest.raises(UsageError, match="expected arms with folders of their own"):
         plan_arms(RECIPE, ['transfer(source="a b.pt")', 'transfer(source="a-b.pt")'], seeds=2)
+
+
+def test_an_arm_is_compared_with_itself_in_another_cell(swept: BenchResult, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(swept.to_dict()))
+    loaded = BenchResult.load(tmp_path)
+    assert loaded == BenchResult.load(tmp_path / "results.json") == swept
+    field, *_ = swept.runs[0]["cell"]
+    rows = loaded.between(field)
+    values = list(dict.fromkeys(run["cell"][field] for run in swept.runs))
+    assert rows[0]["cell"][field] == values[1]
+    for row in rows:
+        mine, base = (
+            {
+                run["seed"]: run["accuracy"]
+                for run in swept.runs
+                if (run["init"], run["epochs"]) == (row["init"], row["epochs"])
+                and run["cell"] == {**row["cell"], field: value}
+            }
+            for value in (row["cell"][field], values[0])
+        )
+        differences = np.array([mine[k] - base[k] for k in mine])
+        assert row["difference"] == pytest.approx(differences.mean())
+        assert row["p"] == pytest.approx(ttest_rel(list(mine.values()), [base[k] for k in mine]).pvalue)
+        assert row["p"] <= row["p_holm"] <= 1
+    assert {row["cell"][field] for row in rows} == set(values[1:])
+    with pytest.raises(UsageError, match=r"network\.widht"):
+        loaded.between("network.widht")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(DataError, match=r"other\.json: expected the results\.json of a benchmark"):
+        BenchResult.load(tmp_path / "other.json")

@@ -105,8 +105,10 @@ def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
 
 
 def point_text(point: Mapping[str, Any]) -> str:
-    """`kernel_size=7, train=all` for a point: names without their sections."""
-    return ", ".join(f"{name.rpartition('.')[2]}={value_text(value)}" for name, value in point.items())
+    """`kernel_size=7, train=all` for a point: names without their sections; None is `all` images, else `none`."""
+    texts = {name: value_text(value) for name, value in point.items()}
+    texts |= {name: "none" for name, value in point.items() if value is None and not name.startswith("data.")}
+    return ", ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts.items())
 
 
 def value_text(value: Any) -> str:

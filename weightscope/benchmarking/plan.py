@@ -18,7 +18,7 @@ from weightscope.benchmarking.run import planned
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.devices import current, one_thread, resolve_device
+from weightscope.training.devices import choose_kernels, current, one_thread, resolve_device, trust
 
 _STEPS = 8  # that are timed, after as many that are not
 
@@ -85,7 +85,9 @@ def plan_bench(
     A tile of every cell is trained for a few steps and evaluated, as many at a time as there are workers, and every
     initialiser draws one tile. Nothing is kept of it.
 
-        seconds of a tile = other + initialisation + epochs (steps per epoch x seconds of a step + evaluation)
+        seconds of a tile = other + initialisation + epochs x steps per epoch x seconds of a step
+                            + evaluations x seconds of an evaluation
+        seconds of a cell = comparison of the kernels with torch's, once in a worker + seconds of its tiles
 
     Args:
         recipe: see `bench`.
@@ -116,37 +118,68 @@ def plan_bench(
     groups: dict[str, list[int]] = {}
     for i, arm in enumerate(arms):
         groups.setdefault(cell_key({"cell": dict(arm.cell)}), []).append(i)
-    cells, all_seconds = [], []
+    cells, all_seconds, all_checks = [], [], 0.0
     for key, members in groups.items():
         mine = [(i, t) for i in members for t in tasks if t.path == folder / training.RUNS / arms[i].folder]
         left = [(i, t) for i, t in mine if (t.path, t.tile) not in finished]
-        seconds = [parts.tile(key, arms[i]) for i, _ in left] if parts else [0.0] * len(left)
+        seconds = [parts.cells[key].tile(arms[i]) for i, _ in left] if parts else [0.0] * len(left)
+        checks = parts.cells[key].check if parts and left else 0.0
         all_seconds += seconds
+        all_checks += checks
         cells.append({
             "cell": dict(arms[members[0]].cell),
             "arms": len(members),
             "networks": sum(arms[i].recipe.population.networks for i in members),
             "tiles": len(mine),
             "done": len(mine) - len(left),
-            "seconds": sum(seconds) if parts or not left else None,
+            "seconds": sum(seconds) + checks if parts or not left else None,
         })  # fmt: skip
-    total = _makespan(all_seconds, number) + (parts.start if parts else 0.0) if parts or not all_seconds else None
+    total = None
+    if parts or not all_seconds:
+        total = _makespan(all_seconds, number) + all_checks + (parts.start if parts else 0.0)
     return BenchPlan(cells, number, total)
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Measured seconds.
+class _Cell:
+    """Measured seconds of a cell.
 
     Attributes:
-        start: until a worker is ready.
-        cells: cell -> (seconds of an epoch, others of a tile).
-        inits: (cell, initialiser without its numbers) -> seconds of the initialisation of a tile.
+        check: of the comparison of compiled kernels with torch's, once in a worker.
+        epoch: of training.
+        evaluation: of one evaluation.
+        other: of a tile, which do not grow with its epochs.
+        inits: initialiser without its numbers -> of the initialisation of a tile.
     """
 
+    check: float
+    epoch: float
+    evaluation: float
+    other: float
+    inits: dict[str, float]
+
+    def slowest(self, another: "_Cell") -> "_Cell":
+        """The larger of each number of two measurements."""
+        return _Cell(
+            max(self.check, another.check),
+            max(self.epoch, another.epoch),
+            max(self.evaluation, another.evaluation),
+            max(self.other, another.other),
+            {**self.inits, **another.inits},
+        )
+
+    def tile(self, arm: Arm) -> float:
+        """Seconds of one tile of an arm."""
+        evaluations = arm.epochs if arm.recipe.training.evaluate == "epoch" else 1
+        return self.other + self.inits[_kind(arm)] + arm.epochs * self.epoch + evaluations * self.evaluation
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Measured seconds: `start`, until a worker is ready, and those of the cells."""
+
     start: float
-    cells: dict[str, tuple[float, float]]
-    inits: dict[tuple[str, str], float]
+    cells: dict[str, _Cell]
 
     @classmethod
     def of(cls, arms: Sequence[Arm], recipes: Sequence[Recipe], workers: int, device: str, data: Any) -> "_Parts":
@@ -156,20 +189,12 @@ class _Parts:
             first.setdefault(cell_key({"cell": dict(arm.cell)}), {}).setdefault(_kind(arm), recipe)
         calls = [(key, by_init, device, data) for key, by_init in first.items()]
         calls = calls * -(-workers // len(calls))  # so that every worker is busy, as later
-        begun = time.time()
+        asked = time.time()
         found = list(training.on_workers(_measure, calls, workers, recipes))
-        cells: dict[str, tuple[float, float]] = {}
-        inits: dict[tuple[str, str], float] = {}
-        for key, _, epoch, other, drawn in found:
-            before = cells.get(key, (0.0, 0.0))
-            cells[key] = max(before[0], epoch), max(before[1], other)
-            inits |= {(key, kind): seconds for kind, seconds in drawn.items()}
-        return cls(max(0.0, min(row[1] for row in found) - begun), cells, inits)
-
-    def tile(self, cell: str, arm: Arm) -> float:
-        """Seconds of one tile of an arm."""
-        epoch, other = self.cells[cell]
-        return other + self.inits[cell, _kind(arm)] + arm.epochs * epoch
+        cells: dict[str, _Cell] = {}
+        for key, _, cell in found:
+            cells[key] = cell.slowest(cells[key]) if key in cells else cell
+        return cls(max(0.0, min(begun for _, begun, _ in found) - asked), cells)
 
 
 def _kind(arm: Arm) -> str:
@@ -177,10 +202,8 @@ def _kind(arm: Arm) -> str:
     return f"{config.artifact or config.name} {config.control}"
 
 
-def _measure(
-    cell: str, by_init: dict[str, Recipe], device: str, data: Any
-) -> tuple[str, float, float, float, dict[str, float]]:
-    """Time the parts of a cell's tiles: (cell, time of the start, epoch, other, initialiser -> initialisation)."""
+def _measure(cell: str, by_init: dict[str, Recipe], device: str, data: Any) -> tuple[str, float, _Cell]:
+    """Time the parts of a cell's tiles: (cell, time of the start, seconds)."""
     from weightscope.data import load
     from weightscope.training.engine import TileRun
 
@@ -189,6 +212,9 @@ def _measure(
     with TemporaryDirectory() as folder, one_thread(), current(where):
         begun = time.time()
         images = load(first.data, data, **first.data.counts)
+        clock = time.perf_counter()
+        kernels = choose_kernels(first, where)
+        check = time.perf_counter() - clock
         drawn: dict[str, float] = {}
         for kind, recipe in by_init.items():
             clock = time.perf_counter()
@@ -199,12 +225,12 @@ def _measure(
         short = first.replace({"training.epochs": 1, "population.networks": first.population.tile})
         few = run.batch + (first.data.counts.get("validation") or 0)  # which are held back of these
         short = short.replace({"data.train": few, "init": {}})
+        trust(short, where, kernels)  # their shapes are the same, but for the number of images
         clock = time.perf_counter()
         collect(short, Path(folder) / "one.pop", workers=1, device=device, data=data, progress=False)
         passed = time.perf_counter() - clock
-    often = first.training.epochs if first.training.evaluate == "epoch" else 1
-    epoch = whole * step + evaluation * often / first.training.epochs
-    return cell, begun, epoch, max(0.0, passed - step - evaluation - min(drawn.values())), drawn
+    other = max(0.0, passed - step - evaluation - min(drawn.values()))
+    return cell, begun, _Cell(check, whole * step, evaluation, other, drawn)
 
 
 def _seconds_of(run: Any, steps: int) -> tuple[float, float]:

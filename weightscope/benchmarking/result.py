@@ -13,7 +13,7 @@ from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.statistics import cell_key
+from weightscope.benchmarking.statistics import between_cells, cell_key
 from weightscope.benchmarking.tables import paper_table
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
@@ -58,11 +58,13 @@ class BenchResult(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
-        """Read a `results.json`; one that names no metric compares accuracies.
+        """Read a `results.json`, or that of a folder; one that names no metric compares accuracies.
 
         Raises:
             DataError: if it cannot be read, is not the result of a benchmark, or names an unknown metric.
         """
+        path = Path(path)
+        path = path / "results.json" if path.is_dir() else path
         try:
             values = json.loads(read_regular(path, _LARGEST))
         except OSError as error:
@@ -127,6 +129,24 @@ class BenchResult(Result):
             UsageError: for another form.
         """
         return paper_table(self.arms, form, self.metric)
+
+    def between(self, field: str) -> list[dict[str, Any]]:
+        """Each arm against the same arm at the first value of a field, on the same seeds; see `between_cells`.
+
+        Args:
+            field: a field of the recipe that varies.
+
+        Returns:
+            One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
+            `difference_ci95`, `p` and `p_holm`, adjusted over these rows.
+
+        Raises:
+            UsageError: if the field does not vary.
+
+        Example:
+            >>> BenchResult.load("bench/results.json").between("distillation.alpha")
+        """
+        return between_cells(self.runs, field, self.metric)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
+from weightscope._util.names import unknown
 from weightscope.benchmarking.arms import CONTROL, FROZEN
 from weightscope.data.metrics import ACCURACY, Metric
+from weightscope.errors import UsageError
 
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
 
@@ -62,6 +64,35 @@ def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) 
     """`paired` on the seeds that both have; None where there is none."""
     differences = np.array([values[k] - base[k] for k in values if k in base])
     return paired(differences, metric) if differences.size else dict.fromkeys(("difference", "difference_ci95", "p"))
+
+
+def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
+
+    Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
+    of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
+
+    Raises:
+        UsageError: if the field does not vary.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
+    if field not in known:
+        raise UsageError(unknown("field", field, known))
+    first = runs[0]["cell"][field]
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
+    rows = []
+    for (cell, epochs, init), group in groups.items():
+        place = json.loads(cell)
+        base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
+        found = _compared(_values(group, metric), _values(base, metric), metric)
+        if place[field] != first and found["difference"] is not None:
+            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}, **found, "p_holm": None})
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
+    return rows
 
 
 def cell_key(row: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from weightscope.plots.arms import FROZEN, around, difference_label, seeds_note,
 
 _CONTROL = " (scale only)"  # how `bench` marks controls
 _LEVEL = 0.05
+_DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 Row = Mapping[str, Any]
 
 
@@ -139,7 +140,7 @@ def metric_along(
         order = inits.index(init) if len(places) == 1 else places.index(name.removeprefix(init))
         style: dict[str, Any] = {"color": theme.PALETTE[inits.index(init) % len(theme.PALETTE)]}
         if name in flat:
-            style["ls"] = (0, (4, 2))
+            style["ls"] = _DASHES[order % len(_DASHES)] if len(places) > 1 else _DASHES[0]
             ax.axhline(rows[0]["mean"], lw=1.4, **style, zorder=2, gid="without the parameter")
         else:
             style |= {"ls": theme.LINES[order % len(theme.LINES)], "marker": theme.MARKERS[order % len(theme.MARKERS)]}
@@ -176,7 +177,7 @@ def _lines(summary: Sequence[Row], axis: str) -> tuple[dict[str, list[Row]], dic
         place = {**row.get("cell", {}), **row.get("numbers", {})}
         others = {key: value for key, value in row.get("cell", {}).items() if key != axis}
         name = ", ".join(
-            [initialiser_without(row, axis), *(f"{k.rpartition('.')[2]}={_text(v)}" for k, v in others.items())]
+            [initialiser_without(row, axis), *(f"{k.rpartition('.')[2]}={_text(v, k)}" for k, v in others.items())]
         )
         name += f", {row['epochs']} epochs" if several else ""
         (lines if axis in place else flat).setdefault(name, []).append(row)
@@ -205,8 +206,10 @@ def initialiser_without(row: Row, *axes: str) -> str:
     return name + (f" ({rest})" if rest else "") + control + suffix
 
 
-def _text(value: Any) -> str:
-    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _text(value: Any, name: str) -> str:
+    if value is None:
+        return "all" if name.startswith("data.") else "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _parameter_axis(ax: Axes, axis: str, values: Sequence[Any], at: Mapping[str, float], numeric: bool) -> None:
@@ -214,7 +217,7 @@ def _parameter_axis(ax: Axes, axis: str, values: Sequence[Any], at: Mapping[str,
     if numeric and min(places) > 0 and max(places) >= 16 * min(places):
         ax.set_xscale("log", base=2)
     shown = places if len(places) <= 9 else places[:: -(-len(places) // 9)]
-    texts = {at[repr(v)]: _text(v) for v in values}
+    texts = {at[repr(v)]: _text(v, axis) for v in values}
     ax.xaxis.set_major_locator(FixedLocator(shown))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: texts.get(value, f"{value:g}").replace("-", "−")))
     ax.xaxis.set_minor_locator(NullLocator())
