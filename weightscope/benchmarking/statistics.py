@@ -64,7 +64,7 @@ def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) 
     shared = [k for k in values if k in base]
     if not shared:
         return dict.fromkeys(("difference", "difference_ci95", "p"))
-    return paired(*(np.array([side[k] for k in shared]) for side in (values, base)), metric)
+    return paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
 
 
 def cell_key(row: dict[str, Any]) -> str:
