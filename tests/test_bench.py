@@ -20,7 +20,7 @@ from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise, training
 from weightscope.benchmarking.pictures import finding
-from weightscope.benchmarking.statistics import holm, mean_interval
+from weightscope.benchmarking.statistics import holm, mean_interval, paired
 from weightscope.errors import DataError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.init import _trained, mimetic_mlp_
@@ -71,7 +71,7 @@ def interval_of(accuracies: Any) -> list[float]:
     return mean_interval(np.array(accuracies))["ci95"]
 
 
-@pytest.mark.parametrize("accuracies", [(0.9, 0.96), (0.999, 0.5, 1.0), (0.0, 0.04), (0.0, 1.0), (1.0, 1.0), (0.3,)])
+@pytest.mark.parametrize("accuracies", [(0.9, 0.96), (0.999, 0.5, 1.0), (0.0, 0.04), (0.0, 1.0), (0.3,), (1.0,) * 6])
 def test_intervals_of_accuracies_are_accuracies(accuracies: tuple[float, ...]) -> None:
     """Student's interval of two networks at 90 and 96 % is 55 to 131 %."""
     low, high = interval_of(accuracies)
@@ -113,6 +113,33 @@ def test_equal_arms_are_no_evidence_and_constant_shifts_are() -> None:
     assert (same["difference"], same["p"]) == (0, 1)
     shifted = summarise(rows({"default": [0.5, 0.75, 0.25], "x": [0.625, 0.875, 0.375]}))[1]
     assert (shifted["difference"], shifted["p"]) == (0.125, 0.25)  # of the sign test, 2^(1 - 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [2, 3, 6, 8])
+def test_differences_that_are_equal_up_to_rounding_have_no_t_test(n: int, dtype: Any) -> None:
+    """Accuracies on 100 images with 3 more right on every seed: computed, the differences vary by 1e-17 or 1e-8."""
+    right = np.array([5, 24, 90, 64, 77, 58, 95, 81])[:n]
+    default, x = ((count / dtype(100)).astype(np.float64) for count in (right, right + 3))
+    t = (x - default).mean() / stats.sem(x - default)
+    assert 2 * stats.t.sf(t, n - 1) < 1e-6, "what a t-test says"
+    found = summarise(rows({"default": list(default), "x": list(x)}))[1]
+    assert found["p"] == 2.0 ** (1 - n)
+    known = n >= 6
+    assert (found["p"] < 0.05) == known == (found["difference_ci95"][0] > 0), "p-value and interval agree"
+    assert found["difference_ci95"] == ([pytest.approx(0.03)] * 2 if known else [-1, 1])
+    again = summarise(rows({"default": list(default), "x": list(default + 1e-9)}))[1]
+    assert again["p"] == 1, "no difference"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_few_networks_on_few_images_are_seldom_significant(n: int) -> None:
+    """Differences in whole images, deviation 1, mean 0; a t-test of the equal ones would be certain in 3 to 12 %."""
+    draws = np.round(np.random.default_rng(3).normal(0, 1, (2000, n))) / 100
+    p = np.array([paired(0.5 + row, np.full(n, 0.5))["p"] for row in draws])
+    assert ((np.ptp(draws, axis=1) == 0) & (draws[:, 0] != 0)).mean() > 0.02
+    assert (p < 0.001).mean() < 0.003
+    assert (p < 0.05).mean() < 0.072, "4.5 standard errors above 0.05"
 
 
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:
@@ -420,8 +447,11 @@ def test_an_own_initialiser_is_benchmarked_from_python(mine: Path) -> None:
 def test_the_title_of_the_pictures_tells_scale_from_structure() -> None:
     better = {"default": [0.50, 0.52, 0.49, 0.51], "a": [0.60, 0.62, 0.60, 0.61]}
     control = {"a (scale only)": [0.60, 0.61, 0.60, 0.62]}
-    assert finding(summarise(rows(better | control))) == "a is 10.2 points better than default: scale, not structure"
+    text = "a is 10.2 points better than default"
+    assert finding(summarise(rows(better | control))) == f"{text}, not significantly more than its scale alone"
+    more = {"a (scale only)": [0.70, 0.71, 0.70, 0.72]}
+    assert finding(summarise(rows(better | more))) == f"{text}, less than its scale alone"
     better["a (scale only)"] = [0.52, 0.53, 0.52, 0.54]
-    assert finding(summarise(rows(better))) == "a is 10.2 points better than default, 8.0 of them beyond scale"
+    assert finding(summarise(rows(better))) == f"{text}, 8.0 of them beyond scale"
     two = [*rows(better, epochs=1), *rows({"default": [0.9, 0.91], "a": [0.9, 0.91]})]
     assert finding(summarise(two)).startswith("a is 10.2 points better than default after 1 epoch, 8.0 of")

@@ -185,6 +185,28 @@ def test_what_is_not_uniform_by_default_is_drawn() -> None:
         control(module, generator=torch.Generator())
 
 
+@pytest.mark.parametrize("draws", [2, 16, 32])
+def test_a_constant_default_is_not_taken_for_uniform(draws: int) -> None:
+    """A bias of one entry that starts from zero, with few draws; its control would be a constant as well."""
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        layer = nn.Linear(64, 1)
+        nn.init.zeros_(layer.bias)
+        return layer, torch.Generator().manual_seed(1000 + k)
+
+    def noisy(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        return module
+
+    control = ScaleControl.of(noisy, draw, draws=draws)
+    assert set(control.bounds) == {("weight", 0)}
+    biases = [float(control(*draw(k)[:1], generator=draw(k)[1]).bias.detach()) for k in range(3)]
+    assert len(set(biases)) == 3
+
+
 def test_pairing_lowers_the_variance_of_what_structure_adds() -> None:
     """First losses of arm and control over 30 networks, the control with the noise of the default start or its own."""
     data = load_digits()

@@ -143,17 +143,18 @@ def test_the_interval_of_a_mean_is_student_s_on_the_logarithm_above_the_bound() 
     np.testing.assert_allclose(found["ci95"], BASE.mean() * np.exp([-half, half]))
     shifted = mean_interval(1 + BASE, PERPLEXITY)["ci95"]
     np.testing.assert_allclose(np.array(shifted) - 1, found["ci95"])
-    assert mean_interval(np.array([2.0, 2.0]), BITS)["ci95"] == [2, 2]
+    assert mean_interval(np.array([2.0, 2.0]), BITS)["ci95"] is None, "of whose spread nothing is known"
+    assert mean_interval(np.full(6, 2.0), BITS)["ci95"] == [2, 2]
     assert mean_interval(np.array([2.0]), BITS)["ci95"] is None, "no finite interval of one network"
     assert mean_interval(np.array([]), BITS) == {"n": 0, "mean": None, "ci95": None}
 
 
 def test_the_interval_of_a_difference_is_bounded_by_what_is_possible() -> None:
-    assert paired(np.array([0.9, -0.5]))["difference_ci95"] == [-1, 1]
-    low, high = paired(np.array([9.0, -5.0]), BITS)["difference_ci95"]
+    assert paired(np.array([0.9, 0.0]), np.array([0.0, 0.5]))["difference_ci95"] == [-1, 1]
+    low, high = paired(np.array([9.0, 0.0]), np.array([0.0, 5.0]), BITS)["difference_ci95"]
     assert (low, high) == pytest.approx((2 - 12.7062 * 7, 2 + 12.7062 * 7), rel=1e-4)
-    assert paired(np.array([0.9]))["difference_ci95"] == [-1, 1]
-    assert paired(np.array([0.9]), BITS) == {"difference": 0.9, "difference_ci95": None, "p": 1.0}
+    assert paired(np.array([0.9]), np.zeros(1))["difference_ci95"] == [-1, 1]
+    assert paired(np.array([0.9]), np.zeros(1), BITS) == {"difference": 0.9, "difference_ci95": None, "p": 1.0}
 
 
 def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:

@@ -11,6 +11,7 @@ from pictures import INIT, SCORES, STRIPES, bars_of, bench_runs, bench_summary, 
 from scipy import stats
 
 from weightscope import plots
+from weightscope.benchmarking import summarise
 from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
@@ -233,6 +234,28 @@ def test_one_seed_is_a_point_without_an_interval(lengths: list[int], ends: Any) 
         assert np.ptp(path.vertices[:, 1 if len(lengths) > 1 else 0]) == 0
     text = ax.get_xlabel() if len(lengths) == 1 else ax.get_legend().get_title().get_text()
     assert "1 seed, so no interval" in text
+
+
+def test_one_seed_of_a_benchmark_has_no_bar_either() -> None:
+    """`summarise` gives a single accuracy the possible range."""
+    rows = summarise([run for run in bench_runs(["default", "artifact"], [3]) if run["seed"] == 0])
+    assert rows[1]["difference_ci95"] == [-1, 1]
+    ax = plots.convergence(rows)
+    for bar, row in zip(bars_of(ax), rows, strict=True):
+        assert ends_of(bar) == [pytest.approx((row["mean"], row["mean"]))]
+    assert "1 seed, so no interval" in ax.get_xlabel()
+
+
+def test_equal_differences_have_no_bar_and_equal_seeds_are_counted() -> None:
+    runs = [
+        {"init": init, "epochs": 3, "seed": k, "accuracy": accuracy + shift, "diverged": False}
+        for init, shifts in {"default": (0, 0, 0), "a": (0.03, 0.03, 0.03), "b": (0.01, 0, -0.02)}.items()
+        for k, (accuracy, shift) in enumerate(zip((0.05, 0.24, 0.9), shifts, strict=True))
+    ]
+    ax = plots.paired_differences(runs)
+    texts = [text.get_text() for text in ax.texts]
+    assert {"+3.0 (all equal)", "3 of 3", "1 of 3 (1 equal)"} <= set(texts)
+    assert ends_of(bars_of(ax)[0]) == [pytest.approx((3, 3))]
 
 
 def test_summaries_that_make_no_sense_are_refused() -> None:

@@ -150,6 +150,8 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
     given = tmp_path / "tokens.txt"
     given.write_text("0 1 2\n\n3 4 8\n")
     assert tokens_for(str(given), network).tolist() == [[0, 1, 2], [3, 4, 8]]
+    with pytest.raises(UsageError, match="expected one with an embedding of tokens, found none"):
+        tokens_for("copy:6", torch.nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize(

@@ -244,10 +244,8 @@ def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[
     rows = []
     for question, (one, other) in wanted.items():
         if one != other and one in accuracy and other in accuracy:
-            differences = np.subtract(accuracy[one], accuracy[other])
-            rows.append(
-                {"question": question, "arm": one, "against": other, "n": len(differences)} | paired(differences)
-            )
+            found = paired(np.array(accuracy[one]), np.array(accuracy[other]))
+            rows.append({"question": question, "arm": one, "against": other, "n": len(accuracy[one])} | found)
     return [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
 
 

@@ -173,7 +173,8 @@ def _frontier(
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     """In one sentence, the best significant difference from the reference, or the worst if none is an improvement.
 
-    Where the initialiser has a control, the sentence says what of the difference is beyond scale.
+    Where the initialiser has a control, the sentence says what of the difference is beyond scale, or that it is not
+    significantly different from its control, which does not show that they are equal.
     """
     rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
     sure = [row for row in rows if row["p_holm"] < _LEVEL]
@@ -193,8 +194,10 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
     if more == "worse" or best.get("beyond_scale_p_holm") is None:
         return text
-    if best["beyond_scale_p_holm"] >= _LEVEL or not metric.better(best["beyond_scale"]):
-        return f"{text}: scale, not structure"
+    if best["beyond_scale_p_holm"] >= _LEVEL:
+        return f"{text}, not significantly more than its scale alone"
+    if not metric.better(best["beyond_scale"]):
+        return f"{text}, less than its scale alone"
     amount = metric.amount(best["beyond_scale"]).split()[0]
     return f"{text}, {amount} of {'them' if metric.unit else 'it'} beyond scale"
 

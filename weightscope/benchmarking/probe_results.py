@@ -80,7 +80,7 @@ class ProbeResults:
 
 
 def _identity(recipe: Recipe) -> dict[str, Any]:
-    """What a network's result depends on, by name: the number of networks, the training and a teacher are not of it."""
+    """What a network's result depends on, by name; the number of networks, training and teacher are no part of it."""
     values = recipe.to_dict()
     values.pop("distillation", None)
     training, population = values["training"], values["population"]

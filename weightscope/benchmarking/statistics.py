@@ -9,9 +9,10 @@ from scipy import special, stats
 
 from weightscope._util.names import unknown
 from weightscope.benchmarking.arms import CONTROL, FROZEN
-from weightscope.data.metrics import ACCURACY, Metric
+from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 
+_FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
 
 
@@ -62,8 +63,10 @@ def _values(runs: Sequence[dict[str, Any]], metric: Metric) -> dict[int, float]:
 
 def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) -> dict[str, Any]:
     """`paired` on the seeds that both have; None where there is none."""
-    differences = np.array([values[k] - base[k] for k in values if k in base])
-    return paired(differences, metric) if differences.size else dict.fromkeys(("difference", "difference_ci95", "p"))
+    shared = [k for k in values if k in base]
+    if not shared:
+        return dict.fromkeys(("difference", "difference_ci95", "p"))
+    return paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
 
 
 def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -88,7 +91,8 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
         base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
         found = _compared(_values(group, metric), _values(base, metric), metric)
         if place[field] != first and found["difference"] is not None:
-            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}, **found, "p_holm": None})
+            about = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
+            rows.append({**about, **found, "p_holm": None})
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row["p_holm"] = p
@@ -118,8 +122,10 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
         log (m - low) +- t(0.975, n - 1) s / (sqrt(n) (m - low)),   mapped back, for values >= low
 
     Student's t on the log-odds or the logarithm, with the standard error by the delta method: an interval on the
-    values' own scale reaches beyond 100 % where few networks are close to it. Equal values give an interval of no
-    width; one value gives [0, 1], and None where there is no upper bound. No value has the mean None.
+    values' own scale reaches beyond 100 % where few networks are close to it. Six or more values that are equal up to
+    rounding give an interval of no width (of the smallest to the largest value, which holds the median with probability
+    1 - 2^(1 - n)); fewer, which say nothing of the spread, give all that is possible: [0, 1], and None where there is
+    no upper bound. No value has the mean None.
 
     Source: Lumley, Complex Surveys (2010), section 2.2.4 (method "logit" of `svyciprop`).
     """
@@ -127,11 +133,10 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
     if n == 0:
         return {"n": 0, "mean": None, "ci95": None}
     mean = float(values.mean())
-    if n < 2:
-        return {"n": n, "mean": mean, "ci95": [low, high] if np.isfinite(high) else None}
+    if same_differences(values):
+        possible = [low, high] if np.isfinite(high) else None
+        return {"n": n, "mean": mean, "ci95": possible if n < _FEWEST_EQUAL else [mean, mean]}
     error = float(values.std(ddof=1)) / np.sqrt(n)
-    if not low < mean < high or error == 0:
-        return {"n": n, "mean": mean, "ci95": [mean, mean]}
     t = stats.t.ppf(0.975, n - 1) * np.array([-1, 1])
     if np.isfinite(high):
         share, width = (mean - low) / (high - low), high - low
@@ -141,21 +146,32 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
     return {"n": n, "mean": mean, "ci95": np.clip(ends, low, high).tolist()}
 
 
-def paired(differences: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
-    """The mean of paired differences (n,) of a metric, its interval, and the p-value of the paired t-test.
+def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
+    """The mean of the paired differences `values - base`, its interval, and the p-value of the paired t-test.
+
+        t = mean sqrt(n) / s,   p = P(|T| > |t|) for Student's T with n - 1 degrees of freedom
 
     The interval is Student's, intersected with the possible range, [-1, 1] for accuracies, which does not change how
-    often it covers the true difference; None for one difference of a metric without an upper bound. Accuracies are
-    multiples of one over the number of images, so few differences may be equal by coincidence; t is undefined then, and
-    p is that of the sign test, 2^(1 - n).
+    often it covers the true difference.
+
+    Differences that are equal up to rounding have no s. Their p is that of the sign test, 2^(1 - n), and 1 if they are
+    zero; the interval has no width from six on, where that is below 0.05, and is the possible range below (None without
+    an upper bound), as for a single difference.
+
+    Args:
+        values: of a metric, (n,), of n seeds.
+        base: of the reference, (n,), of the same seeds.
+        metric: what they are.
     """
+    differences = values - base
     n, mean = len(differences), float(differences.mean())
-    error = float(differences.std(ddof=1)) / np.sqrt(n) if n > 1 else np.inf
-    half = float(stats.t.ppf(0.975, n - 1) * error) if n > 1 else np.inf
-    if error > 0:
-        p = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if n > 1 else 1.0
+    if same_differences(values, base):
+        # a difference of zero beside them is the same only if they are zero
+        p = 1.0 if same_differences(np.append(values, 0.0), np.append(base, 0.0)) else 2.0 ** (1 - n)
+        half = 0.0 if n >= _FEWEST_EQUAL else np.inf
     else:
-        p = 1.0 if mean == 0 else 2.0 ** (1 - n)
+        error = float(differences.std(ddof=1)) / np.sqrt(n)
+        p, half = float(2 * stats.t.sf(abs(mean) / error, n - 1)), float(stats.t.ppf(0.975, n - 1) * error)
     most = metric.bounds[1] - metric.bounds[0]
     ends = [max(-most, mean - half), min(most, mean + half)]
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}

@@ -103,6 +103,16 @@ ACCURACY_2X, ACCURACY_4X = accuracy_at(2), accuracy_at(4)
 METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY)}
 
 
+def same_differences(values: np.ndarray, others: np.ndarray | float = 0.0) -> bool:
+    """Whether the differences `values - others` (n,) are all equal up to the rounding of float32, as metrics have it.
+
+    Accuracies are multiples of one over the number of images or tokens, so a few differences may be equal by
+    coincidence; computed in float64, they then differ by rounding, which is no spread.
+    """
+    largest = max(float(np.abs(values).max()), float(np.abs(others).max()))
+    return bool(np.ptp(values - others) <= 4 * np.finfo(np.float32).eps * largest)
+
+
 def metric_named(name: str) -> Metric | None:
     """The metric of this name in `Population.metrics`, at any length; None if there is none."""
     at_length = re.fullmatch(rf"{ACCURACY.name}_([2-9]|[1-9][0-9]{{1,8}})x", name)

@@ -16,6 +16,7 @@ from weightscope.init._common import Initialiser, M, normal, put
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
 _LEVEL = 1e-6  # of that test; a false alarm costs the pairing of one tensor
+_FEWEST = 32  # entries in all draws, below which it does not reject even a constant
 _RESOLUTION = 2.0**-25  # half a step of torch's uniform float32 numbers
 Moments = dict[tuple[str, int], tuple[float, float]]
 
@@ -58,7 +59,8 @@ class ScaleControl:
 
         The moments of a tensor are those of all its entries in all the draws, so a mean that differs from draw to
         draw enters the variance. Default entries count as uniform if the bound is that of torch's layers, no entry
-        exceeds it, and a Kolmogorov-Smirnov test of all the draws does not reject it at 1e-6.
+        exceeds it, there are 32 or more in all the draws, and a Kolmogorov-Smirnov test of these does not reject it at
+        1e-6. That they are independent is not tested: default entries that are copies of each other give copies.
 
         Args:
             init: the initialiser.
@@ -135,7 +137,7 @@ def _is_uniform(parts: list[np.ndarray]) -> bool:
     """Whether entries of networks, each part after its extremes, are uniform in (0, 1)."""
     extremes, some = np.concatenate([p[:2] for p in parts]), np.concatenate([p[2:] for p in parts])
     inside = extremes.min() >= -1e-6 and extremes.max() <= 1 + 1e-6
-    return bool(inside and stats.kstest(some, "uniform").pvalue > _LEVEL)
+    return bool(inside and len(some) >= _FEWEST and stats.kstest(some, "uniform").pvalue > _LEVEL)
 
 
 def _pooled(parts: list[tuple[float, float]]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -60,21 +61,63 @@ def p_value(p: float) -> str:
     return f"p = {p:.2g}" if p >= 1e-3 else f"p = {typography.number(p, 1)}"
 
 
-def around(row: Mapping[str, Any], metric: Metric) -> tuple[float, float]:
-    """The ends of the paired interval around the mean of an arm, inside the bounds; the mean where there is none."""
+def ends(
+    rows: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]], metric: Metric
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
+
+    The interval of a paired difference is drawn around the mean of its arm, and the reference has none; means that are
+    compared with nothing have their own.
+
+    Args:
+        rows: that are drawn, (m,).
+        everything: all rows of the picture.
+        metric: of the means.
+    """
+    compared = any(row.get("difference") is not None for row in everything)
+    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row["ci95"]} for row in rows]
+    low, high = np.array([_around(row, metric) for row in own]).T
+    return low, high
+
+
+def _around(row: Mapping[str, Any], metric: Metric) -> tuple[float, float]:
     interval = row.get("difference_ci95")
-    if interval is None or None in interval or not np.isfinite(interval).all():
+    if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
         return row["mean"], row["mean"]
     low, high = np.clip(np.asarray(interval) + row["mean"] - row["difference"], *metric.bounds)
     return float(low), float(high)
 
 
+def draw_line(
+    ax: Axes, x: np.ndarray, mean: np.ndarray, between: tuple[np.ndarray, np.ndarray], style: Style, **options: Any
+) -> None:
+    """A line of means with bars between the lower and the upper ends of their intervals.
+
+    Args:
+        ax: axes to draw on.
+        x: places (m,).
+        mean: (m,).
+        between: ends of the bars, two of (m,); see `ends`.
+        style: of the line.
+        options: of `Axes.errorbar`, such as `label` and `zorder`.
+    """
+    low, high = between
+    look: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
+    look |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5}
+    ax.errorbar(x, mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], **look, **options)
+
+
 def seeds_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many seeds a mean has, and from which arm the paired differences are."""
-    seeds = sorted({row["n"] for row in rows})
-    references = list(dict.fromkeys(row["reference"] for row in rows if row.get("reference") is not None))
-    text = f"mean of {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + " seeds"
-    return text + (f"; bars: 95 % CI of the paired difference from {' or '.join(references)}" if references else "")
+    """How many seeds a mean has, and what its bar is: see `ends`."""
+    counts = sorted({row["n"] for row in rows})
+    if counts == [1]:
+        return "1 seed, so no interval"
+    text = f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds"
+    compared = [row for row in rows if row.get("difference") is not None]
+    if not compared:
+        return f"{text} with 95 % CI"
+    references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
+    return f"{text}; bars: 95 % CI of the paired difference from {references}"
 
 
 def value_axis(axis: Any, limits: tuple[float, float], metric: Metric) -> None:

@@ -11,7 +11,17 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import Style, around, handle, p_value, row_height, styles_of, value_axis
+from weightscope.plots.arms import (
+    Style,
+    draw_line,
+    ends,
+    handle,
+    p_value,
+    row_height,
+    seeds_note,
+    styles_of,
+    value_axis,
+)
 
 
 @theme.themed
@@ -53,7 +63,7 @@ def convergence(
     ax = canvas.ax
     for order, init in enumerate(inits):
         mine = sorted((row for row in rows if row["init"] == init), key=lambda row: row["epochs"])
-        _line(ax, init, styles[init], (mine, *_ends(mine, rows, metric)), order)
+        _line(ax, init, styles[init], (mine, *ends(mine, rows, metric)), order)
     if lengths[-1] >= 4 * lengths[0]:
         ax.set_xscale("log", base=2)
         margin = (lengths[-1] / lengths[0]) ** 0.05
@@ -68,7 +78,7 @@ def convergence(
     ax.set_ylabel(metric.title + metric.direction)
     room = 72 * 0.8 * canvas.size[0] - 44
     handles = [handle(style, typography.wrap(init, room)) for init, style in styles.items()]
-    canvas.legend(handles, _seeds(rows))
+    canvas.legend(handles, seeds_note(rows))
     canvas.finish(title)
     return ax
 
@@ -138,41 +148,13 @@ def _checked(summary: Sequence[Mapping[str, Any]], metric: Metric) -> list[Mappi
     return rows
 
 
-def _seeds(rows: Sequence[Mapping[str, Any]]) -> str:
-    counts = sorted({row["n"] for row in rows})
-    if counts == [1]:
-        return "1 seed, so no interval"
-    text = f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds"
-    compared = [row for row in rows if row.get("difference_ci95") is not None]
-    if not compared:
-        return f"{text} with 95 % CI"
-    references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
-    return f"{text}; bars: 95 % CI of the paired difference from {references}"
-
-
 def _line(ax: Axes, init: str, style: Style, drawn: tuple[Any, np.ndarray, np.ndarray], order: int) -> None:
     """One initialiser: its rows and the lower and upper ends of their intervals."""
     rows, low, high = drawn
     epochs = np.array([row["epochs"] for row in rows], dtype=float)
     mean = np.array([row["mean"] for row in rows])
     ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + 0.01 * order, gid="band")
-    options: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
-    options |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
-    ax.errorbar(epochs, mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], label=init, **options)
-
-
-def _ends(
-    rows: Sequence[Mapping[str, Any]], everything: Sequence[Mapping[str, Any]], metric: Metric
-) -> tuple[np.ndarray, np.ndarray]:
-    """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
-
-    The interval of a paired difference is drawn around the mean of its initialiser, and the reference has none; means
-    that are compared with nothing have their own.
-    """
-    compared = any(row.get("difference_ci95") is not None for row in everything)
-    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row["ci95"]} for row in rows]
-    low, high = np.array([around(row, metric) for row in own]).T
-    return low, high
+    draw_line(ax, epochs, mean, (low, high), style, label=init, zorder=3 + 0.01 * order)
 
 
 def _without_collisions(lengths: Sequence[float], ax: Axes, points: float) -> set[float]:
@@ -200,12 +182,12 @@ def _single_length(
     names = [typography.wrap(row["init"], 165) for row in rows]
     canvas = theme.Canvas.on(ax, 7.4, 1.0 + row_height(names) * (len(rows) + 0.75))
     ax = canvas.ax
-    low, high = _ends(rows, rows, metric)
+    low, high = ends(rows, rows, metric)
     for y, row in enumerate(rows):
         style = styles[row["init"]]
         bar: dict[str, Any] = {"color": style.colour, "marker": style.marker, "mfc": style.face, "label": row["init"]}
-        ends = [[row["mean"] - low[y]], [high[y] - row["mean"]]]
-        ax.errorbar([row["mean"]], [y], xerr=ends, ms=6.5, mew=1.2, capsize=3, lw=1.5, **bar)
+        error = [[row["mean"] - low[y]], [high[y] - row["mean"]]]
+        ax.errorbar([row["mean"]], [y], xerr=error, ms=6.5, mew=1.2, capsize=3, lw=1.5, **bar)
         if row.get("difference") is None and len(rows) > 1:
             ax.axvline(row["mean"], color=style.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
     theme.list_axis(ax, range(len(rows)), names, len(rows))
@@ -215,7 +197,7 @@ def _single_length(
     theme.columns(ax, range(len(rows)), -0.8, heads)
     value_axis(ax.xaxis, ax.get_xlim(), metric)
     epochs = rows[0]["epochs"]
-    label = f"{metric.title} after {epochs:g} epoch{'s' * (epochs != 1)}{metric.direction}; {_seeds(rows)}"
+    label = f"{metric.title} after {epochs:g} epoch{'s' * (epochs != 1)}{metric.direction}; {seeds_note(rows)}"
     ax.set_xlabel(typography.wrap(label, 72 * 0.6 * canvas.size[0], typography.LABEL))
     canvas.finish(title)
     return ax

@@ -10,7 +10,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from weightscope.data.metrics import ACCURACY
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import around, handle, seeds_note, styles_of, value_axis
+from weightscope.plots.arms import draw_line, ends, handle, seeds_note, styles_of, value_axis
 
 
 @theme.themed
@@ -20,11 +20,12 @@ def accuracy_by_length(
     """Test accuracy against the length of the sequences, one line for each initialiser, with paired intervals.
 
     Bars are the 95 % interval of the difference from the reference on the same seeds at the same length, drawn around
-    the mean and not beyond 0 and 100 %. An initialiser is drawn at the lengths that it has rows for.
+    the mean and not beyond 0 and 100 %; a single initialiser has the interval of its mean. An initialiser is drawn at
+    the lengths that it has rows for.
 
     Args:
         by_length: multiple of the training length -> rows of `summarise` with that length's metric, of one cell and
-            one number of epochs: `init`, `n`, `mean`, `difference`, `difference_ci95` (fractions), `reference`.
+            one number of epochs: `init`, `n`, `mean`, `ci95`, `difference`, `difference_ci95` (fractions), `reference`.
         ax: axes to draw on; a new figure if None.
         title: figure title.
 
@@ -46,21 +47,13 @@ def accuracy_by_length(
             mine[length] = row
     if len(lengths) < 2 or not found:
         raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
+    everything = [row for length in lengths for row in by_length[length]]
     styles = styles_of(list(found))
     canvas = theme.Canvas.on(ax, 6.0, 4.4)
     ax = canvas.ax
     for order, (init, rows) in enumerate(found.items()):
-        style, mean = styles[init], np.array([row["mean"] for row in rows.values()])
-        low, high = np.array([around(row, ACCURACY) for row in rows.values()]).T
-        line: dict[str, Any] = {"color": style.colour, "ls": style.line, "marker": style.marker, "mfc": style.face}
-        line |= {"ms": 5.5, "lw": 1.5, "mew": 1.2, "elinewidth": 1.1, "capsize": 2.5, "zorder": 3 + 0.01 * order}
-        ax.errorbar(
-            np.array(list(rows), dtype=float),
-            mean,
-            yerr=[(mean - low).tolist(), (high - mean).tolist()],
-            label=init,
-            **line,
-        )
+        mean, between = np.array([row["mean"] for row in rows.values()]), ends([*rows.values()], everything, ACCURACY)
+        draw_line(ax, np.array([*rows], dtype=float), mean, between, styles[init], label=init, zorder=3 + 0.01 * order)
     ax.set_xscale("log", base=2)
     margin = (lengths[-1] / lengths[0]) ** 0.06
     ax.set_xlim(lengths[0] / margin, lengths[-1] * margin)
@@ -73,6 +66,6 @@ def accuracy_by_length(
     ax.set_ylabel(ACCURACY.title)
     room = 72 * 0.8 * canvas.size[0] - 44
     handles = [handle(style, typography.wrap(init, room)) for init, style in styles.items()]
-    canvas.legend(handles, seeds_note(by_length[lengths[0]]))
+    canvas.legend(handles, seeds_note(everything))
     canvas.finish(title)
     return ax

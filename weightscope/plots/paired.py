@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy import stats
 
-from weightscope.data.metrics import ACCURACY, Metric
+from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme, typography
 from weightscope.plots.arms import FROZEN, ROW, Style, row_height, styles_of
@@ -26,8 +26,8 @@ def paired_differences(
     """Each seed's metric minus the first initialiser's on the same seed, with the mean and its 95 % interval.
 
     Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
-    values do. Points are seeds; bars are mean +- t(0.975, n - 1) s / sqrt(n). Frozen arms are compared with
-    the first frozen one.
+    values do. Points are seeds; bars are mean +- t(0.975, n - 1) s / sqrt(n), inside what is possible, and none for
+    differences that are equal up to rounding. Frozen arms are compared with the first frozen one.
 
     Args:
         runs: rows of a benchmark's `results.json`: `init`, `epochs`, `seed`, the metric under its key (`accuracy`, a
@@ -60,8 +60,8 @@ def paired_differences(
         side: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
         text = f"{epochs:g} epoch{'s' * (epochs != 1)}"
         ax.annotate(text, (0, y), (-6, 0), ha="right", va="center", fontsize=typography.SMALL, weight="bold", **side)
-    better = [f"{int((metric.sign * arm.differences > 0).sum())} of {len(arm.differences)}" for arm in arms]
-    theme.columns(ax, places, -0.8, [("mean (95 % CI)", [_mean(arm) for arm in arms]), ("better on", better)])
+    better = [_better_on(arm, metric) for arm in arms]
+    theme.columns(ax, places, -0.8, [("mean (95 % CI)", [_mean(arm, metric) for arm in arms]), ("better on", better)])
     references = " or ".join(dict.fromkeys(arm.reference for arm in arms))
     label = f"{metric.label} minus that of {references} on the same seed"
     label += (f" ({metric.difference_unit})" if metric.difference_unit else "") + metric.direction
@@ -73,13 +73,17 @@ def paired_differences(
 
 @dataclass(frozen=True)
 class _Arm:
-    """An initialiser at one length against its reference: differences (n,) as shown, and which pairs diverged."""
+    """An initialiser at one length against its reference: differences (n,) as shown, and which pairs diverged.
+
+    `interval` is that of their mean, None if the differences are equal.
+    """
 
     init: str
     epochs: float
     reference: str
     differences: np.ndarray
     diverged: np.ndarray
+    interval: tuple[float, float] | None
 
 
 def _arranged(arms: Sequence[_Arm]) -> tuple[list[float], list[tuple[float, float]]]:
@@ -98,11 +102,19 @@ def _arranged(arms: Sequence[_Arm]) -> tuple[list[float], list[tuple[float, floa
     return places, headings
 
 
-def _mean(arm: _Arm) -> str:
-    low, high = _interval(arm.differences)
+def _better_on(arm: _Arm, metric: Metric) -> str:
+    """`5 of 8`, or `5 of 8 (2 equal)`."""
+    equal = int((arm.differences == 0).sum())
+    text = f"{int((metric.sign * arm.differences > 0).sum())} of {len(arm.differences)}"
+    return f"{text} ({equal} equal)" if equal else text
+
+
+def _mean(arm: _Arm, metric: Metric) -> str:
+    if arm.interval is None:
+        why = "one seed" if len(arm.differences) == 1 else "all equal"
+        return f"{typography.signed(arm.differences.mean(), metric.decimals - 1)} ({why})"
+    low, high = arm.interval
     decimals = typography.places(high - low)
-    if len(arm.differences) == 1:
-        return f"{typography.signed(arm.differences[0], decimals)} (one seed)"
     ends = f"{typography.signed(low, decimals)} to {typography.signed(high, decimals)}"
     return f"{typography.signed(arm.differences.mean(), decimals)} ({ends})"
 
@@ -120,27 +132,30 @@ def _arms(runs: Sequence[Mapping[str, Any]], metric: Metric) -> list[_Arm]:
         first = reference.setdefault((epochs, init.endswith(FROZEN)), init)
         pairs = [(mine[k], found[epochs, first][k]) for k in mine if k in found[epochs, first]]
         if first != init and pairs:
-            values = metric.factor * np.array([a[metric.key] - b[metric.key] for a, b in pairs])
-            if not np.isfinite(values).all():
+            values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
+            if not np.isfinite(values - others).all():
                 raise DataError(f"`{init}` after {epochs:g} epochs: {metric.label} is not finite")
             diverged = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
-            arms.append(_Arm(init, epochs, first, values, diverged))
+            interval = _interval(values, others, metric)
+            arms.append(_Arm(init, epochs, first, metric.factor * (values - others), diverged, interval))
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     return sorted(arms, key=lambda arm: arm.epochs)
 
 
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    """The mean's 95 % interval by Student's t; the mean itself for one value."""
-    if len(values) < 2:
-        return float(values[0]), float(values[0])
-    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+def _interval(values: np.ndarray, others: np.ndarray, metric: Metric) -> tuple[float, float] | None:
+    """The 95 % interval of the mean difference by Student's t, as shown; None for equal ones, of unknown spread."""
+    if same_differences(values, others):
+        return None
+    differences, most = values - others, metric.bounds[1] - metric.bounds[0]
+    half = stats.t.ppf(0.975, len(differences) - 1) * stats.sem(differences)
+    low, high = metric.factor * np.clip(differences.mean() + np.array([-half, half]), -most, most)
+    return float(low), float(high)
 
 
 def _mean_bar(ax: Axes, y: float, arm: _Arm, style: Style) -> None:
-    low, high = _interval(arm.differences)
     mean = arm.differences.mean()
+    low, high = arm.interval or (mean, mean)
     options: dict[str, Any] = {"fmt": "D", "color": theme.INK, "mfc": style.face, "zorder": 4, "gid": "mean"}
     ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], ms=5, mew=1.2, capsize=4, lw=1.8, **options)
 

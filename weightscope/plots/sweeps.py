@@ -13,7 +13,7 @@ from scipy import stats
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import FROZEN, around, difference_label, seeds_note, value_axis
+from weightscope.plots.arms import FROZEN, difference_label, ends, seeds_note, value_axis
 
 _CONTROL = " (scale only)"  # how `bench` marks controls
 _LEVEL = 0.05
@@ -28,8 +28,8 @@ def metric_curves(
     """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
 
     The band of an initialiser is the 95 % interval of its difference from the first one on the same seeds, drawn around
-    its own mean, and not beyond the metric's bounds; the first one has none. An initialiser differs significantly where
-    its band does not reach the first one's line.
+    its own mean, and not beyond the metric's bounds; the first one has none. Bands are of single epochs and
+    initialisers: the more there are, the more often one does not reach the first one's line by chance.
 
     Args:
         runs: rows of a benchmark's `results.json` of one cell and one training length: `init`, `seed`, `epochs` and
@@ -109,12 +109,12 @@ def metric_along(
     """The test metric against a parameter, one line for each initialiser, with paired intervals.
 
     The parameter is a field of the recipe or a number of an initialiser. Bars are the 95 % interval of the difference
-    from the reference on the same seeds, drawn around the mean, inside the metric's bounds. An initialiser without the
-    parameter is a horizontal line.
+    from the reference on the same seeds, drawn around the mean, inside the metric's bounds; a single initialiser has
+    the intervals of its means. An initialiser without the parameter is a horizontal line.
 
     Args:
-        summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `mean`, `difference`,
-            `difference_ci95` (fractions for accuracies), `reference`, `n`.
+        summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`,
+            `difference`, `difference_ci95` (fractions for accuracies), `reference`.
         axis: the parameter, such as `"network.kernel_size"` or `"mimetic_mlp.sigma"`.
         ax: axes to draw on; a new figure if None.
         metric: that is drawn.
@@ -147,8 +147,8 @@ def metric_along(
             rows = sorted(rows, key=lambda row: at[repr(_value(row, axis))])
             x = [at[repr(_value(row, axis))] for row in rows]
             mean = np.array([row["mean"] for row in rows])
-            ends = np.array([around(row, metric) for row in rows])
-            bars = [(mean - ends[:, 0]).tolist(), (ends[:, 1] - mean).tolist()]
+            low, high = ends(rows, summary, metric)
+            bars = [(mean - low).tolist(), (high - mean).tolist()]
             ax.errorbar(x, mean, yerr=bars, ms=5, lw=1.5, capsize=2.5, elinewidth=1.1, zorder=3, **style)
         room = 72 * 0.8 * canvas.size[0] - 44
         handles.append(Line2D([], [], **style, lw=1.5, ms=5, label=typography.wrap(name, room)))

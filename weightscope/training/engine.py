@@ -108,7 +108,7 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
 class TileRun:
     """The training of one tile: `train` runs all of it, `epoch` one pass over the data.
 
-    What the networks are trained and evaluated on is the matter of `batches`.
+    `batches` has what the networks are trained and evaluated on.
     """
 
     def __init__(self, recipe: Recipe, tile: int, data: Dataset | SequenceSource, device: torch.device) -> None:
@@ -287,7 +287,7 @@ class TileRun:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
-        """Returns the metrics of held-out data, each (T,); of the averaged weights, if there are any."""
+        """Return the metrics of held-out data, each (T,); of the averaged weights, if there are any."""
         if self.average is None:
             return self._evaluate()
         trained = self.nets.weights.clone()

@@ -96,7 +96,7 @@ class ImageBatches:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
-        """Returns `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm."""
+        """Return `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm."""
         calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()

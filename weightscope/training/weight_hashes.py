@@ -12,6 +12,7 @@ from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 from weightscope.training.references import references
 
+_TEACHER = "teacher "  # before its path, in the names of the manifest
 _passed: dict[tuple[str, str], str] = {}  # (name in the manifest, what else the hash depends on) -> hash
 
 
@@ -71,9 +72,6 @@ def _named(recipe: Recipe) -> list[tuple[str, str]]:
         network = teacher.network or recipe.network
         named.append((f"{_TEACHER}{teacher.teacher}", f"{network.model_dump_json()} {recipe.data.model_dump_json()}"))
     return named
-
-
-_TEACHER = "teacher "
 
 
 def _hash(recipe: Recipe, name: str) -> str:

@@ -1,7 +1,6 @@
 """Networks of a checkpoint or a population that can be run, and tokens for them."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,8 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
 
     Raises:
         DataError: if a file is not of this form.
-        UsageError: if there is no such file or task, or the task needs another vocabulary.
+        UsageError: if there is no such file or task, the task needs another vocabulary, or the network has no embedding
+            of tokens.
 
     Example:
         >>> tokens_for("copy:20", Mamba(32, 16, 2), 4).shape
@@ -55,7 +55,9 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
     if colon and not Path(wanted).exists():
         if not length.isdecimal() or len(length) > 6:
             raise UsageError(f"tokens: expected a length behind the task, such as copy:20, found {wanted!r}")
-        embedding: Any = next(m for m in network.modules() if isinstance(m, nn.Embedding))
+        embedding = next((m for m in network.modules() if isinstance(m, nn.Embedding)), None)
+        if embedding is None:
+            raise UsageError("network: expected one with an embedding of tokens, found none")
         generator = torch.Generator().manual_seed(0)
         return TASKS.find(name)(generator, count, int(length), embedding.num_embeddings).tokens
     path = Path(wanted)
