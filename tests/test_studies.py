@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms
+from weightscope.benchmarking.axes import axes_of
 from weightscope.population import Population
-from weightscope.recipe import InitConfig, Recipe
+from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 
 ROOT = Path(__file__).parent.parent
@@ -104,21 +106,59 @@ def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("study", sorted(ROOT.glob("analyses/*_inits")), ids=lambda path: path.name)
-def test_figures_of_committed_benchmarks_draw(study: Path, tmp_path: Path) -> None:
-    script("figures/init_benchmarks.py").main(study / "results.json", tmp_path / "figure.png")
+@pytest.mark.parametrize("results", sorted(ROOT.glob("analyses/*_inits/results.json")), ids=lambda p: p.parent.name)
+def test_figures_of_committed_benchmarks_draw(results: Path, tmp_path: Path) -> None:
+    script("figures/init_benchmarks.py").main(results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-RECIPES = sorted([*ROOT.glob("analyses/*/recipe.toml"), *ROOT.glob("analyses/*/source.toml")])
+RECIPES = sorted(ROOT.glob("analyses/*/*.toml"))
+BENCHMARKS = [path for path in RECIPES if Recipe.load(path).bench is not None]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipes_of_studies_are_valid(recipe: Path) -> None:
     assert Recipe.load(recipe).training.epochs >= 1
-    for table in recipe.parent.glob("*.toml"):
-        if table not in RECIPES:
-            InitConfig.load(table)
+
+
+@pytest.mark.parametrize("recipe", BENCHMARKS, ids=lambda path: path.parent.name)
+def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
+    """Every arm of the recipe in at least 8 paired seeds at two lengths, and the README has the table as it is."""
+    planned, result = Recipe.load(recipe), BenchResult.load(recipe.parent)
+    assert planned.bench is not None
+    design = planned.bench.model_dump(exclude={"init", "seed"})
+    arms = plan_arms(planned, planned.bench.init, **design)
+    found = {(row["init"], json.dumps(row["cell"]), row["epochs"]): row["n"] for row in result.arms}
+    assert set(found) == {(arm.init, json.dumps(dict(arm.cell)), arm.epochs) for arm in arms}
+    assert min(found.values()) >= 8
+    assert len(planned.bench.epochs) == 2
+    trained = Recipe.parse(result.environment["recipe"])
+    assert not [line for line in trained.differences(planned) if not line.startswith(("population.seed", "bench"))]
+    assert result.text() in (recipe.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", BENCHMARKS, ids=lambda path: path.parent.name)
+def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a few digits, in the first cell, with the first number of each grid."""
+    monkeypatch.chdir(tmp_path)
+    small = {
+        "data": {"name": "digits", "train": 64, "test": 40},
+        "network.depth": 1,
+        "population.networks": 2,
+        "population.tile": 2,
+    }
+    options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+    if (teacher := recipe.with_name("teacher.toml")).exists():
+        collect(Recipe.load(teacher).replace({**small, "training.epochs": 1}), tmp_path / "teacher.pop", **options)
+    study = Recipe.load(recipe)
+    assert study.bench is not None
+    vary, grid = (
+        [Axis(axis.names, axis.points[:1]) for axis in axes_of(axes)] for axes in (study.bench.vary, study.bench.grid)
+    )
+    result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
+    assert {row["n"] for row in result.arms} == {2}
+    assert len(result.arms) >= 3
+    assert result.figures()
 
 
 def test_the_population_benchmark_runs(tmp_path: Path) -> None:
