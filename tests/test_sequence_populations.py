@@ -126,6 +126,7 @@ def test_a_diverging_network_does_not_disturb_its_neighbour() -> None:
     wild = train_tile(recipe(training__learning_rate=[0.01, 1e30], training__clip_norm=0.0), 0, device="cpu")
     calm = train_tile(recipe(training__learning_rate=[0.01, 0.01], training__clip_norm=0.0), 0, device="cpu")
     assert wild.metrics["diverged"].tolist() == [False, True]
+    assert wild.metrics["test_accuracy"][1] == 0  # where all logits are NaN, the largest is at 0, a token of answers
     np.testing.assert_array_equal(calm.weights[0], wild.weights[0])
 
 

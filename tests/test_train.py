@@ -215,6 +215,7 @@ def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kern
     wild = train_tile(recipe(**base, training__learning_rate=[0.02, 1e30]), 0, device="cpu")
     unclipped = train_tile(recipe(**base, training__learning_rate=[0.02, 0.02]), 0, device="cpu")
     assert wild.metrics["diverged"].tolist() == [False, True]
+    assert wild.metrics["test_accuracy"][1] == 0
     assert wild.weights[0].tobytes() == unclipped.weights[0].tobytes()
     assert not calm.metrics["diverged"].any()
 

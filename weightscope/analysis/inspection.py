@@ -150,7 +150,7 @@ class PopulationContents(Result):
 
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
-            return "no metrics yet"
+            return "no metrics: every network diverged" if self.diverged else "no metrics yet"
         head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
         names = sorted(self.quantiles, key=lambda name: metric_named(name) is None)  # first what the task reports
         rows = []

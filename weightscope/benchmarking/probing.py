@@ -27,6 +27,7 @@ from weightscope.networks import build_for
 from weightscope.population import recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
+from weightscope.training.batches import hits
 from weightscope.training.devices import current, one_thread, resolve_device
 from weightscope.training.distillation import head_of
 from weightscope.training.initial_weights import initial_weights
@@ -248,5 +249,5 @@ class Probe:
         """Loss and accuracy, each (T,), on features (T, n, d) with labels (n,)."""
         logits = self.logits(features)
         loss = -F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=labels.device), labels].mean(1)
-        right = (logits.argmax(2) == labels).double().mean(1)
+        right = hits(logits, labels).double().mean(1)
         return loss.double().cpu().numpy(), right.cpu().numpy()

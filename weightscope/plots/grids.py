@@ -1,7 +1,7 @@
 """Grids of small matrices, such as products of attention weights, and of filters."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from weightscope.plots import theme, typography
 _PAGE = 1500  # pixels: width of all panels, at 150 dots per inch
 _LEAST, _MOST = 24, 260  # pixels: smallest and largest panel
 GAP = 10  # pixels
+_LINE = 17  # pixels: height of a line of the footer
 _ACROSS = 5.6  # inches: width of a grid of filters
 
 
@@ -91,7 +92,14 @@ def matrix_grid(
     panels, factor, scale = _sized(panels, columns)
     limits = _limits(panels, share, quantile)
     shape = next(p.shape for line in panels for p in line if p is not None)
+    note = f"{quantity}; colours hold {100 * quantile:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
+    if full != (shape[0] * factor, shape[1] * factor):
+        shown = f"{min(full[0], clip or full[0])} × {min(full[1], clip or full[1])}"
+        note += f"; upper left {shown} of {full[0]} × {full[1]}" if clip and clip < max(full) else ""
+    note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
     grid = _layout(panels, (shape[0] * scale, shape[1] * scale), row_labels, limits, title)
+    lines = typography.wrap(note, (grid.size[0] - grid.left - 160) * 72 / theme.DPI).split("\n")
+    grid = replace(grid, bottom=grid.bottom + _LINE * max(0, len(lines) - 2))
     width, height = grid.size
     figure = Figure(figsize=(width / theme.DPI, height / theme.DPI), dpi=theme.DPI, facecolor="white")
     for i, line in enumerate(panels):
@@ -99,12 +107,7 @@ def matrix_grid(
             if panel is not None:
                 _panel(grid.axes(figure, i, j), panel, limits[i])
     _margins(figure, grid, row_labels, column_labels, limits)
-    note = f"{quantity}; colours hold {100 * quantile:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
-    if full != (shape[0] * factor, shape[1] * factor):
-        shown = f"{min(full[0], clip or full[0])} × {min(full[1], clip or full[1])}"
-        note += f"; upper left {shown} of {full[0]} × {full[1]}" if clip and clip < max(full) else ""
-    note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
-    _footer(figure, grid, note)
+    _footer(figure, grid, lines)
     if title is not None:
         text = typography.wrap(title, width * 72 / theme.DPI - 16, typography.TITLE, bold=True)
         figure.suptitle(text, x=12 / width, y=1 - 12 / height, ha="left", va="top", linespacing=1.25)
@@ -216,21 +219,19 @@ def _margins(figure: Figure, grid: Grid, rows: Sequence[str], columns: Sequence[
         figure.text(x, top, columns[j], ha="center", va="bottom", **small)
 
 
-def _footer(figure: Figure, grid: Grid, note: str) -> None:
-    """The colour bar and its label."""
+def _footer(figure: Figure, grid: Grid, lines: Sequence[str]) -> None:
+    """The colour bar and the lines of its label."""
     width, height = grid.size
-    pixels = theme.DPI / 72
     bar = figure.add_axes((grid.left / width, 22 / height, 130 / width, 12 / height))
     bar.imshow(np.linspace(-1, 1, 255)[None], cmap=theme.colour_map(), aspect="auto")
     bar.set_xticks([-0.5, 127, 254.5], ["−", "0", "+"])
     bar.set_yticks([])
     bar.tick_params(length=0, pad=1, labelsize=typography.SMALL, labelfontfamily=typography.FONT)
     bar.xaxis.tick_top()
-    room = (width - grid.left - 150 - 10) / pixels
     figure.text(
         (grid.left + 150) / width,
-        28 / height,
-        typography.wrap(note, room),
+        (28 + _LINE / 2 * max(0, len(lines) - 2)) / height,
+        "\n".join(lines),
         va="center",
         fontsize=typography.SMALL,
         color=theme.MUTED,

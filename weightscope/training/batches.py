@@ -35,3 +35,12 @@ class Batches(Protocol):
     def evaluate(self) -> dict[str, Tensor]:
         """Metrics of held-out data, each (T,)."""
         ...
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """1.0 where the label has the largest logit, 0.0 elsewhere; float32 (T, B) of logits (T, B, K).
+
+    A network whose largest logit is NaN or infinite is not right (`argmax` of NaN may be the label).
+    """
+    value, place = logits.max(2)
+    return ((place == labels) & value.isfinite()).float()

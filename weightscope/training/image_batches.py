@@ -10,6 +10,7 @@ from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.recipe import Recipe
 from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.batches import hits
 from weightscope.training.distillation import Distillation
 from weightscope.training.images import fused, label_shares, load_images
 from weightscope.training.kernels import functions
@@ -78,7 +79,7 @@ class ImageBatches:
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
         if self.distillation is not None:
             losses = losses + self.distillation.losses(logits)
-        return losses, (logits.detach().argmax(2) == labels).float().mean(1)
+        return losses, hits(logits.detach(), labels).mean(1)
 
     def _logits(self, numbers: dict[str, Tensor]) -> Tensor:
         """Logits (T, B, K) of the training images `order` (T, B), augmented and mixed."""
@@ -107,7 +108,7 @@ class ImageBatches:
             images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
             logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
             loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
-            correct += (logits.argmax(2) == labels).float().sum(1)
+            correct += hits(logits, labels).sum(1)
         count = len(self.test_images)
         return {"test_loss": loss / count, "test_accuracy": correct / count}
 

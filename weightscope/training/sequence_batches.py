@@ -12,7 +12,7 @@ from weightscope.data import SequenceSource
 from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import SequenceBatch
 from weightscope.recipe import Recipe
-from weightscope.training.batches import Networks
+from weightscope.training.batches import Networks, hits
 
 _EVALUATION_TOKENS = 2048  # of one network at once
 
@@ -48,8 +48,8 @@ class SequenceBatches:
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses and accuracies (T,) of the tokens of the answers."""
         tokens, targets = self.data.sequences(numbers["draws"])
-        losses, hits = _scores(self.nets(tokens), targets, self.scored, self.smoothing)
-        return losses.mean(1), hits.float().mean(1)
+        losses, right = _scores(self.nets(tokens), targets, self.scored, self.smoothing)
+        return losses.mean(1), right.mean(1)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
@@ -71,8 +71,8 @@ class SequenceBatches:
             size = max(1, _EVALUATION_TOKENS // batch.tokens.shape[1])
             scored = _places(batch.mask[0])
             for tokens, targets in zip(batch.tokens.split(size), batch.targets.split(size), strict=True):
-                losses, hits = _scores(self.nets(tokens), targets, scored)
-                loss, right, count = loss + losses.sum(1), right + hits.sum(1), count + losses.shape[1]
+                losses, found = _scores(self.nets(tokens), targets, scored)
+                loss, right, count = loss + losses.sum(1), right + found.sum(1), count + losses.shape[1]
         return loss / count, right / count
 
 
@@ -91,4 +91,4 @@ def _scores(logits: Tensor, targets: Tensor, scored: Tensor | None, smoothing: f
     logits = logits.flatten(1, 2)  # (T, B m, v)
     targets = targets.flatten(-2).expand(logits.shape[:2])
     losses = F.cross_entropy(logits.mT, targets, reduction="none", label_smoothing=smoothing)
-    return losses, logits.detach().argmax(2) == targets
+    return losses, hits(logits.detach(), targets)

@@ -122,7 +122,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _units(path: Path, unit: Unit) -> Iterable[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: expected UTF-8, found the byte {error.object[error.start]:#04x} at {error.start}"
@@ -133,7 +133,7 @@ def _units(path: Path, unit: Unit) -> Iterable[str]:
         raise DataError(f"{path}: expected text, found none")
     if unit == "character":
         return text
-    return (word for line in text.splitlines() for word in (*line.split(), END))
+    return (word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), END))
 
 
 def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
