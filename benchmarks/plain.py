@@ -129,9 +129,16 @@ class _Paths:
 
 
 def train_sequences_alone(
-    plan: Recipe, k: int, *, forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network
+    plan: Recipe,
+    k: int,
+    *,
+    forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network,
+    rates: Sequence[float] = (),
 ) -> tuple[torch.nn.Module, list[float]]:
-    """Network k of a recipe for a generated task, and its mean loss in each epoch; `forward` may compile it."""
+    """Network k of a recipe for a generated task, and its mean loss in each epoch.
+
+    `forward` may compile it; `rates` replace the recipe's learning rate, one for each epoch.
+    """
     training, data, root = plan.training, plan.data, plan.population.seed
     assert isinstance(data, TaskConfig)
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
@@ -147,7 +154,7 @@ def train_sequences_alone(
         losses = []
         for step, parts in enumerate(zip(*(value.split(training.batch_size) for value in whole), strict=True)):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
-            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            optimiser.param_groups[0]["lr"] = (rates[epoch] if len(rates) else training.learning_rate) * factor
             batch = SequenceBatch(*parts)
             loss = cross_entropy(run(batch.tokens), batch)
             optimiser.zero_grad()

@@ -18,7 +18,7 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.cli import main
 from weightscope.data import SequenceSource, load
 from weightscope.data.sequence_config import SEQUENCE_NAMES
-from weightscope.data.sequences import TASKS, MarkovSource
+from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
@@ -27,6 +27,7 @@ from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
 from weightscope.training.collection import collect
 from weightscope.training.planning import plan
+from weightscope.training.optimiser import Plateau
 
 BASE = {
     "network": {"type": "mamba", "width": 8, "depth": 1, "state": 3},

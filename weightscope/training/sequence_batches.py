@@ -38,6 +38,9 @@ class SequenceBatches:
         self.evaluated = tuple(metric.name for metric in recipe.data.metrics)
         self.scored = _places(self.data.mask)
         root = recipe.population.seed
+        self.validation: list[SequenceBatch] = []
+        if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
+            self.validation = [SequenceBatch(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.streams = [torch.Generator(device).manual_seed(torch_seed(root, k, Purpose.SEQUENCES)) for k in ids]
 
     def draw(self) -> dict[str, Tensor]:
@@ -53,7 +56,10 @@ class SequenceBatches:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
-        """The task's metrics of the held-out sequences, each (T,)."""
+        """The task's metrics of the held-out sequences, each (T,).
+
+        With the schedule "plateau" also `validation_loss`, where the held-out sequences are the test ones.
+        """
         self.nets.eval()
         found: dict[str, Tensor] = {}
         for multiple, batches in self.data.held_out.items():
@@ -61,7 +67,10 @@ class SequenceBatches:
             if multiple == 1:
                 found |= {"test_loss": loss, "test_bits": loss / math.log(2), "test_perplexity": loss.exp()}
             found[accuracy_at(multiple).name] = accuracy
-        return {name: found[name] for name in self.evaluated}
+        metrics = {name: found[name] for name in self.evaluated}
+        if self.validation:
+            metrics["validation_loss"], _ = self._evaluate(self.validation)
+        return metrics
 
     def _evaluate(self, batches: Sequence[SequenceBatch]) -> tuple[Tensor, Tensor]:
         """Mean -log p, and the share of right tokens, over all tokens of the answers, (T,) each."""

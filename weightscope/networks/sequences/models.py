@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
@@ -244,7 +245,7 @@ class CausalTransformer(nn.Module):
         expansion: the MLP's hidden units per channel.
 
     Raises:
-        UsageError: if sizes do not divide as required or `positions` is unknown; in `forward`, if a sequence is longer
+        UsageError: if sizes do not divide as required or an argument is invalid; in `forward`, if a sequence is longer
             than `context`.
 
     Source: Vaswani et al. 2017; thesis 3.2.6.
