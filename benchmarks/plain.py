@@ -14,6 +14,7 @@ from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.sequences import TASKS, SequenceBatch, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.optimiser import schedule_factor
 
@@ -148,6 +149,9 @@ def train_sequences_alone(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )
     generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.SEQUENCES))
+    _drop_tokens(
+        network, data.vocabulary, torch.Generator().manual_seed(torch_seed(root, k, Purpose.EMBEDDING_DROPOUT))
+    )
     steps, means = data.train // training.batch_size, []
     for epoch in range(training.epochs):
         whole = TASKS[data.name](generator, steps * training.batch_size, data.length, data.vocabulary)
@@ -164,3 +168,23 @@ def train_sequences_alone(
             losses.append(float(loss.detach()))
         means.append(sum(losses) / steps)
     return network, means
+
+
+def _drop_tokens(network: torch.nn.Module, vocabulary: int, generator: torch.Generator) -> None:
+    """Replaces the dropout of embedding vectors by a loop over the vocabulary, with the network's own numbers."""
+    for layer in network.modules():
+        if isinstance(layer, TokenEmbedding) and layer.dropout:
+            rate, layer.dropout = layer.dropout, 0.0
+
+            def dropped(
+                layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor, rate: float = rate
+            ) -> torch.Tensor:
+                if not layer.training:
+                    return output
+                kept = output / (1 - rate)
+                for token, draw in enumerate(torch.rand(vocabulary, generator=generator)):
+                    if draw < rate:
+                        kept = torch.where((inputs[0] == token)[..., None], 0.0, kept)
+                return kept
+
+            layer.register_forward_hook(dropped)

@@ -11,8 +11,10 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource
 from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import SequenceBatch
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
-from weightscope.training.batches import Networks
+from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.stacked_networks import StackedNetworks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
 
@@ -29,8 +31,16 @@ class SequenceBatches:
     """
 
     def __init__(
-        self, recipe: Recipe, ids: Sequence[int], data: SequenceSource, device: torch.device, nets: Networks
+        self,
+        recipe: Recipe,
+        ids: Sequence[int],
+        data: SequenceSource,
+        device: torch.device,
+        nets: StackedNetworks | LoopNetworks,
     ) -> None:
+        self.validation: list[SequenceBatch] = []
+        if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
+            self.validation = [SequenceBatch(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.nets, self.data, self.device = nets, data.to(device), device
         self.smoothing = recipe.training.label_smoothing
         self.batch = min(recipe.training.batch_size, data.train)
@@ -38,10 +48,11 @@ class SequenceBatches:
         self.evaluated = tuple(metric.name for metric in recipe.data.metrics)
         self.scored = _places(self.data.mask)
         root = recipe.population.seed
-        self.validation: list[SequenceBatch] = []
-        if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
-            self.validation = [SequenceBatch(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.streams = [torch.Generator(device).manual_seed(torch_seed(root, k, Purpose.SEQUENCES)) for k in ids]
+        dropping = [layer for layer in nets.modules() if isinstance(layer, TokenEmbedding) and layer.dropout]
+        self.dropped = dropping[0].num_embeddings if dropping else 0
+        purpose = Purpose.EMBEDDING_DROPOUT
+        self.dropout = [torch.Generator(device).manual_seed(torch_seed(root, k, purpose)) for k in ids]
 
     def draw(self) -> dict[str, Tensor]:
         """`draws` (steps, T, B, m): what `SequenceSource.sequences` turns into the sequences of each step."""
@@ -51,6 +62,9 @@ class SequenceBatches:
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses and accuracies (T,) of the tokens of the answers."""
         tokens, targets = self.data.sequences(numbers["draws"])
+        if self.dropped:  # drawn here, since those of all steps of an epoch would not fit into memory
+            each = [torch.rand(self.dropped, generator=stream, device=self.device) for stream in self.dropout]
+            self.nets.drop_tokens(torch.stack(each))
         losses, hits = _scores(self.nets(tokens), targets, self.scored, self.smoothing)
         return losses.mean(1), hits.float().mean(1)
 
