@@ -135,15 +135,20 @@ def train_sequences_alone(
     *,
     forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network,
     rates: Sequence[float] = (),
+    into: torch.nn.Module | None = None,
 ) -> tuple[torch.nn.Module, list[float]]:
     """Network k of a recipe for a generated task, and its mean loss in each epoch.
 
-    `forward` may compile it; `rates` replace the recipe's learning rate, one for each epoch.
+    `forward` may compile it; `rates` replace the recipe's learning rate, one for each epoch. `into` is a network of the
+    recipe, already compiled perhaps, that takes the initial weights and is trained in place of a new one.
     """
     training, data, root = plan.training, plan.data, plan.population.seed
     assert isinstance(data, TaskConfig)
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
     network = build_for(plan)
+    if into is not None:
+        into.load_state_dict(network.state_dict())
+        network = into.train()
     run = forward(network)
     optimiser = torch.optim.AdamW(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas

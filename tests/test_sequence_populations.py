@@ -21,6 +21,7 @@ from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.networks import build_for
 from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -73,6 +74,17 @@ def test_networks_train_as_alone(name: str) -> None:
             there = parameters[tensor].detach().numpy()
             np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
+
+
+def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None:
+    """As in the benchmark, which compiles one and writes the others' weights into it."""
+    plan, module = recipe(training__epochs=1), None
+    for k in range(2):
+        expected, losses = train_sequences_alone(plan, k)
+        module, found = train_sequences_alone(plan, k, into=module or build_for(plan))
+        assert found == losses
+        for there, here in zip(expected.parameters(), module.parameters(), strict=True):
+            assert torch.equal(there, here)
 
 
 @pytest.mark.parametrize("name", ["mamba", "transformer", "dropout"])
