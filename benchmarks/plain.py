@@ -14,6 +14,7 @@ from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.sequences import TASKS, SequenceBatch, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.optimiser import schedule_factor
 
@@ -129,25 +130,40 @@ class _Paths:
 
 
 def train_sequences_alone(
-    plan: Recipe, k: int, *, forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network
+    plan: Recipe,
+    k: int,
+    *,
+    forward: Callable[[torch.nn.Module], Callable[..., torch.Tensor]] = lambda network: network,
+    rates: Sequence[float] = (),
+    into: torch.nn.Module | None = None,
 ) -> tuple[torch.nn.Module, list[float]]:
-    """Network k of a recipe for a generated task, and its mean loss in each epoch; `forward` may compile it."""
+    """Network k of a recipe for a generated task, and its mean loss in each epoch.
+
+    `forward` may compile it; `rates` replace the recipe's learning rate, one for each epoch. `into` is a network of the
+    recipe, already compiled perhaps, that takes the initial weights and is trained in place of a new one.
+    """
     training, data, root = plan.training, plan.data, plan.population.seed
     assert isinstance(data, TaskConfig)
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
     network = build_for(plan)
+    if into is not None:
+        into.load_state_dict(network.state_dict())
+        network = into.train()
     run = forward(network)
     optimiser = torch.optim.AdamW(
         network.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )
     generator = torch.Generator().manual_seed(torch_seed(root, k, Purpose.SEQUENCES))
+    _drop_tokens(
+        network, data.vocabulary, torch.Generator().manual_seed(torch_seed(root, k, Purpose.EMBEDDING_DROPOUT))
+    )
     steps, means = data.train // training.batch_size, []
     for epoch in range(training.epochs):
         whole = TASKS[data.name](generator, steps * training.batch_size, data.length, data.vocabulary)
         losses = []
         for step, parts in enumerate(zip(*(value.split(training.batch_size) for value in whole), strict=True)):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
-            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            optimiser.param_groups[0]["lr"] = (rates[epoch] if len(rates) else training.learning_rate) * factor
             batch = SequenceBatch(*parts)
             loss = cross_entropy(run(batch.tokens), batch)
             optimiser.zero_grad()
@@ -157,3 +173,23 @@ def train_sequences_alone(
             losses.append(float(loss.detach()))
         means.append(sum(losses) / steps)
     return network, means
+
+
+def _drop_tokens(network: torch.nn.Module, vocabulary: int, generator: torch.Generator) -> None:
+    """Replaces the dropout of embedding vectors by a loop over the vocabulary, with the network's own numbers."""
+    for layer in network.modules():
+        if isinstance(layer, TokenEmbedding) and layer.dropout:
+            rate, layer.dropout = layer.dropout, 0.0
+
+            def dropped(
+                layer: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor, rate: float = rate
+            ) -> torch.Tensor:
+                if not layer.training:
+                    return output
+                kept = output / (1 - rate)
+                for token, draw in enumerate(torch.rand(vocabulary, generator=generator)):
+                    if draw < rate:
+                        kept = torch.where((inputs[0] == token)[..., None], 0.0, kept)
+                return kept
+
+            layer.register_forward_hook(dropped)

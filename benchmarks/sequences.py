@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +17,9 @@ from plain import train_sequences_alone
 from reporting import write
 from torch import Tensor
 
+from weightscope import networks
 from weightscope.data import load
-from weightscope.networks.sequences import Mamba, block_scan, selective_scan
+from weightscope.networks.sequences import block_scan, selective_scan
 from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.engine import TileRun
@@ -116,23 +116,20 @@ def stacked(recipe: Recipe) -> Callable[[], int]:
 
 
 def loop(recipe: Recipe, compiled: bool = False) -> Callable[[], int]:
-    """One epoch of one network after the other, few of which tell the time of all."""
+    """One epoch of one network after the other, few of which tell the time of all.
+
+    A compiled network is compiled once; the others' weights are written into it.
+    """
     few = recipe.replace({"training.epochs": 1})
-
-    # of the class, so that it is compiled once for all networks
-    fast = torch.compile(Mamba.forward, dynamic=False) if compiled else None
-
-    def forward(network: torch.nn.Module) -> Callable[..., Tensor]:
-        if fast is None:
-            return network
-        for layer in network.modules():
-            if isinstance(layer, TokenEmbedding):
-                layer.checks = False  # which would break its graph
-        return partial(fast, network)
+    network = networks.build_for(recipe) if compiled else None
+    for layer in () if network is None else network.modules():
+        if isinstance(layer, TokenEmbedding):
+            layer.checks = False  # which would break its graph
+    fast = None if network is None else torch.compile(network, dynamic=False)
 
     def work() -> int:
         for k in range(NETWORKS_OF_LOOP):
-            train_sequences_alone(few, k, forward=forward)
+            train_sequences_alone(few, k, forward=lambda plain: plain if fast is None else fast, into=network)
         return NETWORKS_OF_LOOP * (few.data.train // few.training.batch_size)
 
     return work
@@ -170,7 +167,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--compiled", action="store_true", help="also a loop over compiled networks (minutes)")
+    parser.add_argument("--compiled", action="store_true", help="also a loop over compiled networks")
     parser.add_argument("--populations", action="store_true", help="only the populations")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,17 +10,24 @@ import torch
 from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.catalog import dataset_info
-from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig
 from weightscope.data.task_sizes import sequence_length
 from weightscope.networks import building
 from weightscope.recipe import NetworkConfig, Recipe
 
+# of the texts that recipes name, which are not here: of their training parts, with <eos>
+VOCABULARIES = {("ptb", "character"): 50, ("ptb", "word"): 10_000, ("wikitext-103", "word"): 267_735}
+
 
 def forward_cost(recipe: Recipe) -> tuple[int, int]:
     """Parameters, and multiply-adds of one image or training sequence."""
-    if isinstance(recipe.data, TaskConfig):
-        tokens = sequence_length(recipe.data.name, recipe.data.length)
-        return _forward_of_tokens(recipe.network, recipe.data.vocabulary, tokens)
+    data = recipe.data
+    if isinstance(data, TextConfig):
+        return _forward_of_tokens(recipe.network, data.vocabulary or VOCABULARIES[data.path, data.unit], data.length)
+    if isinstance(data, MarkovConfig):
+        return _forward_of_tokens(recipe.network, data.vocabulary, data.length)
+    if isinstance(data, TaskConfig):
+        return _forward_of_tokens(recipe.network, data.vocabulary, sequence_length(data.name, data.length))
     info = dataset_info(recipe.data)
     return _forward(recipe.network, info.channels, info.size, info.classes)
 

@@ -276,6 +276,8 @@ def test_the_shell_completes_names_and_paths() -> None:
     assert complete("bench", "x.toml", "--init", "default+box") == ["plain,default+box_filters"]
     assert complete("fit-init", "x.pop", "--structure", "diag") == ["plain,diagonal"]
     assert complete("inspect", "dig") == ["file,dig"]
+    assert complete("attention-maps", "m.pop", "--images", "cifar10") == ["plain,cifar10", "plain,cifar100"]
+    assert complete("attention-maps", "m.pop", "--tokens", "copy") == ["plain,copy:", "plain,copy_reversed:"]
     assert complete("collect", "digits-convn") == ["plain,digits-convnext"]
     assert names("initialisers") == sorted(INITIALISERS)
     assert set(names("structures")) == {"auto", *STRUCTURES, *NETWORK_FITS}

@@ -88,6 +88,24 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
         choose_gain(population, out=tmp_path, gains=(3,))
 
 
+def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
+    plan = {
+        "network": {"type": "mamba", "width": 4, "depth": 1, "state": 2},
+        "data": {"name": "copy", "length": 2, "vocabulary": 4, "train": 16, "test": 6, "lengths": [1]},
+        "training": {"epochs": 2, "batch_size": 8, "schedule": "plateau"},
+        "population": {"networks": 8, "tile": 4},
+    }
+    options = {"workers": 1, "device": "cpu", "progress": False}
+    found = collect(plan, tmp_path / "a.pop", **options)
+    choice = choose_gain(found, "*", tmp_path / "gain", gains=(0, 2), seeds=2, epochs=1, **options)
+    trained = choice.trainings.environment["recipe"]
+    assert (trained["data"]["held_out"], trained["data"]["test"]) == ("valid", 6)
+    assert set(Population(next((tmp_path / "gain/runs").glob("gain-2*.pop")), partial=True).seeds).isdisjoint(
+        found.seeds
+    )
+    assert "on 16 sequences, evaluated on 6 sequences of the validation part" in choice.text()
+
+
 def test_the_command_takes_a_number_or_chooses_one(
     population: Population, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

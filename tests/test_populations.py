@@ -18,6 +18,7 @@ from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 from weightscope.training.engine import train_tile
+from weightscope.training.request import with_classes
 
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -96,6 +97,17 @@ def _write_data(folder: Path) -> None:
             (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
 
 
+def _write_text(folder: Path) -> None:
+    """The files of Penn Treebank and WikiText-103, made up."""
+    text = " the cat sat on the <unk> mat \n" * 8
+    for name, words in (("ptb/ptb.{}.txt", text), ("ptb/ptb.char.{}.txt", " ".join(text.strip().replace(" ", "_"))),
+                        ("wikitext-103/wiki.{}.tokens", text)):  # fmt: skip
+        for part in ("train", "valid", "test"):
+            file = folder / name.format(part)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(words)
+
+
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
 def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,14 +134,18 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     _write_data(tmp_path)
+    _write_text(tmp_path)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
     depth = [1] * len(stages) if isinstance(stages, tuple) else 1
     smaller = {"network.depth": depth}
     if recipe.data.sequences:  # the networks at the papers' width take long on any length
         smaller |= {"network.width": 32, "data.length": 4}
-        smaller |= {"network.layers": recipe.network.layers[3:4]} if recipe.network.layers else {}
-    recipe = recipe.replace(SMALLEST | smaller)
+        if recipe.network.type == "transformer":
+            smaller |= {"network.heads": 2}
+        elif recipe.network.layers:
+            smaller |= {"network.layers": recipe.network.layers[3:4]}
+    recipe = with_classes(recipe.replace(SMALLEST | smaller), tmp_path)
     tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()
@@ -197,9 +213,11 @@ def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> Non
 def test_the_times_in_the_table_of_the_papers_follow_from_its_rates() -> None:
     """Multiply-adds over the page's rate of the network, which is that of narrow or of wide networks."""
     text = (FOLDER.parent / "docs" / "papers.md").read_text()
-    found = re.findall(r"^\| (ConvMixer|ConvNeXt|ViT|Mamba|Mamba-2) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE)
+    found = re.findall(
+        r"^\| (ConvMixer|ConvNeXt|ViT|Mamba|Mamba-2|Transformer) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE
+    )
     rates = {name.lower().replace("-", ""): (float(narrow), float(wide)) for name, narrow, wide in found}
-    assert len(rates) == 5
+    assert len(rates) == 6
     units = {"s": 1, "min": 60, "h": 3600, "days": 86400, "years": 365.25 * 86400}
     for row in _paper_rows():
         number, unit = row[3].split()

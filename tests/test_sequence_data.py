@@ -151,6 +151,18 @@ def test_text_of_characters_and_words(tmp_path):
     assert characters.vocabulary == len(set("the café\nthe <unk> cat\n"))
 
 
+def test_characters_of_penn_treebank_are_separated_by_spaces(tmp_path):
+    """The word `a cat` is `a _ c a t` in the files for characters, which words are not read from."""
+    _corpus(tmp_path, "a cat\n", "a\n", "cat\n", ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"))
+    names = ("ptb.char.train.txt", "ptb.char.valid.txt", "ptb.char.test.txt")
+    _corpus(tmp_path, " a _ c a t \n c a t \n", " a \n", " t _ c \n", names)
+    characters, words = Text.read(tmp_path, "character"), Text.read(tmp_path, "word")
+    assert characters.units == ("<eos>", "_", "a", "c", "t")
+    assert characters.train.tolist() == [2, 1, 3, 2, 4, 0, 3, 2, 4, 0]
+    assert characters.test.tolist() == [4, 1, 3, 0]
+    assert words.units == ("<eos>", "a", "cat")
+
+
 def test_windows_of_text(tmp_path):
     text = Text.read(_corpus(tmp_path, "abcdefghij" * 3, "abcdefg", "ab"), "character")
     found = text.batch(_generator(), 50, 29)

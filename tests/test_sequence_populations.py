@@ -18,14 +18,17 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.cli import main
 from weightscope.data import SequenceSource, load
 from weightscope.data.sequence_config import SEQUENCE_NAMES
-from weightscope.data.sequences import TASKS, MarkovSource
+from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.networks import build_for
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
 from weightscope.training.collection import collect
+from weightscope.training.optimiser import Plateau
 from weightscope.training.planning import plan
 
 BASE = {
@@ -38,6 +41,7 @@ NETWORKS = {
     "mamba": BASE["network"],
     "mamba2": {"type": "mamba2", "width": 8, "depth": 1, "state": 4, "head_width": 8},
     "transformer": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
+    "dropout": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32, "embedding_dropout": 0.4},
     "hybrid": {"type": "mamba", "width": 8, "depth": 2, "state": 3, "layers": ["default", "attention"]},
 }
 
@@ -72,7 +76,18 @@ def test_networks_train_as_alone(name: str) -> None:
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
 
 
-@pytest.mark.parametrize("name", ["mamba", "transformer"])
+def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None:
+    """As in the benchmark, which compiles one and writes the others' weights into it."""
+    plan, module = recipe(training__epochs=1), None
+    for k in range(2):
+        expected, losses = train_sequences_alone(plan, k)
+        module, found = train_sequences_alone(plan, k, into=module or build_for(plan))
+        assert found == losses
+        for there, here in zip(expected.parameters(), module.parameters(), strict=True):
+            assert torch.equal(there, here)
+
+
+@pytest.mark.parametrize("name", ["mamba", "transformer", "dropout"])
 def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> None:
     batched, loop = (
         train_tile(recipe(network=NETWORKS[name], training__engine=engine), 0, device="cpu")
@@ -81,6 +96,57 @@ def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> N
     np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=1e-4)
     for metric in ("test_accuracy", "test_accuracy_2x", "test_accuracy_4x"):
         np.testing.assert_array_equal(batched.metrics[metric], loop.metrics[metric])
+
+
+def test_whole_vectors_are_dropped_in_training_only() -> None:
+    torch.manual_seed(0)
+    layer, tokens = TokenEmbedding(2000, 3, dropout=0.25), torch.randint(2000, (40, 50))
+    plain = layer.eval()(tokens)
+    dropped = (layer.train()(tokens) / plain).flatten(0, 1).round(decimals=4)  # (B n, d)
+    assert set(dropped.unique().tolist()) == set(torch.tensor([0, 1.3333]).tolist())
+    by_token: dict[int, set[float]] = {}
+    for token, row in zip(tokens.flatten().tolist(), dropped, strict=True):
+        by_token.setdefault(token, set()).update(row.tolist())
+    assert all(len(values) == 1 for values in by_token.values()), "all channels and places of a token alike"
+    share = sum(values == {0.0} for values in by_token.values()) / len(by_token)
+    assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(by_token)) ** 0.5  # false alarms: 6e-5
+    with pytest.raises(UsageError, match=r"embedding_dropout: expected a rate in \[0, 1\), found 1"):
+        TokenEmbedding(5, 2, dropout=1)
+
+
+def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves() -> None:
+    """Other sequences than the test ones are followed, and the networks are those that the rates train alone."""
+    plan = recipe(training__schedule="plateau", training__patience=0, training__factor=0.3, training__epochs=8)
+    plan = plan.replace(
+        {"training.learning_rate": [0.01, 0.1], "training.warmup": 0.0, "data.train": 8, "data.test": 4}
+    )
+    tile = train_tile(plan, 0, device="cpu")
+    losses, used = tile.metrics["validation_loss_per_epoch"], tile.metrics["learning_rate_per_epoch"]
+    assert (losses[:, -1] != tile.metrics["test_loss"]).all()
+    again = Plateau(np.array([0.01, 0.1]), 0.3, 0)
+    np.testing.assert_array_equal(used[:, 1:].T, [again.step(row) for row in losses.T[:-1]])
+    assert len(set(used[0])) == 1
+    assert len(set(used[1])) == 2, "each has a state of its own"
+    for k in range(2):
+        network, _ = train_sequences_alone(plan.replace({"training.learning_rate": 0.01}), k, rates=used[k])
+        parameters = dict(network.named_parameters())
+        for tensor, values in WeightSpec.of(network).unpack(tile.weights[k]).items():
+            there = parameters[tensor].detach().numpy()
+            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+    valid, test = load(plan.data).part("valid")[0], load(plan.data).held_out[1][0]
+    assert not torch.equal(valid.tokens, test.tokens)
+    with torch.no_grad():
+        found = float(cross_entropy(network.eval()(valid.tokens), valid))
+    assert losses[1, -1] == pytest.approx(found, rel=1e-3)
+
+
+def test_the_validation_part_takes_the_place_of_the_test_part() -> None:
+    plain, valid = (load(recipe(data__held_out=part).data) for part in ("test", "valid"))
+    for multiple in (1, 2, 4):
+        assert torch.equal(valid.held_out[multiple][0].tokens, plain.part("valid", multiple)[0].tokens)
+        assert not torch.equal(valid.held_out[multiple][0].tokens, plain.held_out[multiple][0].tokens)
+    tile = train_tile(recipe(data__held_out="valid", training__schedule="plateau"), 0, device="cpu")
+    assert "validation_loss" not in tile.metrics, "it is the held-out loss"
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))

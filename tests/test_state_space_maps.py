@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from weightscope import Population, products
+from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.threads import single_threaded
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
 from weightscope.analysis.state_space_maps.opening import tokens_for
@@ -18,6 +20,7 @@ from weightscope.data.sequences import TASKS
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+from weightscope.training.collection import collect
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +138,34 @@ def _run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as end:
         main(list(arguments))
     return end.value.code or 0
+
+
+def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_path, capsys):
+    plan = {
+        "network": {"type": "mamba", "width": 8, "depth": 2, "state": 3, "layers": ["default", "attention"]},
+        "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 8, "test": 10},
+        "training": {"epochs": 1, "batch_size": 4},
+        "population": {"networks": 2, "tile": 2},
+    }
+    given = {"workers": 1, "device": "cpu", "progress": False}
+    found = collect(plan, tmp_path / "a.pop", **given)
+    path, numbers = str(found.path), tmp_path / "maps.json"
+    out = ["-o", str(tmp_path / "x.png"), "--json", str(numbers)]
+    assert _run("attention-maps", path, "--network", "1", "--count", "4", *out) == 0
+    assert "1 state-space layers on 4 sequences of 6 tokens" in capsys.readouterr().out
+    drawn = TASKS["copy"](torch.Generator().manual_seed(torch_seed(0, 1, Purpose.HELD_OUT)), 10, 3, 6).tokens
+    assert json.loads(numbers.read_text()) == state_space_maps(found.network(1), drawn[:4]).to_dict()
+    assert _run("attention-maps", path, "--tokens", "copy:5", *out) == 0
+    assert "of 10 tokens" in capsys.readouterr().out
+    plan["network"] = {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32}
+    other = str(collect(plan, tmp_path / "b.pop", **given).path)
+    for arguments, message in (
+        ((path, "--size", "3"), "sequences: expected no --kind, --images and --size, which are of images"),
+        ((other,), "found causal Transformers; the products of their weights, in Python: weightscope.products("),
+    ):
+        assert _run("attention-maps", *arguments, *out) == 2
+        assert message in capsys.readouterr().err
+    assert len(products(Population(other).network(0)).rows()) > 0, "as the message says"
 
 
 def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):

@@ -14,7 +14,7 @@ from weightscope.recipe import Recipe
 from weightscope.training import own_networks, spec_of, train_tile
 from weightscope.training.engine import TileRun, swept
 from weightscope.training.image_batches import smooth
-from weightscope.training.optimiser import BatchedAdamW, schedule_factor
+from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
 BASE = {
     "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
@@ -306,14 +306,53 @@ def test_batched_adamw_equals_torch_on_each_network(clip: float) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["triangular", "cosine", "constant"])
+def test_plateau_is_torchs_scheduler_on_each_network_alone() -> None:
+    random = np.random.default_rng(0)
+    losses = np.exp(-np.arange(60) / 8)[:, None] + 0.02 * random.standard_normal((60, 5))
+    losses[20:23, 1], losses[30:, 2], losses[10:, 3] = np.nan, np.inf, losses[9, 3] * (1 - 5e-5)
+    for factor, patience in ((0.1, 0), (0.5, 3), (0.9, 10)):
+        rates = np.array([1e-2, 3e-3, 1e-3, 5e-5, 1e-7])
+        ours, found = Plateau(rates, factor, patience), []
+        for row in losses:
+            found.append(ours.step(row))
+        for k, rate in enumerate(rates):
+            optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+            theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimiser, factor=factor, patience=patience)
+            expected = []
+            for loss in losses[:, k]:
+                theirs.step(float(loss))
+                expected.append(optimiser.param_groups[0]["lr"])
+            assert np.array(found)[:, k].tolist() == expected, (factor, patience, k)
+            assert expected[-1] < rate or k == 4, "a change of 1e-8 is none"
+
+
+def test_plateau_follows_validation_images_and_needs_each_epoch() -> None:
+    plateau = {"training__schedule": "plateau", "training__epochs": 6, "training__learning_rate": 0.3}
+    plan = recipe(**plateau, data__validation=16, training__patience=0, training__warmup=0.0)
+    metrics = train_tile(plan, 0, device="cpu").metrics
+    for losses, rates in zip(metrics["test_loss_per_epoch"], metrics["learning_rate_per_epoch"], strict=True):
+        again = Plateau(np.array([0.3]), 0.1, 0)
+        np.testing.assert_array_equal(rates, [0.3, *(again.step(loss[None])[0] for loss in losses[:-1])])
+    assert metrics["learning_rate_per_epoch"].min() < 0.3
+    assert (metrics["learning_rate"] == 0.3).all()
+    for changes, message in (
+        (plateau, "training.schedule: 'plateau' follows the loss of validation images; give their number"),
+        (plateau | {"training__evaluate": "end"}, "schedule 'plateau' needs evaluate = 'epoch', found 'end'"),
+        ({"training__patience": 3}, "factor and patience are of schedule 'plateau', found schedule 'triangular'"),
+        (plateau | {"training__factor": 1.0}, "training.factor: input should be less than 1, found 1"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            recipe(**changes)
+
+
+@pytest.mark.parametrize("schedule", ["triangular", "cosine", "constant", "plateau"])
 def test_schedules_rise_then_fall_and_stay_positive(schedule: str) -> None:
     factors = np.array([schedule_factor(schedule, step, 1000, 0.2) for step in range(1000)])
     assert (factors > 0).all()
     assert (factors <= 1).all()
     assert (np.diff(factors[:200]) > 0).all()
     assert factors[200] == pytest.approx(1, abs=1e-2)
-    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.0, abs=1e-2)
+    assert factors[-1] == pytest.approx(1.0 if schedule in ("constant", "plateau") else 0.0, abs=1e-2)
     with pytest.raises(ValueError, match="found 'step'"):
         schedule_factor("step", 0, 10, 0.0)
 

@@ -29,6 +29,8 @@ class Purpose(IntEnum):
     PROBE = 11
     SEQUENCES = 12
     HELD_OUT = 13
+    VALIDATION = 14
+    EMBEDDING_DROPOUT = 15
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:

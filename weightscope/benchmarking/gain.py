@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from weightscope._util.tables import text_table
 from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
+from weightscope.data import SequenceConfig, SequenceSource
 from weightscope.data.catalog import dataset_info
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
@@ -40,7 +41,8 @@ class GainChoice(Result):
             None.
         fit: with the chosen gain; its settings have the curve under "gain".
         trainings: the benchmark of the candidates.
-        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images), and `metric`.
+        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images, or of sequences),
+            `metric`, and `data`, "images" or "sequences".
     """
 
     gain: float
@@ -56,9 +58,10 @@ class GainChoice(Result):
     def summary(self) -> str:
         """The gain, and the budget that chose it."""
         s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
+        where = "other training images" if s["data"] == "images" else "sequences of the validation part"
         return (
             f"gain {self.gain:g} of {gains}, by {s['seeds']} paired trainings of {s['epochs']} epochs on {s['train']} "
-            f"images, evaluated on {s['validation']} other training images"
+            f"{s['data']}, evaluated on {s['validation']} {where}"
         )
 
     def text(self) -> str:
@@ -112,8 +115,9 @@ def choose_gain(
 
     No test image and no seed of a later benchmark is used: networks are trained on the first training images and
     evaluated on the last ones, which the population was trained on, and their root seed is that of a domain of its
-    own. The smallest gain within one standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because
-    a larger gain is a larger departure from what was estimated: more is clipped and projected.
+    own. Networks for sequences are evaluated on those of `data.held_out = "valid"`. The smallest gain within one
+    standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger gain is a larger
+    departure from what was estimated: more is clipped and projected.
 
     Args:
         population: a population, whose recipe is trained; or its folder.
@@ -122,7 +126,8 @@ def choose_gain(
         gains: candidates, >= 0; 0 has the variances of all parts and no correlation.
         seeds: networks for each candidate.
         epochs: of each training; by default a quarter of the recipe's.
-        validation: how many of the training images to evaluate on; by default a fifth.
+        validation: how many of the training images to evaluate on; by default a fifth. Of sequences the recipe's
+            number of held-out ones.
         fitting: further arguments of `fit`; by default `{"joint": "all"}`. The option "denoise" may be in its options.
         training: passed on to `bench` (`metric`, `workers`, `device`, `data`, `progress`, ...).
 
@@ -202,16 +207,19 @@ def _short(
     recipe: Recipe, epochs: int | None, validation: int | None, data: str | Path | None
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of the candidates' trainings, and its numbers."""
-    uncounted = recipe.images.model_copy(
-        update={"classes": None}
-    )  # the images of a folder are counted with its classes
-    images = dataset_info(uncounted, data).train if recipe.data.train is None else recipe.data.train
-    held = count("validation", max(1, images // 5) if validation is None else validation)
     length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)
+    changes: dict[str, Any] = {"training.epochs": length}
+    if recipe.training.schedule != "plateau":
+        changes["training.evaluate"] = "end"
+    if isinstance(recipe.data, SequenceConfig):
+        changes |= {"data.held_out": "valid"} | ({} if validation is None else {"data.test": validation})
+        short = recipe.replace(changes)
+        source = SequenceSource.of(cast(SequenceConfig, short.data), data)
+        held, train, kind = sum(len(batch.tokens) for batch in source.held_out[1]), source.train, "sequences"
+    else:
+        uncounted = recipe.images.model_copy(update={"classes": None})  # a folder is counted with its classes
+        images = dataset_info(uncounted, data).train if recipe.data.train is None else recipe.data.train
+        held = count("validation", max(1, images // 5) if validation is None else validation)
+        short, train, kind = recipe.replace(changes | {"data.validation": held}), images - held, "images"
     seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)
-    changes = {
-        "training.epochs": length,
-        "training.evaluate": "end",
-        "data.validation": held,
-    }
-    return recipe.replace(changes), {"epochs": length, "seed": seed, "train": images - held, "validation": held}
+    return short, {"epochs": length, "seed": seed, "train": train, "validation": held, "data": kind}

@@ -144,9 +144,7 @@ def _networks() -> Iterator[Entry]:
         named = config.model_fields["type"].annotation
         if get_origin(named) is not Literal:
             continue  # a user's own factory
-        fields = {key: field for key, field in config.model_fields.items() if key != "type"}
-        defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
-        required = tuple(key for key in fields if key not in defaults)
+        defaults, required = _fields(config, "type")
         yield Entry("networks", get_args(named)[0], _first_line(config), defaults, required)
 
 
@@ -163,6 +161,19 @@ def _datasets() -> Iterator[Entry]:
         text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
         text += f"{info.train:,} training and {info.test:,} test images"
         yield Entry("datasets", name, text, {}, source=info.how_to_get)
+    yield from _sequences()
+
+
+def _sequences() -> Iterator[Entry]:
+    from weightscope.data.sequence_config import MARKOV, TEXT, MarkovConfig, TaskConfig, TextConfig
+    from weightscope.data.sequences import TASKS
+
+    configs: dict[str, type[BaseModel]] = {**dict.fromkeys(TASKS, TaskConfig), TEXT: TextConfig, MARKOV: MarkovConfig}
+    for name, config in configs.items():
+        about, source = (TASKS[name], _source(TASKS, name, TASKS[name])) if name in TASKS else (config, "")
+        defaults, required = _fields(config, "name")
+        text = _first_line(about).replace("`", "").partition(";")[0].removesuffix(".")
+        yield Entry("datasets", name, f"Sequences. {text}.", defaults, required, source)
 
 
 def _recipes() -> Iterator[Entry]:
@@ -194,6 +205,13 @@ def _parameters(function: Callable[..., Any], skip: tuple[str, ...]) -> tuple[di
     chosen = [p for p in known if p.name not in skip and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     required = tuple(p.name for p in chosen if p.default is p.empty)
     return {p.name: p.default for p in chosen if p.default is not p.empty}, required
+
+
+def _fields(config: type[BaseModel], tag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Defaults of the optional fields of a recipe's section, and names of the required ones, but for its tag."""
+    fields = {key: field for key, field in config.model_fields.items() if key != tag}
+    defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+    return defaults, tuple(key for key in fields if key not in defaults)
 
 
 def _source(registry: Any, name: str, item: Any) -> str:

@@ -24,7 +24,10 @@ from weightscope.errors import UsageError
 @click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of images or sequences.")
 @click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
 @click.option(
-    "--tokens", metavar="FILE|TASK:LENGTH", help="Of a state-space model: numbers, a sequence in each line; or copy:20."
+    "--tokens",
+    type=Named("tasks"),
+    metavar="FILE|TASK:LENGTH",
+    help="Of a state-space model: numbers, a sequence in each line; or copy:20.  [a population's: its recipe's]",
 )
 @click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data.")
@@ -48,18 +51,23 @@ def attention_maps(
     (config.json, model.safetensors), run on test images of a data set that are scaled to the model's size.
 
     With --tokens, SOURCE is a Mamba or Mamba-2 (weights of transformers or mamba_ssm), and what each token adds to each
-    later one is drawn in the same way, with the mean mask, the product of the decays.
+    later one is drawn in the same way, with the mean mask, the product of the decays. Networks of a population of these
+    are run on held-out sequences of its recipe, at the training length, if no tokens are given.
 
     \b
     Examples:
       weightscope attention-maps vits.pop --network 3 -o attention.png
+      weightscope attention-maps mambas.pop --count 16 -o maps.png
       weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
     """
-    if tokens is not None:
+    from weightscope._util.sources import is_population
+
+    sequences = is_population(source) and _of_sequences(source)
+    if tokens is not None or sequences:
         if kind != "maps" or images or size:
-            raise UsageError("--tokens: expected no --kind, --images and --size, which are of images")
-        write_json(json_file, _of_tokens(source, tokens, network, count, out))
+            raise UsageError("sequences: expected no --kind, --images and --size, which are of images")
+        write_json(json_file, _of_tokens(source, tokens, network, count, out, data))
         return
     from weightscope.analysis.attention_maps import attention_maps as compute
     from weightscope.analysis.attention_maps.opening import images_for, open_network
@@ -75,13 +83,33 @@ def attention_maps(
     write_json(json_file, found.to_dict())
 
 
-def _of_tokens(source: str, tokens: str, network: int | None, count: int, out: Path) -> dict[str, Any]:
+def _of_tokens(
+    source: str, tokens: str | None, network: int | None, count: int, out: Path, data: Path | None
+) -> dict[str, Any]:
     from weightscope.analysis.state_space_maps import state_space_maps
-    from weightscope.analysis.state_space_maps.opening import open_sequences, tokens_for
+    from weightscope.analysis.state_space_maps.opening import held_out, open_sequences, tokens_for
 
     model = open_sequences(source, network)
-    found = state_space_maps(model, tokens_for(tokens, model, count))
+    batch = held_out(source, count, data) if tokens is None else tokens_for(tokens, model, count)
+    found = state_space_maps(model, batch)
     click.echo(found.text())
     found.plot(out)
     click.echo(f"wrote {out}")
     return found.to_dict()
+
+
+def _of_sequences(source: str) -> bool:
+    """Whether a population's networks take tokens.
+
+    Raises:
+        UsageError: if they are Transformers, which have no map of a state-space layer.
+    """
+    from weightscope.population import population_in
+
+    recipe = population_in(source).recipe
+    if recipe.network.type == "transformer":
+        raise UsageError(
+            f"{source}: expected networks with state-space layers, or vision transformers, found causal Transformers; "
+            "the products of their weights, in Python: weightscope.products(population.network(0))"
+        )
+    return recipe.data.sequences

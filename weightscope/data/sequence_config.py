@@ -12,6 +12,7 @@ from weightscope.errors import DataError, UsageError
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
+Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
 
@@ -24,6 +25,7 @@ class SequenceConfig(BaseModel):
         length: of the training sequences; for tasks, of the string before the separator.
         train: the number of sequences of an epoch. Each network draws them from its own stream, new ones in each epoch.
         test: the number of held-out sequences, which are the same for all networks and all populations.
+        held_out: the part that networks are evaluated on; "valid" has other sequences than "test".
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -32,6 +34,7 @@ class SequenceConfig(BaseModel):
     length: Size
     train: Size | None = None
     test: Size | None = None
+    held_out: Part = "test"
 
     @property
     def sequences(self) -> bool:
@@ -110,14 +113,12 @@ class TextConfig(SequenceConfig):
         unit: "character" or "word".
         train: windows of an epoch; as many as the training text has, if None.
         test: windows of the held-out text, in its order; all if None.
-        held_out: the part that networks are evaluated on.
         vocabulary: v of the training text; counted if None, and recorded in populations.
     """
 
     name: Literal["text"]
     path: Annotated[str, Field(min_length=1)]
     unit: Literal["character", "word"] = "character"
-    held_out: Literal["valid", "test"] = "test"
     vocabulary: Vocabulary | None = None
 
     def located(self, root: str | Path | None = None) -> Path:

@@ -59,6 +59,10 @@ class Recipe(Section):
             raise ValueError(f"data.name: {kind} takes sequences, {data.name} has images; expected one of {named}")
         if isinstance(data, SequenceConfig):
             self._check_sequences(data)
+        elif self.training.schedule == "plateau" and data.validation is None:
+            raise ValueError(
+                "training.schedule: 'plateau' follows the loss of validation images; give their number, data.validation"
+            )
         return self
 
     def _check_sequences(self, data: SequenceConfig) -> None:

@@ -30,6 +30,7 @@ from weightscope.recipe.networks import NetworkConfig
 from weightscope.recipe.parsing import explain, read_toml
 
 MOST_NETWORKS = 10_000_000
+FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class DataConfig(SourceConfig):
@@ -139,6 +140,9 @@ class TrainingConfig(Section):
     with probability `mixup_switch` and mixup otherwise. `ema` is the decay of an exponential moving average of the
     weights, 0 for none; the averages are evaluated and stored in place of the weights.
 
+    `schedule = "plateau"` multiplies a network's rate by `factor` whenever its loss on validation data has not improved
+    for more than `patience` epochs, after the warm-up.
+
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
     `kernels = "compiled"` selects kernels in C on a CPU, and Triton kernels with CUDA graphs on a GPU; "torch" selects
@@ -151,8 +155,10 @@ class TrainingConfig(Section):
     learning_rate: Swept = 0.01
     weight_decay: Swept = 0.01
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    schedule: Literal["triangular", "cosine", "constant"] = "triangular"
+    schedule: Literal["triangular", "cosine", "constant", "plateau"] = "triangular"
     warmup: Fraction = 0.2
+    factor: Annotated[float, Field(gt=0, lt=1)] = FACTOR
+    patience: Annotated[int, Field(ge=0, lt=2**31)] = PATIENCE
     label_smoothing: Fraction = 0.0
     clip_norm: NonNegative = 1.0
     mixup: NonNegative = 0.0
@@ -172,6 +178,15 @@ class TrainingConfig(Section):
                 "engine 'loop' runs plain PyTorch: expected kernels 'torch' or 'auto' and precision 'float32', found "
                 f"{self.kernels!r} and {self.precision!r}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _plateau(self) -> "TrainingConfig":
+        if self.schedule != "plateau":
+            if (self.factor, self.patience) != (FACTOR, PATIENCE):
+                raise ValueError(f"factor and patience are of schedule 'plateau', found schedule {self.schedule!r}")
+        elif self.evaluate != "epoch":
+            raise ValueError(f"schedule 'plateau' needs evaluate = 'epoch', found {self.evaluate!r}")
         return self
 
     @field_validator("betas", "frozen", mode="before")

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from weightscope.recipe.base import Depth, Section, Width
+from weightscope.recipe.base import Depth, Fraction, Section, Width
 
 LayerKind = Literal["default", "attention", "linear_attention"]
 
@@ -72,6 +72,7 @@ class TransformerConfig(Section):
     positions: Literal["sinusoidal", "rotary"] = "sinusoidal"
     context: Width = 1024
     expansion: Width = 4
+    embedding_dropout: Fraction = 0.0
 
     @model_validator(mode="after")
     def _heads(self) -> "TransformerConfig":

@@ -34,7 +34,7 @@ from weightscope.training.image_batches import ImageBatches
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.loop_networks import LoopNetworks
-from weightscope.training.optimiser import BatchedAdamW, schedule_factor
+from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 from weightscope.training.sequence_batches import SequenceBatches
 from weightscope.training.stacked_networks import StackedNetworks
 
@@ -141,8 +141,12 @@ class TileRun:
             betas=training.betas,
             kernels=kernels,
         )
+        self.plateau = None
+        if training.schedule == "plateau":
+            self.plateau = Plateau(self.rates, training.factor, training.patience)
         self.batches: Batches
         if isinstance(data, SequenceSource):
+            assert not isinstance(self.nets, BatchedNetworks)
             self.batches = SequenceBatches(recipe, self.ids, data, device, self.nets)
         else:
             assert not isinstance(self.nets, StackedNetworks)
@@ -182,6 +186,10 @@ class TileRun:
             found = self.epoch(epoch, progress)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
                 found |= self.evaluate()
+                if self.plateau is not None:
+                    found["learning_rate"] = self.plateau.rates
+                    rates = self.plateau.step(found.get("validation_loss", found["test_loss"]))
+                    self.optimiser.rate.copy_(torch.from_numpy(rates))  # in place, as a captured graph needs
             else:
                 found |= {name: np.full(len(self.ids), np.nan) for name in self.batches.evaluated}
             for name, values in found.items():

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weightscope._util.seeding import kept_generators, seed_generators
 from weightscope.errors import UsageError
 from weightscope.networks.layers import DropPath
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.spec import WeightSpec
 from weightscope.training.kernels.functions import Kernels
 
@@ -70,6 +71,13 @@ class LoopNetworks(nn.Module):
         for layers, numbers in zip(self._drop_paths, draws, strict=True):
             for at, layer in enumerate(layers):
                 layer.draws = numbers[:, at]
+
+    def drop_tokens(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, v) of embeddings with dropout."""
+        for network, numbers in zip(self.networks, draws, strict=True):
+            for layer in network.modules():
+                if isinstance(layer, TokenEmbedding) and layer.dropout:
+                    layer.draws = numbers
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks.

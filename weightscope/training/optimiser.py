@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,8 +111,9 @@ def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> floa
     """The factor in (0, 1] of the learning rate at one step.
 
     It rises linearly to 1 over the fraction `warmup` of the steps; after that it stays ("constant"), falls
-    linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). It is evaluated at the middle of
-    the step, so no step has rate 0 and schedules of different lengths are samples of the same curve.
+    linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). With "plateau" it stays, too, and
+    `Plateau` changes the rates themselves. It is evaluated at the middle of the step, so no step has rate 0 and
+    schedules of different lengths are samples of the same curve.
 
     Raises:
         ValueError: for another schedule.
@@ -121,10 +123,46 @@ def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> floa
         return progress / warmup
     fall = (progress - warmup) / (1 - warmup)
     match schedule:
-        case "constant":
+        case "constant" | "plateau":
             return 1.0
         case "triangular":
             return 1.0 - fall
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * fall))
-    raise ValueError(f"expected schedule triangular, cosine or constant, found {schedule!r}")
+    raise ValueError(f"expected schedule triangular, cosine, constant or plateau, found {schedule!r}")
+
+
+class Plateau:
+    """Learning rates of T networks, each cut where the network's own loss no longer improves.
+
+    A loss improves if it is below (1 - 1e-4) times the best one before. After more than `patience` epochs in a row
+    without, the rate is multiplied by `factor`, unless that changes it by 1e-8 or less, and the count begins again. A
+    loss that is not a number has not improved. Equal to `torch.optim.lr_scheduler.ReduceLROnPlateau` on each network
+    alone.
+
+    Attributes:
+        rates: (T,) float64.
+
+    Args:
+        rates: (T,), to begin with.
+        factor: 0 < f < 1.
+        patience: epochs, >= 0.
+    """
+
+    threshold, smallest_change = 1e-4, 1e-8  # torch's
+
+    def __init__(self, rates: np.ndarray, factor: float, patience: int) -> None:
+        self.rates, self.factor, self.patience = np.array(rates, dtype=np.float64), factor, patience
+        self.best = np.full(self.rates.shape, np.inf)
+        self.waited = np.zeros(self.rates.shape, dtype=np.int64)
+
+    def step(self, losses: np.ndarray) -> np.ndarray:
+        """The rates (T,) of the next epoch, after the losses (T,) of this one."""
+        better = losses < self.best * (1 - self.threshold)
+        self.best = np.where(better, losses, self.best)
+        self.waited = np.where(better, 0, self.waited + 1)
+        late = self.waited > self.patience
+        cut = self.rates * self.factor
+        self.rates = np.where(late & (self.rates - cut > self.smallest_change), cut, self.rates)
+        self.waited[late] = 0
+        return self.rates

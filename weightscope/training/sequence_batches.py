@@ -11,8 +11,11 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource
 from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import SequenceBatch
+from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.batches import Networks, hits
+from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.stacked_networks import StackedNetworks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
 
@@ -29,8 +32,16 @@ class SequenceBatches:
     """
 
     def __init__(
-        self, recipe: Recipe, ids: Sequence[int], data: SequenceSource, device: torch.device, nets: Networks
+        self,
+        recipe: Recipe,
+        ids: Sequence[int],
+        data: SequenceSource,
+        device: torch.device,
+        nets: StackedNetworks | LoopNetworks,
     ) -> None:
+        self.validation: list[SequenceBatch] = []
+        if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
+            self.validation = [SequenceBatch(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.nets, self.data, self.device = nets, data.to(device), device
         self.smoothing = recipe.training.label_smoothing
         self.batch = min(recipe.training.batch_size, data.train)
@@ -39,6 +50,10 @@ class SequenceBatches:
         self.scored = _places(self.data.mask)
         root = recipe.population.seed
         self.streams = [torch.Generator(device).manual_seed(torch_seed(root, k, Purpose.SEQUENCES)) for k in ids]
+        dropping = [layer for layer in nets.modules() if isinstance(layer, TokenEmbedding) and layer.dropout]
+        self.dropped = dropping[0].num_embeddings if dropping else 0
+        purpose = Purpose.EMBEDDING_DROPOUT
+        self.dropout = [torch.Generator(device).manual_seed(torch_seed(root, k, purpose)) for k in ids]
 
     def draw(self) -> dict[str, Tensor]:
         """`draws` (steps, T, B, m): what `SequenceSource.sequences` turns into the sequences of each step."""
@@ -48,12 +63,18 @@ class SequenceBatches:
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses and accuracies (T,) of the tokens of the answers."""
         tokens, targets = self.data.sequences(numbers["draws"])
+        if self.dropped:  # drawn here, since those of all steps of an epoch would not fit into memory
+            each = [torch.rand(self.dropped, generator=stream, device=self.device) for stream in self.dropout]
+            self.nets.drop_tokens(torch.stack(each))
         losses, right = _scores(self.nets(tokens), targets, self.scored, self.smoothing)
         return losses.mean(1), right.mean(1)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
-        """The task's metrics of the held-out sequences, each (T,)."""
+        """The task's metrics of the held-out sequences, each (T,).
+
+        With the schedule "plateau" also `validation_loss`, where the held-out sequences are the test ones.
+        """
         self.nets.eval()
         found: dict[str, Tensor] = {}
         for multiple, batches in self.data.held_out.items():
@@ -61,7 +82,10 @@ class SequenceBatches:
             if multiple == 1:
                 found |= {"test_loss": loss, "test_bits": loss / math.log(2), "test_perplexity": loss.exp()}
             found[accuracy_at(multiple).name] = accuracy
-        return {name: found[name] for name in self.evaluated}
+        metrics = {name: found[name] for name in self.evaluated}
+        if self.validation:
+            metrics["validation_loss"], _ = self._evaluate(self.validation)
+        return metrics
 
     def _evaluate(self, batches: Sequence[SequenceBatch]) -> tuple[Tensor, Tensor]:
         """Mean -log p, and the share of right tokens, over all tokens of the answers, (T,) each."""

@@ -59,11 +59,19 @@ class StackedNetworks(nn.Module):
         for layer in embeddings:
             layer.checks = False  # the host cannot read one network's tokens; `forward` checks those of all
         self._vocabulary = min((layer.num_embeddings for layer in embeddings), default=None)
+        self._draws: dict[str, Tensor] = {}  # (T, v) each
 
     def freeze(self, names: tuple[str, ...]) -> None:
         """Stop computing gradients of these tensors."""
         for name in names:
             self.leaves[name].requires_grad_(False)
+
+    def drop_tokens(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, v) of embeddings with dropout."""
+        layers = self.network.named_modules()
+        self._draws = {
+            f"{n}.draws": draws for n, layer in layers if isinstance(layer, TokenEmbedding) and layer.dropout
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks.
@@ -80,7 +88,8 @@ class StackedNetworks(nn.Module):
 
         # the fused attention of a CPU has no batching rule, and would run in a loop
         with sdpa_kernel(SDPBackend.MATH):
-            logits: Tensor = torch.vmap(one, (0, 0 if tokens.ndim == 3 else None))(self.leaves, tokens)
+            given = self.leaves | self._draws if self.training else self.leaves
+            logits: Tensor = torch.vmap(one, (0, 0 if tokens.ndim == 3 else None))(given, tokens)
         return logits
 
     def backward(self, loss: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from weightscope._util.sources import is_population
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
+from weightscope.data import SequenceConfig, SequenceSource
 from weightscope.data.sequences.tasks import TASKS
 from weightscope.errors import DataError, UsageError
 from weightscope.population import population_in
@@ -66,6 +67,19 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
     if path.stat().st_size > _MOST_BYTES:
         raise DataError(f"{path}: expected at most {_MOST_BYTES >> 20} MiB of tokens, found more")
     return _read(path)
+
+
+def held_out(source: str | Path, count: int = 64, root: str | Path | None = None) -> Tensor:
+    """The first `count` held-out sequences (B, n) of a population's recipe, at its training length.
+
+    Raises:
+        DataError: if its text is missing or damaged.
+        UsageError: if the recipe has images.
+    """
+    config = population_in(source).recipe.data
+    if not isinstance(config, SequenceConfig):
+        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has images")
+    return SequenceSource.of(config, root).held_out[1][0].tokens[:count]
 
 
 def _read(path: Path) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope.data.sequence_config import MarkovConfig, SequenceConfig, TaskConfig, TextConfig
+from weightscope.data.sequence_config import MarkovConfig, Part, SequenceConfig, TaskConfig, TextConfig
 from weightscope.data.sequences.batch import SequenceBatch
 from weightscope.data.sequences.markov import MarkovSource
 from weightscope.data.sequences.tasks import TASKS
@@ -58,18 +58,31 @@ class SequenceSource:
                     f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, found {text.vocabulary}"
                 )
             windows = _windows(text, config)
-            return cls(config, text, config.train or windows, {1: _batched(text, config)})
+            return cls(config, text, config.train or windows, {1: _batched(text, config, config.held_out)})
         corpus = None
         if isinstance(config, MarkovConfig):
             corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
         assert config.train is not None
         assert config.test is not None
         made = cls(config, corpus, config.train, {})
-        multiples = config.lengths if isinstance(config, TaskConfig) else (1,)
-        for multiple in multiples:
-            generator = torch.Generator().manual_seed(torch_seed(0, multiple, Purpose.HELD_OUT))
-            made.held_out[multiple] = (made._drawn(generator, config.test, multiple * config.length),)
+        for multiple in config.lengths if isinstance(config, TaskConfig) else (1,):
+            made.held_out[multiple] = made.part(config.held_out, multiple)
         return made
+
+    def part(self, name: Part, multiple: int = 1) -> tuple[SequenceBatch, ...]:
+        """The sequences of a held-out part, batches of equal length each, on the CPU.
+
+        Args:
+            name: "valid" or "test".
+            multiple: of the training length; of text 1.
+        """
+        if isinstance(self.corpus, Text):
+            assert isinstance(self.config, TextConfig)
+            return _batched(self.corpus, self.config, name)
+        assert self.config.test is not None
+        purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
+        generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
+        return (self._drawn(generator, self.config.test, multiple * self.config.length),)
 
     @property
     def vocabulary(self) -> int:
@@ -133,7 +146,7 @@ class SequenceSource:
             digest.update(json.dumps(self.corpus.units).encode())
             tensors = [self.corpus.train, self.corpus.valid, self.corpus.test]
         else:
-            digest.update(json.dumps(self.config.model_dump(mode="json", exclude={"train"})).encode())
+            digest.update(json.dumps(self.config.model_dump(mode="json", exclude={"train", "held_out"})).encode())
             tensors = [batch.tokens for batches in self.held_out.values() for batch in batches]
         for tensor in tensors:
             digest.update(f"{tuple(tensor.shape)}".encode())
@@ -151,8 +164,8 @@ def _windows(text: Text, config: TextConfig) -> int:
     return windows
 
 
-def _batched(text: Text, config: TextConfig) -> tuple[SequenceBatch, ...]:
-    """The held-out windows; those of equal length in one batch."""
-    windows: Iterator[SequenceBatch] = islice(text.held_out(config.length, config.held_out), config.test)
+def _batched(text: Text, config: TextConfig, part: Part) -> tuple[SequenceBatch, ...]:
+    """The windows of a held-out part; those of equal length in one batch."""
+    windows: Iterator[SequenceBatch] = islice(text.held_out(config.length, part), config.test)
     groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
     return tuple(SequenceBatch(*map(torch.cat, zip(*group, strict=True))) for group in groups)

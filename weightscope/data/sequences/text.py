@@ -14,10 +14,11 @@ from weightscope.errors import DataError, UsageError
 
 Unit = Literal["character", "word"]
 UNKNOWN, END = "<unk>", "<eos>"  # as in Penn Treebank and WikiText
+_PTB_CHARACTERS = "ptb.char."  # files with a space after every character, and _ for the space
 # Training, validation and test files: Penn Treebank (words, characters), WikiText-103, and plain names.
 LAYOUTS = (
     ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
-    ("ptb.char.train.txt", "ptb.char.valid.txt", "ptb.char.test.txt"),
+    tuple(f"{_PTB_CHARACTERS}{part}.txt" for part in ("train", "valid", "test")),
     ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
     ("train.txt", "valid.txt", "test.txt"),
 )
@@ -43,8 +44,9 @@ class Text:
     def read(cls, folder: str | Path, unit: Unit) -> "Text":
         """Read the three files of a folder: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
 
-        Words are separated by white space, and each line ends with `<eos>`. A word that the training text lacks becomes
-        `<unk>` if the training text has `<unk>`, as both corpora do.
+        Words are separated by white space, and each line ends with `<eos>`. So do the characters of Penn Treebank's
+        files for characters, `ptb.char.train.txt` and so on, which are read for characters where they are. A word that
+        the training text lacks becomes `<unk>` if the training text has `<unk>`, as both corpora do.
 
         Args:
             folder: that holds the files.
@@ -59,7 +61,7 @@ class Text:
             >>> text = Text.read("penn-treebank", "word")
         """
         choice("unit", unit, ("character", "word"))
-        paths = _files(Path(folder))
+        paths = _files(Path(folder), unit)
         units = tuple(sorted(set(_units(paths[0], unit))))
         number = {name: i for i, name in enumerate(units)}
         return cls(units, *(_tokens(path, unit, number) for path in paths))
@@ -112,8 +114,8 @@ def _scored(whole: Tensor) -> SequenceBatch:
     return SequenceBatch(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
 
 
-def _files(folder: Path) -> list[Path]:
-    for names in LAYOUTS:
+def _files(folder: Path, unit: Unit) -> list[Path]:
+    for names in sorted(LAYOUTS, key=lambda names: names[0].startswith(_PTB_CHARACTERS) != (unit == "character")):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     expected = "; ".join(", ".join(names) for names in LAYOUTS)
@@ -131,7 +133,7 @@ def _units(path: Path, unit: Unit) -> Iterable[str]:
         raise DataError(f"{path}: {error.strerror}") from error
     if not text.strip():
         raise DataError(f"{path}: expected text, found none")
-    if unit == "character":
+    if unit == "character" and not path.name.startswith(_PTB_CHARACTERS):
         return text
     return (word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), END))
 

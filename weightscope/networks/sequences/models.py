@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
@@ -34,14 +35,34 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 class TokenEmbedding(nn.Embedding):
     """Vectors of tokens, initially normal with standard deviation 0.02. Tokens outside the vocabulary are an error.
 
+    In training, the whole vector of a token is 0 with probability r, wherever the token is in the batch, and divided by
+    1 - r otherwise.
+
     Attributes:
         checks: whether `forward` checks its tokens; not where `torch.vmap` runs it, and its caller does.
+        draws: uniform numbers (v,) in [0, 1), one for each token; it is dropped below r. None: from torch's global
+            generator. Whoever trains sets them before a forward pass.
+
+    Args:
+        vocabulary: v.
+        width: d.
+        dropout: r.
 
     Raises:
-        UsageError: in `forward`, naming the token.
+        UsageError: if r is not in [0, 1); in `forward`, naming the token outside the vocabulary.
+
+    Source: Gal and Ghahramani 2016, section 4.2, with one mask for a batch as in Merity et al. 2018, section 4.3.
     """
 
     checks = True
+    draws: Tensor | None
+
+    def __init__(self, vocabulary: int, width: int, dropout: float = 0.0) -> None:
+        super().__init__(vocabulary, width)
+        if not 0 <= dropout < 1:
+            raise UsageError(f"embedding_dropout: expected a rate in [0, 1), found {dropout}")
+        self.dropout = dropout
+        self.register_buffer("draws", None, persistent=False)  # a buffer, so that `functional_call` can replace it
 
     def reset_parameters(self) -> None:
         """Draw the initial vectors."""
@@ -51,7 +72,12 @@ class TokenEmbedding(nn.Embedding):
         """Map int64 tokens (B, n) to (B, n, d)."""
         if self.checks:
             check_tokens(tokens, self.num_embeddings)
-        return super().forward(tokens)
+        vectors = super().forward(tokens)
+        if not (self.training and self.dropout):
+            return vectors
+        draws = torch.rand(self.num_embeddings, device=tokens.device) if self.draws is None else self.draws
+        factors = (draws >= self.dropout).to(vectors.dtype) / (1 - self.dropout)
+        return vectors * factors[tokens].unsqueeze(-1)
 
 
 class Block(nn.Module):
@@ -242,9 +268,10 @@ class CausalTransformer(nn.Module):
         positions: "sinusoidal" codes added to the embedding, scaled to its initial deviation, or "rotary".
         context: the largest n with sinusoidal positions, which are computed up to there.
         expansion: the MLP's hidden units per channel.
+        embedding_dropout: probability that the vector of a token is dropped in training, see `TokenEmbedding`.
 
     Raises:
-        UsageError: if sizes do not divide as required or `positions` is unknown; in `forward`, if a sequence is longer
+        UsageError: if sizes do not divide as required or an argument is invalid; in `forward`, if a sequence is longer
             than `context`.
 
     Source: Vaswani et al. 2017; thesis 3.2.6.
@@ -265,6 +292,7 @@ class CausalTransformer(nn.Module):
         positions: Literal["sinusoidal", "rotary"] = "sinusoidal",
         context: int = 1024,
         expansion: int = 4,
+        embedding_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         choice("positions", positions, ("sinusoidal", "rotary"))
@@ -272,7 +300,7 @@ class CausalTransformer(nn.Module):
         if self.context is not None:
             scale = EMBEDDING_STD * 2**0.5  # codes have the mean square 1/2
             self.register_buffer("codes", scale * sinusoidal_positions(context, None, width), persistent=False)
-        self.embeddings = TokenEmbedding(vocabulary, width)
+        self.embeddings = TokenEmbedding(vocabulary, width, embedding_dropout)
         self.blocks = nn.ModuleList(
             TransformerBlock(width, heads, expansion * width, positions == "rotary") for _ in range(depth)
         )
