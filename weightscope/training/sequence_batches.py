@@ -13,7 +13,7 @@ from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import SequenceBatch
 from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
-from weightscope.training.batches import Networks, hits
+from weightscope.training.batches import hits
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.stacked_networks import StackedNetworks
 
