@@ -59,9 +59,11 @@ def _interval(ax: Axes, y: int, value: float, ends: tuple[float, float], kind: i
 
 
 def _on(init: str) -> str:
-    """The switches that a label names as true: `mimetic_ssm (a=true, cb=false)` gives `a`."""
+    """The switches that a label names as true: `mimetic_ssm (a=True, cb=False)` gives `a`."""
+    if "(" not in init:
+        return {"default": "none (default)", "mimetic_ssm": "a, delta, cb (mimetic_ssm)"}.get(init, init)
     pairs = [pair.split("=") for pair in init.partition("(")[2].rstrip(")").split(", ")]
-    return ", ".join(name for name, value in pairs if value.lower() == "true") or "none"
+    return ", ".join(name for name, value in pairs if value == "True")
 
 
 def main(studies: Path = ANALYSES, out: Path = HERE) -> list[Any]:
