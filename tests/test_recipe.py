@@ -193,6 +193,14 @@ engine = "loop"
 """
 
 
+@pytest.mark.parametrize(
+    ("path", "whole"), [("init.name", "init"), ("training.learning_rate.low.a", "training.learning_rate.low")]
+)
+def test_replacing_below_what_is_no_table_is_an_error(path: str, whole: str) -> None:
+    with pytest.raises(RecipeError, match=f"{path}: expected a table at `{whole}`, found "):
+        Recipe.parse(GOOD).replace({path: 1})
+
+
 def test_references_are_parsed_without_importing_them() -> None:
     recipe = Recipe.parse(OWN)
     assert recipe.network.numbers == {"widths": [4, 8], "gain": 0.5}

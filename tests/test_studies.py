@@ -126,7 +126,7 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
     """Every arm of the recipe in at least 8 paired seeds at two lengths, and the README has the table as it is."""
     planned, result = Recipe.load(recipe), BenchResult.load(recipe.parent)
     assert planned.bench is not None
-    design = planned.bench.model_dump(exclude={"init", "seed"})
+    design = planned.bench.model_dump(exclude={"init", "seed", "metric"})
     arms = plan_arms(planned, planned.bench.init, **design)
     found = {(row["init"], json.dumps(row["cell"]), row["epochs"]): row["n"] for row in result.arms}
     assert set(found) == {(arm.init, json.dumps(dict(arm.cell)), arm.epochs) for arm in arms}
@@ -159,6 +159,73 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
     assert {row["n"] for row in result.arms} == {2}
     assert len(result.arms) >= 3
     assert result.figures()
+
+
+COPYING = ROOT / "analyses/copying"
+COPYING_RECIPES = sorted(COPYING.glob("*/*.toml"))
+COPYING_BENCHMARKS = [path for path in COPYING_RECIPES if path.name == "recipe.toml"]
+
+
+@pytest.mark.parametrize("recipe", COPYING_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipes_of_copying_are_valid(recipe: Path) -> None:
+    assert Recipe.load(recipe).data.metrics[0].name == "test_accuracy"
+
+
+@pytest.mark.parametrize("recipe", COPYING_BENCHMARKS, ids=lambda path: path.parent.name)
+def test_results_of_copying_are_those_of_their_recipes(recipe: Path) -> None:
+    """Every arm of the recipe in 8 paired seeds, at three lengths, and the README has the table as it is."""
+    planned, result = Recipe.load(recipe), BenchResult.load(recipe.with_name("results.json"))
+    assert planned.bench is not None
+    arms = plan_arms(planned, planned.bench.init, **planned.bench.model_dump(exclude={"init", "seed", "metric"}))
+    found = {(row["init"], json.dumps(row["cell"]), row["epochs"]): row["n"] for row in result.arms}
+    assert set(found) == {(arm.init, json.dumps(dict(arm.cell)), arm.epochs) for arm in arms}
+    assert min(found.values()) >= 8
+    assert [metric.name for metric in result.metrics[:3]] == ["test_accuracy", "test_accuracy_2x", "test_accuracy_4x"]
+    trained = Recipe.parse(result.environment["recipe"])
+    assert not [line for line in trained.differences(planned) if not line.startswith(("population.seed", "bench"))]
+    assert result.text() in (COPYING / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", COPYING_BENCHMARKS, ids=lambda path: path.parent.name)
+def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"data.length": 2, "data.train": 8, "data.test": 4, "training.epochs": 1, "network.width": 8}
+    small |= {"network.state": 4, "population.networks": 2, "population.tile": 2}
+    options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+    if (source := recipe.with_name("source.toml")).exists():
+        many = {"population.networks": 10, "population.tile": 10}
+        population = collect(Recipe.load(source).replace({**small, **many}), tmp_path / "source.pop", **options)
+        script(str(source.with_name("fit.py").relative_to(ROOT))).main([str(population.path), "--least", "0"])
+    study = Recipe.load(recipe)
+    assert study.bench is not None
+    result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, **options)
+    assert {row["n"] for row in result.arms} == {2}
+    figures = script("figures/copying.py")
+    (tmp_path / "drawn" / recipe.parent.name).mkdir(parents=True)
+    (tmp_path / "drawn" / recipe.parent.name / "results.json").write_text((tmp_path / "out/results.json").read_text())
+    if recipe.parent.name == "components":
+        (tmp_path / "drawn/components/recipe.toml").write_text(recipe.read_text())
+        assert len(script("analyses/copying/components/effects.py").main(tmp_path / "drawn/components")) == 20
+    assert figures.main(tmp_path / "drawn", tmp_path) == [recipe.parent.name]
+    assert (tmp_path / f"copying_{recipe.parent.name}.png").stat().st_size > 10_000
+
+
+def test_effects_of_components_are_found() -> None:
+    """A planted effect of one switch and one interaction; the other eight contrasts are zero but for noise."""
+    study, noise = script("analyses/copying/components/effects.py"), np.random.default_rng(0)
+    settings = [dict(zip(study.SWITCHES, map(bool, row), strict=True)) for row in np.ndindex(2, 2, 2, 2)]
+    values = [0.2 + 0.3 * row["a"] + 0.1 * (row["a"] and row["cb"]) for row in settings]
+    arms = [{"init": str(i)} for i in range(16)]
+    runs = [
+        {"init": str(i), "seed": k, "accuracy": v + 0.01 * noise.normal()}
+        for i, v in enumerate(values)
+        for k in range(8)
+    ]
+    rows = {tuple(row["switches"]): row for row in study.effects(BenchResult(runs, arms), settings)}
+    assert rows["a",]["difference"] == pytest.approx(0.35, abs=0.01)
+    assert rows["cb",]["difference"] == pytest.approx(0.05, abs=0.01)
+    assert rows["a", "cb"]["difference"] == pytest.approx(0.05, abs=0.01)
+    assert {names for names, row in rows.items() if row["p_holm"] < 0.01} == {("a",), ("cb",), ("a", "cb")}
 
 
 def test_the_population_benchmark_runs(tmp_path: Path) -> None:

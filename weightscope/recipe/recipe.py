@@ -146,13 +146,22 @@ class Recipe(Section):
         return self.model_dump(mode="json", exclude_none=True)
 
     def replace(self, changes: dict[str, Any]) -> "Recipe":
-        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`."""
+        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`.
+
+        Raises:
+            RecipeError: if a path leads through something that is no table, or the result is no valid recipe.
+        """
         values = self.to_dict()
         for path, value in changes.items():
             *parents, last = path.split(".")
             section = values
-            for key in parents:
+            for depth, key in enumerate(parents, 1):
                 section = section.setdefault(key, {})
+                if not isinstance(section, dict):
+                    whole = ".".join(parents[:depth])
+                    raise RecipeError(
+                        f"{path}: expected a table at `{whole}`, found {section!r}; replace it as a whole"
+                    )
             section[last] = value
         return Recipe.parse(values)
 

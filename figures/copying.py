@@ -1,0 +1,79 @@
+"""Copying and recall of small Mambas by length, and the mimetic start by its components: reads analyses/copying."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from weightscope import plots
+from weightscope.benchmarking import BenchResult
+from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.statistics import summarise
+from weightscope.data.metrics import accuracy_at
+from weightscope.plots import theme
+
+HERE = Path(__file__).parent
+ANALYSES = HERE.parent / "analyses" / "copying"
+SWITCHES = {"a": "A near 0", "delta": "Delta = 1", "cb": "W_C near W_B", "convolution": "convolution = identity"}
+
+
+def lengths(study: Path, out: Path) -> None:
+    """Accuracy at 1x, 2x and 4x the training length: a line of panels for each cell, a panel for each schedule."""
+    result = BenchResult.load(study / "results.json")
+    cells = list({json.dumps(run["cell"]): run["cell"] for run in result.runs}.values())
+    epochs = sorted({run["epochs"] for run in result.runs})
+    steps = result.environment["recipe"]["data"]["train"] // result.environment["recipe"]["training"]["batch_size"]
+    figure, axes = plots.subplots(len(cells), len(epochs), width=7 * len(epochs), height=4.8 * len(cells))
+    for line, cell in zip(axes, cells, strict=True):
+        for ax, schedule in zip(line, epochs, strict=True):
+            runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
+            rows = {length: summarise(runs, accuracy_at(length)) for length in (1, 2, 4)}
+            title = ", ".join(filter(None, [point_text(cell), f"{schedule * steps} steps"]))
+            plots.accuracy_by_length(rows, ax, title=title)
+    plots.save(figure, out)
+
+
+def components(study: Path, out: Path) -> None:
+    """Accuracy of the 16 combinations at the training length, and the effect of each switch and pair."""
+    result, rows = BenchResult.load(study / "results.json"), json.loads((study / "effects.json").read_text())
+    figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6)
+    order = sorted(result.arms, key=lambda row: row["mean"])
+    for y, row in enumerate(order):
+        _interval(left, y, row["mean"], row["ci95"], 0)
+    left.set(yticks=range(len(order)), yticklabels=[_on(row["init"]) for row in order], xlabel="test accuracy (%)")
+    left.set_title("Components that are on")
+    shown = [row for row in rows if row["metric"] == "accuracy"]
+    for y, row in enumerate(shown):
+        _interval(right, y, row["difference"], row["difference_ci95"], 0 if row["p_holm"] < 0.05 else 1)
+    right.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
+    names = [" x ".join(SWITCHES[name] for name in row["switches"]) for row in shown]
+    right.set(yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
+    right.set(xlabel="effect on test accuracy (points)", title="Effect of each, and interactions of pairs")
+    plots.save(figure, out)
+
+
+def _interval(ax: Axes, y: int, value: float, ends: tuple[float, float], kind: int) -> None:
+    ax.plot([100 * end for end in ends], [y, y], color=theme.PALETTE[kind], lw=1.4)
+    ax.plot(100 * value, y, theme.MARKERS[kind], ms=4.5, color=theme.PALETTE[kind])
+
+
+def _on(init: str) -> str:
+    """The switches that a label names as true: `mimetic_ssm (a=True, cb=False)` gives `a`."""
+    if "(" not in init:
+        return {"default": "none (default)", "mimetic_ssm": "a, delta, cb (mimetic_ssm)"}.get(init, init)
+    pairs = [pair.split("=") for pair in init.partition("(")[2].rstrip(")").split(", ")]
+    return ", ".join(name for name, value in pairs if value == "True")
+
+
+def main(studies: Path = ANALYSES, out: Path = HERE) -> list[Any]:
+    drawn = []
+    for study in sorted(path.parent for path in studies.glob("*/results.json")):
+        draw = components if study.name == "components" else lengths
+        draw(study, out / f"copying_{study.name}.png")
+        drawn.append(study.name)
+    return drawn
+
+
+if __name__ == "__main__":
+    main()
