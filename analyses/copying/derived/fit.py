@@ -28,9 +28,9 @@ def copiers(population: ws.Population, least: float = LEAST) -> WeightArray:
 def components(networks: WeightArray) -> list[dict[str, Any]]:
     """What each layer has of the mimetic start's components, with 95 % intervals over networks of the correlation.
 
-    The correlation is that of entries of W_B and W_C of one state and channel, averaged over states: 1 / sqrt(2) at
-    the mimetic start. `decay` is the mean of -A over channels for each state, `step` the median of softplus(b_Delta),
-    `taps` the root mean square of each tap of the convolution.
+    The correlation is that of entries of W_B and W_C of one state and channel, averaged over states; it is 1 / sqrt(2)
+    at the mimetic start. `decay` is the mean of -A over channels for each state, `step` the median of
+    softplus(b_Delta), `taps` the root mean square of each tap of the convolution.
     """
     rows = []
     for name in networks.spec.names:
