@@ -23,7 +23,7 @@ def main(results: Path, out: Path) -> None:
         plots.paired_differences(result.runs, right)
     else:
         for ax, epochs in zip((left, right), sorted({row["epochs"] for row in rows}), strict=True):
-            plots.accuracy_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=f"{epochs} epochs")
+            plots.metric_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=f"{epochs} epochs")
     plots.save(figure, out)
 
 

@@ -425,7 +425,7 @@ def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
         {**row, "cell": {"network.learned_sum": value}, "mean": 0.5 + 0.1 * i} for i, value in enumerate((None, 0.0))
     ]
     swept = [{**each, "init": f"mimetic_mlp (b={b})", "numbers": {"mimetic_mlp.b": b}} for each in rows for b in (0, 1)]
-    ax = plots.accuracy_along([*rows, *swept], "mimetic_mlp.b")
+    ax = plots.metric_along([*rows, *swept], "mimetic_mlp.b")
     flat = [line for line in ax.lines if line.get_gid() == "without the parameter"]
     assert len({line.get_color() for line in flat}) == 1
     assert len({str(line._dash_pattern) for line in flat}) == 2
@@ -436,7 +436,7 @@ def test_no_value_is_all_images_or_none() -> None:
     assert point_text({"data.train": None, "network.learned_sum": None}) == "train=all, learned_sum=none"
     row = {"init": "default", "epochs": 1, "n": 2, "mean": 0.5}
     rows = [{**row, "cell": {"network.learned_sum": value, "data.train": None}} for value in (None, 0.0)]
-    ax = plots.accuracy_along(rows, "network.learned_sum")
+    ax = plots.metric_along(rows, "network.learned_sum")
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
     assert plots.sweeps._lines(rows, "data.train")[0].keys() == {"default, learned_sum=none", "default, learned_sum=0"}
