@@ -76,7 +76,7 @@ def ends(
         metric: of the means.
     """
     compared = any(row.get("difference") is not None for row in everything)
-    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row["ci95"]} for row in rows]
+    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row.get("ci95")} for row in rows]
     low, high = np.array([_around(row, metric) for row in own]).T
     return low, high
 
