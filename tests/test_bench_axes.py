@@ -498,5 +498,5 @@ def test_an_arm_is_compared_with_itself_in_another_cell(swept: BenchResult, tmp_
     with pytest.raises(UsageError, match=r"network\.widht"):
         loaded.between("network.widht")
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(DataError, match=r"other\.json: expected the results\.json of a benchmark"):
+    with pytest.raises(DataError, match=r"other\.json: expected the results of a benchmark, with runs, summary"):
         BenchResult.load(tmp_path / "other.json")

@@ -173,9 +173,149 @@ def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
     assert all(figure(None) for figure in result.figures().values())
     kept = result_of(runs[:SEEDS], runs[SEEDS : 2 * SEEDS])
     legend = kept.figures()["curves"](None).axes[0].get_legend()
-    assert "mean of 8 seeds, 1 diverged networks left out" in legend.get_title().get_text()
+    assert "mean of 7 to 8 seeds, 1 diverged networks left out" in legend.get_title().get_text()
     for form in ("text", "markdown", "latex"):
         assert "never" in result.table(form)
+
+
+# Arms that lose networks
+
+
+def diverged(runs: list[dict[str, Any]], *seeds: int) -> list[dict[str, Any]]:
+    """The networks, of which some diverged in the second epoch."""
+    lost = {"bits": None, "loss": None, "perplexity": None, "diverged": True}
+    return [run | lost | {"curve": [3.0, None]} if run["seed"] in seeds else run for run in runs]
+
+
+def words(figure: Any) -> str:
+    """Title, legend's title and axis labels of a picture, on one line."""
+    ax = figure.axes[0]
+    legend = ax.get_legend()
+    texts = [figure.get_suptitle(), ax.get_title(), *(text.get_text() for text in figure.texts), ax.get_xlabel()]
+    texts += [each.get_ylabel() for each in (ax, *ax.child_axes)]
+    return " ".join([*texts, legend.get_title().get_text() if legend else ""]).replace("\n", " ")
+
+
+@pytest.fixture
+def unstable() -> BenchResult:
+    """An arm whose three networks that did not diverge are better than those of the default, and a complete one."""
+    lost = diverged(runs_of("unstable", BASE - 0.1 + NOISE[0]), *range(3, SEEDS))
+    return result_of(runs_of("default", BASE), lost, runs_of("more", BASE + 0.05 + NOISE[1]))
+
+
+@pytest.fixture
+def lost_reference() -> BenchResult:
+    """Six of eight networks of the default diverged; no network of the control and of the structure did."""
+    arms = (runs_of("a", BASE - 0.1 + NOISE[0]), runs_of("a (scale only)", BASE - 0.05 + NOISE[1]))
+    return result_of(diverged(runs_of("default", BASE), *range(2, SEEDS)), *arms)
+
+
+def without_pairs(result: BenchResult) -> BenchResult:
+    """The result as an earlier version wrote it."""
+    new = ("pairs", "beyond_scale_pairs", "networks")
+    arms = [{key: value for key, value in row.items() if key not in new} for row in result.arms]
+    assert arms[1].keys() < result.arms[1].keys()
+    return replace(result, arms=arms)
+
+
+def test_rows_store_the_number_of_pairs_of_their_differences(lost_reference: BenchResult) -> None:
+    default, arm, control = lost_reference.arms
+    assert [(row["n"], row["networks"]) for row in lost_reference.arms] == [(2, 8), (8, 8), (8, 8)]
+    assert (default["pairs"], arm["pairs"], control["pairs"]) == (None, 2, 2)
+    assert (arm["beyond_scale_pairs"], control["beyond_scale_pairs"]) == (8, None)
+    np.testing.assert_allclose(arm["difference"], (NOISE[0] - 0.1)[:2].mean())
+    cells = [run | {"cell": {"network.depth": d}} for d in (1, 2) for run in lost_reference.runs if run["seed"] > d]
+    assert [row["pairs"] for row in replace(lost_reference, runs=cells).between("network.depth")] == [5, 5]
+    header, _, first, second, *_ = lost_reference.text().splitlines()
+    assert header.split().index("pairs") > header.split().index("n")
+    assert (first.split()[-1], second.split()[:3]) == ("diverged)", ["a", "2", "8"])
+    assert header.index("pairs") + len("pairs") == second.index(" 2  ", header.index("pairs")) + 2
+    assert "2, 8" in lost_reference.text().splitlines()[-1], "pairs of the effect of scale, and of the structure beyond"
+
+
+def test_an_arm_that_lost_networks_is_not_the_best_of_its_column(unstable: BenchResult) -> None:
+    default, lost, _ = unstable.arms
+    assert lost["mean"] < default["mean"], "which would be bold"
+    complete = result_of(*(runs_of(init, shift) for init, shift in (("default", BASE), ("unstable", BASE - 0.1))))
+    for form, mark in (("text", "*{}"), ("markdown", "**{}**"), ("latex", r"\textbf{{{}}}")):
+        table, kept = unstable.table(form), complete.table(form)
+        assert mark.format(f"{default['mean']:.3f}") in table
+        assert mark.format(f"{lost['mean']:.3f}") not in table
+        assert mark.format(f"{complete.arms[1]['mean']:.3f}") in kept, "the best, if it loses none"
+        assert "5 of 8 of unstable diverged" in table
+        assert "diverged" not in kept
+    line = next(line for line in unstable.table("latex").splitlines() if "diverged" in line)
+    assert line == r"\multicolumn{2}{l}{\footnotesize 5 of 8 of unstable diverged} \\", "printed, not a comment"
+    assert "paired difference from the first row on 3 to 8 seeds" not in unstable.table(), "all that it has"
+    never = result_of(diverged(runs_of("default", BASE), *range(SEEDS)))
+    assert "*" not in never.table().splitlines()[-2]
+
+
+def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) -> None:
+    amount = f"{-unstable.arms[1]['difference']:.3f}"
+    said = f"unstable is {amount} bits per token better than default; 5 of 8 diverged"
+    assert finding(unstable.arms, BITS) == said
+    pictures = {name: words(draw(None)) for name, draw in unstable.figures().items()}
+    assert list(pictures) == ["convergence", "differences", "curves"]
+    assert all(said in text for text in pictures.values())
+    assert "from default; 5 of 8 of unstable diverged" in pictures["convergence"]
+    assert "; 5 diverged networks left out" in pictures["differences"]
+    assert "mean of 3 to 8 seeds, 5 diverged networks left out" in pictures["curves"]
+    same = result_of(runs_of("default", BASE), diverged(runs_of("x", BASE + NOISE[0]), 0, 1))
+    assert finding(same.arms, BITS) == "No initialiser differs significantly from default; 2 of 8 of x diverged"
+    never = result_of(runs_of("default", BASE), diverged(runs_of("Never", BASE), *range(SEEDS)))
+    assert finding(never.arms, BITS) == "8 of 8 of Never diverged"
+    assert "8 of 8 of Never diverged" in words(never.figures()["convergence"](None)), "which is not drawn"
+    many = result_of(runs_of("default", BASE), *(diverged(runs_of(i, BASE + NOISE[0]), 0) for i in "abcd"))
+    assert str(finding(many.arms, BITS)).endswith("default; networks of 4 initialisers diverged")
+
+
+def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) -> None:
+    assert str(finding(lost_reference.arms, BITS)).endswith("; 6 of 8 of default diverged")
+    assert str(scale_finding(lost_reference.arms, BITS)) == "Better than its scale alone: a", "of which none diverged"
+    scale = words(lost_reference.figures()["scale"](None))
+    assert "2 to 8 seeds; lower is better; 6 of 8 of default diverged" in scale
+    convergence = words(lost_reference.figures()["convergence"](None))
+    assert "difference from default, 2 seeds of both; 6 of 8 of default diverged" in convergence
+    assert "paired difference from the first row on 2 seeds of both;" in lost_reference.table()
+    runs = lost_reference.runs[:SEEDS] + diverged(lost_reference.runs[SEEDS : 2 * SEEDS], 7) + lost_reference.runs[-8:]
+    assert str(scale_finding(summarise(runs, BITS), BITS)).endswith("alone: a; 1 of 8 of a diverged")
+
+
+def test_maps_say_the_pairs_and_what_diverged() -> None:
+    axes = ("x.alpha", "x.beta")
+    places = [(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)]
+    arms = [
+        runs_of(f"x (alpha={a:g}, beta={b:g})", BASE - 0.1 * a + NOISE[0], {"x.alpha": a, "x.beta": b})
+        for a, b in places
+    ]
+    result = result_of(runs_of("default", BASE), *arms[:3], diverged(arms[3], 0, 1))
+    text = words(next(draw for name, draw in result.figures().items() if name.startswith("map-"))(None))
+    assert "(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of x (alpha=1, beta=1) diverged" in text
+    assert "better than default; 2 of 8 diverged" in text
+    old = plots.difference_map(without_pairs(result).arms[1:], axes, metric=BITS)
+    assert "seeds" not in words(old.figure)
+
+
+@pytest.mark.parametrize("name", ["unstable", "lost_reference"])
+def test_results_of_earlier_versions_are_read_and_drawn(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    old = without_pairs(request.getfixturevalue(name))
+    (tmp_path / "results.json").write_text(json.dumps(old.to_dict()))
+    read = BenchResult.load(tmp_path)
+    assert read.arms == old.arms
+    assert "pairs" not in read.text().split("structure beyond")[0]
+    for form in ("text", "markdown", "latex"):
+        assert " networks of " in read.table(form)
+    assert all(" diverged" in words(draw(None)) for draw in read.figures().values())
+
+
+def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
+    """The first one's was that of all its networks, the others' that of the seeds which the first one has."""
+    lines = {line.get_label(): line.get_ydata() for line in lost_reference.figures()["curves"](None).axes[0].lines}
+    for row in lost_reference.arms:
+        assert lines[row["init"]][-1] == pytest.approx(row["mean"])
 
 
 # Words and tables
@@ -394,7 +534,8 @@ def test_a_benchmark_compares_the_primary_metric_of_its_task(text_task: Any, tmp
     assert result.runs[1]["curve"] == [2.1]
     assert result.arms[1]["difference"] == pytest.approx(-0.11)
     assert (result.arms[1]["n"], result.arms[1]["diverged"]) == (3, 1)
-    assert finding(result.arms, result.metric) == "mimetic_mlp is 0.110 bits per token better than default"
+    lost = "1 of 4 of mimetic_mlp, 1 of 4 of default diverged"
+    assert finding(result.arms, result.metric) == f"mimetic_mlp is 0.110 bits per token better than default; {lost}"
     written = json.loads((tmp_path / "a" / "results.json").read_text())
     assert written["metric"] == "test_bits"
     assert written["metrics"]["test_bits"] | {"bounds": None} == BITS.to_dict() | {"bounds": None}

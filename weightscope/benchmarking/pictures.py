@@ -6,6 +6,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from weightscope._util.divergence import divergence
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key, control_of, summarise
 from weightscope.data.metrics import ACCURACY, Metric
@@ -23,33 +24,34 @@ def of(
 
     Args:
         runs: rows of the networks.
-        arms: rows of the arms; those without a finite mean are not drawn.
+        arms: rows of the arms; those without a finite mean are not drawn, but named in the titles.
         network: the recipe's [network] table; empty if it is not known.
         metric: that the arms are compared by.
         metrics: all that the task reports.
     """
     out: dict[str, Draw] = {}
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
-    axes = axes_of(arms)
+    axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
-        out[f"along-{axis}"] = partial(_along, arms, axis, metric)
+        out[f"along-{axis}"] = partial(_along, arms, axis, metric, found)
     if arms and not axes:
-        out["convergence"] = partial(_convergence, arms, metric)
+        out["convergence"] = partial(_convergence, arms, metric, found)
     if any(row.get("control") for row in arms):
         out["scale"] = partial(_scale, arms, metric)
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(_differences, runs, arms, metric)
+        out["differences"] = partial(_differences, runs, metric, found)
     places = {(cell_key(run), run["epochs"]) for run in runs}
     kept = [run for run in runs if run.get(metric.key) is not None]
     if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(_known(run)) > 1 for run in kept):
-        out["curves"] = partial(_curves, runs, arms, metric)
+        out["curves"] = partial(_curves, runs, metric, found)
     if not axes and (by_length := _by_length(runs, metrics)):
         out["accuracy-by-length"] = partial(_lengths, by_length)
     for x, y in combinations(axes, 2):
         for name, rows in list(_maps(arms, x, y).items())[:_LARGEST_MAPS]:
-            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y), metric)
+            said = _map_finding(rows, all_arms, (x, y), metric)
+            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y), metric, said)
             if (part := _products(x, y)) and (size := _size(rows, network)):
-                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), part, size, metric)
+                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), (part, *size), metric, said)
     return out
 
 
@@ -85,22 +87,22 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
         return {}
     epochs = max(run["epochs"] for run in runs)
     found: dict[int, Rows] = {
-        length: [row for row in summarise(runs, metric) if row["epochs"] == epochs and row["mean"] is not None]
+        length: [row for row in summarise(runs, metric) if row["epochs"] == epochs]
         for length, metric in sorted(lengths.items())
     }
-    return found if all(found.values()) else {}
+    return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
 
 
-def _along(arms: Rows, axis: str, metric: Metric, title: str | None) -> Any:
+def _along(arms: Rows, axis: str, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.metric_along(arms, axis, metric=metric, title=title or finding(arms, metric))
+    return plots.metric_along(arms, axis, metric=metric, title=title or found)
 
 
-def _convergence(arms: Rows, metric: Metric, title: str | None) -> Any:
+def _convergence(arms: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.convergence(arms, metric=metric, title=title or finding(arms, metric))
+    return plots.convergence(arms, metric=metric, title=title or found)
 
 
 def _scale(arms: Rows, metric: Metric, title: str | None) -> Any:
@@ -109,16 +111,16 @@ def _scale(arms: Rows, metric: Metric, title: str | None) -> Any:
     return plots.scale_and_structure(arms, metric=metric, title=title or scale_finding(arms, metric))
 
 
-def _differences(runs: Rows, arms: Rows, metric: Metric, title: str | None) -> Any:
+def _differences(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.paired_differences(runs, metric=metric, title=title or finding(arms, metric))
+    return plots.paired_differences(runs, metric=metric, title=title or found)
 
 
-def _curves(runs: Rows, arms: Rows, metric: Metric, title: str | None) -> Any:
+def _curves(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.metric_curves(runs, metric=metric, title=title or finding(arms, metric))
+    return plots.metric_curves(runs, metric=metric, title=title or found)
 
 
 def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
@@ -126,13 +128,14 @@ def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
 
     longest = max(by_length)
     found = finding(by_length[longest])
-    return plots.accuracy_by_length(by_length, title=title or (found and f"At {longest}x the length: {found}"))
+    drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
+    return plots.accuracy_by_length(drawn, title=title or (found and f"At {longest}x the length: {found}"))
 
 
-def _map(rows: Rows, axes: tuple[str, str], metric: Metric, title: str | None) -> Any:
+def _map(rows: Rows, axes: tuple[str, str], metric: Metric, found: str, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.difference_map(rows, axes, metric=metric, title=title or _map_finding(rows, axes, metric))
+    return plots.difference_map(rows, axes, metric=metric, title=title or found)
 
 
 def _products(x: str, y: str) -> str | None:
@@ -149,16 +152,19 @@ def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _frontier(
-    rows: Rows, axes: tuple[str, str], part: str, size: tuple[int, int], metric: Metric, title: str | None
+    rows: Rows, axes: tuple[str, str], about: tuple[str, int, int], metric: Metric, found: str, title: str | None
 ) -> Any:
-    """The arms at the alpha and beta that their products reach; those of values and outputs have full rank."""
+    """The arms at the alpha and beta that their products reach; those of values and outputs have full rank.
+
+    `about` is the part, `qk` or `vo`, the width and the number of heads.
+    """
     import torch
 
     from weightscope import plots
     from weightscope._util.threads import single_threaded
     from weightscope.init.frontier import equal_random, svd
 
-    generator, (width, heads) = torch.Generator().manual_seed(0), size
+    generator, (part, width, heads) = torch.Generator().manual_seed(0), about
     rank = width // heads if part == "qk" else width
     with single_threaded():
         points = equal_random(width, width, generator)
@@ -166,23 +172,38 @@ def _frontier(
         for row in rows:
             alpha, beta = (float(row["numbers"][axis]) for axis in axes)
             points.append({**row, **svd(width, rank, alpha, beta, generator)})
-    title = title or _map_finding(rows, axes, metric)
-    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title)
+    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title or found)
 
 
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     """In one sentence, the best significant difference from the reference, or the worst if none is an improvement.
 
     Where the initialiser has a control, the sentence says what of the difference is beyond scale, or that it is not
-    significantly different from its control, which does not show that they are equal.
+    significantly different from its control, which does not show that they are equal. It ends with how many networks
+    of the arms that it is about diverged, and names the initialisers of which none is left.
     """
+    text, about = _finding(arms, metric)
+    rows = list(arms) if about is None else [about, *_reference(about, arms)]
+    lost = divergence([*rows, *(row for row in arms if row["n"] == 0)], about["init"] if about else None)
+    said = "; ".join(filter(None, [text, lost]))
+    return (said if text else said[:1].upper() + said[1:]) or None
+
+
+def _reference(row: dict[str, Any], arms: Rows) -> list[dict[str, Any]]:
+    """The arm that one is compared with."""
+    place = cell_key(row), row["epochs"], row["reference"]
+    return [other for other in arms if (cell_key(other), other["epochs"], other["init"]) == place]
+
+
+def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | None]:
+    """What `finding` says of the differences, and the arm that it is about, if it is about one."""
     rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
     sure = [row for row in rows if row["p_holm"] < _LEVEL]
     if not rows:
-        return None
+        return None, None
     if not sure:
         references = " or ".join(dict.fromkeys(str(row["reference"]) for row in rows))
-        return f"No initialiser differs significantly from {references}"
+        return f"No initialiser differs significantly from {references}", None
     best = max(sure, key=lambda row: metric.sign * row["difference"])
     if not metric.better(best["difference"]):
         best = min(sure, key=lambda row: metric.sign * row["difference"])
@@ -193,13 +214,13 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
     if more == "worse" or best.get("beyond_scale_p_holm") is None:
-        return text
+        return text, best
     if best["beyond_scale_p_holm"] >= _LEVEL:
-        return f"{text}, not significantly more than its scale alone"
+        return f"{text}, not significantly more than its scale alone", best
     if not metric.better(best["beyond_scale"]):
-        return f"{text}, less than its scale alone"
+        return f"{text}, less than its scale alone", best
     amount = metric.amount(best["beyond_scale"]).split()[0]
-    return f"{text}, {amount} of {'them' if metric.unit else 'it'} beyond scale"
+    return f"{text}, {amount} of {'them' if metric.unit else 'it'} beyond scale", best
 
 
 def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
@@ -211,17 +232,24 @@ def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row["beyond_scale"])))
     worse = [row["init"] for row in sure if metric.better(-row["beyond_scale"])]
     if not better and worse:
-        return f"Worse than scale alone: {', '.join(dict.fromkeys(worse))}"
-    if not better:
-        return "No initialiser is significantly better than its scale alone"
-    return f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
+        text = f"Worse than scale alone: {', '.join(dict.fromkeys(worse))}"
+    elif not better:
+        text = "No initialiser is significantly better than its scale alone"
+    else:
+        text = f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
+    named = rows if not sure else [row for row in sure if row["init"] in (better or worse)]
+    labels = {(cell_key(row), row["epochs"], name) for row in named for name in (row["init"], row["control"])}
+    lost = divergence([row for row in arms if (cell_key(row), row["epochs"], row["init"]) in labels])
+    return f"{text}; {lost}" if lost else text
 
 
-def _map_finding(rows: Rows, axes: tuple[str, str], metric: Metric) -> str:
+def _map_finding(rows: Rows, arms: Rows, axes: tuple[str, str], metric: Metric) -> str:
+    """What a map shows: its best arm; `arms` has the reference."""
     best = max(rows, key=lambda row: metric.sign * row["difference"])
     place = {**best.get("cell", {}), **best.get("numbers", {})}
     where = point_text({axis: place[axis] for axis in axes})
     sure = best["p_holm"] is not None and best["p_holm"] < _LEVEL
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"Best at {where}: {metric.amount(best['difference'])} {more} than {best['reference']}"
-    return text if sure else f"{text}, not significant"
+    lost = divergence([best, *_reference(best, arms)], best["init"])
+    return text + ("" if sure else ", not significant") + (f"; {lost}" if lost else "")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LARGEST = 2**31  # bytes of a results.json
-_COMPARED = ("95 % interval", "difference", "95 % interval", "p (Holm)", "")
+_COMPARED = ("difference", "95 % interval", "p (Holm)", "")
 _SCALE_HEADER = (
-    *("initialiser", "epochs", "n", "effect of scale", "95 % interval", "p (Holm)"),
+    *("initialiser", "epochs", "pairs", "effect of scale", "95 % interval", "p (Holm)"),
     *("beyond scale", "95 % interval", "p (Holm)"),
 )
 
@@ -39,12 +39,14 @@ class BenchResult(Result):
             without `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged`, `curve` (the
             compared metric after each epoch) and `seconds` (its share of the time that its tile took).
         arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` and `ci95` of the compared metric
-            (Student's on the log-odds or the logarithm, so inside its bounds), mean `loss`, `seconds`, `diverged`, and
-            relative to the first initialiser in its cell at the same length the mean paired `difference`,
-            `difference_ci95` (Student's, inside what is possible), `p` of the paired t-test and `p_holm`, adjusted for
-            the number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the
-            arm's control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p` and `beyond_scale_p_holm` compare
-            the arm with it; None elsewhere. `results.json` calls the rows `summary`.
+            (Student's on the log-odds or the logarithm, so inside its bounds), mean `loss`, `seconds`, `diverged`,
+            `networks` (of all; `n` is of those with a finite value), and relative to the first initialiser in its cell
+            at the same length the mean paired `difference`, `difference_ci95` (Student's, inside what is possible), `p`
+            of the paired t-test, `pairs` (the seeds of both that have a finite value) and `p_holm`, adjusted for the
+            number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's
+            control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p`, `beyond_scale_pairs` and
+            `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the rows `summary`, and
+            those of earlier versions have no `pairs`, `beyond_scale_pairs` and `networks`.
         environment: versions, machine, device and the recipe.
         metric: that is compared; all of `arms` and the differences are in its stored unit.
         metrics: all that the task reports.
@@ -100,11 +102,13 @@ class BenchResult(Result):
         return f"{len(self.arms)} arms, {len(self.runs)} networks{data}"
 
     def text(self) -> str:
-        """A table with one line for each arm."""
+        """A table with one line for each arm; with the number of pairs where it is not that of the seeds."""
         cells, metric = any(row.get("cell") for row in self.arms), self.metric
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
-        header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, *_COMPARED)
-        table = _ruled(header, (_in_cell(row, _cells(row, metric), cells) for row in self.arms))
+        pairs = any(row.get("pairs") not in (None, row["n"]) for row in self.arms)
+        compared = (("pairs",) if pairs else ()) + _COMPARED
+        header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, "95 % interval", *compared)
+        table = _ruled(header, (_in_cell(row, _cells(row, metric, pairs), cells) for row in self.arms))
         if not metric.higher_is_better:
             table += f"\n{metric.title}{metric.direction}"
         controlled = [row for row in self.arms if row.get("control") is not None]
@@ -138,7 +142,7 @@ class BenchResult(Result):
 
         Returns:
             One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
-            `difference_ci95`, `p` and `p_holm`, adjusted over these rows.
+            `difference_ci95`, `p`, `pairs` and `p_holm`, adjusted over these rows.
 
         Raises:
             UsageError: if the field does not vary.
@@ -192,10 +196,10 @@ def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
     return [point_text(row.get("cell", {})), *cells] if shown else cells
 
 
-def _cells(row: dict[str, Any], metric: Metric) -> list[str]:
+def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
     mean = "" if row["mean"] is None else _number(row["mean"], metric)
     cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, _interval(row["ci95"], metric)]
-    cells += _difference(row, "difference", metric)
+    cells += ["" if row.get("pairs") is None else f"{row['pairs']}"] * pairs + _difference(row, "difference", metric)
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
@@ -206,8 +210,14 @@ def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
 
 
 def _scale_cells(row: dict[str, Any], control: dict[str, Any], metric: Metric) -> list[str]:
-    cells = [row["init"], f"{row['epochs']}", f"{row['n']}"]
+    cells = [row["init"], f"{row['epochs']}", _both(control.get("pairs"), row.get("beyond_scale_pairs"), row["n"])]
     return cells + _difference(control, "difference", metric) + _difference(row, "beyond_scale", metric)
+
+
+def _both(scale: int | None, beyond: int | None, n: int) -> str:
+    """The number of pairs of both parts, `8` or `2, 8`; of networks in results of earlier versions."""
+    known = list(dict.fromkeys(pairs for pairs in (scale, beyond) if pairs is not None))
+    return ", ".join(map(str, known or [n]))
 
 
 def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:

@@ -13,15 +13,16 @@ from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
-_BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_p_holm")
+_BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
 
 
 def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the metric that it reached, and is left out where that is not finite; `n` is the
-    number of the others. Differences keep their sign, whichever direction is better. The reference of an arm is the
-    first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm that has a control is
+    number of the others, `networks` that of all. `pairs` is the number of seeds that a difference is over: those with a
+    finite value of both arms. Differences keep their sign, whichever direction is better. The reference of an arm is
+    the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm with a control is
     also compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference`
     the effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate
     of the whole table (Holm 1979).
@@ -41,7 +42,7 @@ def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
         row |= {"epochs": epochs, **mean_interval(np.array(list(values.values())), metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
-        row["diverged"] = sum(run["diverged"] for run in group)
+        row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
         name, base = reference.setdefault((cell, epochs, init.endswith(FROZEN)), (init, values))
         row |= {"reference": name if name != init else None, **_compared(values, base if name != init else {}, metric)}
         row["p_holm"] = None
@@ -62,11 +63,12 @@ def _values(runs: Sequence[dict[str, Any]], metric: Metric) -> dict[int, float]:
 
 
 def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) -> dict[str, Any]:
-    """`paired` on the seeds that both have; None where there is none."""
+    """`paired` on the seeds that both have, and `pairs`, their number; None where there is none."""
     shared = [k for k in values if k in base]
     if not shared:
-        return dict.fromkeys(("difference", "difference_ci95", "p"))
-    return paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
+        return dict.fromkeys(("difference", "difference_ci95", "p", "pairs"))
+    found = paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
+    return found | {"pairs": len(shared)}
 
 
 def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:

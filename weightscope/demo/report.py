@@ -74,11 +74,12 @@ def _words(difference: float, ci95: Any, p: float, n: int, folder: str) -> Sourc
 
 
 def _against_default(row: dict[str, Any], folder: str) -> Sourced:
-    return _words(row["difference"], row["difference_ci95"], row["p_holm"], row["n"], folder)
+    return _words(row["difference"], row["difference_ci95"], row["p_holm"], row["pairs"], folder)
 
 
 def _beyond(row: dict[str, Any], folder: str) -> Sourced:
-    return _words(row["beyond_scale"], row["beyond_scale_ci95"], row["beyond_scale_p_holm"], row["n"], folder)
+    key = "beyond_scale"
+    return _words(row[key], row[f"{key}_ci95"], row[f"{key}_p_holm"], row[f"{key}_pairs"], folder)
 
 
 def _population(report: Report, population: Population) -> None:

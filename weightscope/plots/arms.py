@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import Metric
 from weightscope.plots import theme, typography
 
@@ -75,7 +76,7 @@ def ends(
         metric: of the means.
     """
     compared = any(row.get("difference") is not None for row in everything)
-    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row["ci95"]} for row in rows]
+    own = [row if compared else {**row, "difference": row["mean"], "difference_ci95": row.get("ci95")} for row in rows]
     low, high = np.array([_around(row, metric) for row in own]).T
     return low, high
 
@@ -108,16 +109,25 @@ def draw_line(
 
 
 def seeds_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many seeds a mean has, and what its bar is: see `ends`."""
-    counts = sorted({row["n"] for row in rows})
-    if counts == [1]:
-        return "1 seed, so no interval"
-    text = f"mean of {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else "") + " seeds"
+    """How many seeds a mean has, what its bar is (see `ends`), and how many networks diverged."""
+    counts, lost = [row["n"] for row in rows], divergence(rows)
     compared = [row for row in rows if row.get("difference") is not None]
-    if not compared:
-        return f"{text} with 95 % CI"
-    references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
-    return f"{text}; bars: 95 % CI of the paired difference from {references}"
+    if set(counts) == {1}:
+        text = "1 seed, so no interval"
+    elif not compared:
+        text = f"mean of {count_range(counts)} seeds with 95 % CI"
+    else:
+        references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
+        text = f"mean of {count_range(counts)} seeds; bars: 95 % CI of the paired difference from {references}"
+        if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
+            text += seeds_text([row.get("pairs") for row in compared]) + " of both"
+    return f"{text}; {lost}" if lost else text
+
+
+def seeds_text(pairs: Sequence[int | None]) -> str:
+    """`, 2 to 8 seeds`: how many differences are over; empty for old results, whose rows do not have `pairs`."""
+    known = [n for n in pairs if n is not None]
+    return f", {count_range(known)} seed{'s' * (max(known) != 1)}" if known else ""
 
 
 def value_axis(axis: Any, limits: tuple[float, float], metric: Metric) -> None:
@@ -129,8 +139,9 @@ def value_axis(axis: Any, limits: tuple[float, float], metric: Metric) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
 
 
-def difference_label(metric: Metric, row: Mapping[str, Any]) -> str:
-    """`accuracy minus that of default (points), 8 seeds` for an arm, and where lower is better, that it is."""
+def difference_label(metric: Metric, rows: Sequence[Mapping[str, Any]]) -> str:
+    """`accuracy minus that of default (points), 8 seeds` for arms, where lower is better, and how many diverged."""
     unit = metric.difference_unit.removeprefix("percentage ")
-    text = f"{metric.label} minus that of {row['reference']}" + (f" ({unit})" if unit else "")
-    return f"{text}, {row['n']} seeds{metric.direction}"
+    text = f"{metric.label} minus that of {rows[0]['reference']}" + (f" ({unit})" if unit else "")
+    lost = divergence(rows)
+    return f"{text}{seeds_text([row.get('pairs') for row in rows])}{metric.direction}" + (f"; {lost}" if lost else "")

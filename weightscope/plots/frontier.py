@@ -96,4 +96,4 @@ def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
     best = int(np.argmax(metric.sign * values))
     ax.scatter(alpha[best], beta[best], s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
-    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows[0]), room=72 * 3.4, beyond=False)
+    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), room=72 * 3.4, beyond=False)

@@ -66,6 +66,8 @@ def paired_differences(
     label = f"{metric.label} minus that of {references} on the same seed"
     label += (f" ({metric.difference_unit})" if metric.difference_unit else "") + metric.direction
     label += "; × diverged" if any(arm.diverged.any() for arm in arms) else ""
+    if left_out := sum(run.get(metric.key) is None for run in runs):
+        label += f"; {left_out} diverged networks left out"
     ax.set_xlabel(typography.wrap(label, 72 * 0.6 * canvas.size[0], typography.LABEL))
     canvas.finish(title)
     return ax

@@ -7,10 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import p_value
+from weightscope.plots.arms import p_value, seeds_text
 
 _ROW = 0.3  # inches
 _PARTS = (("effect of scale", "difference", "s"), ("structure beyond scale", "beyond_scale", "D"))
@@ -34,7 +35,7 @@ def scale_and_structure(
 
     Args:
         summary: rows of a benchmark's `results.json` with controls: `init`, `epochs`, `control`, `difference`,
-            `beyond_scale`, their `_ci95` (fractions for accuracies), and adjusted p-values.
+            `beyond_scale`, their `_ci95` (fractions for accuracies), adjusted p-values, `pairs`, `beyond_scale_pairs`.
         ax: axes to draw on; a new figure if None.
         metric: that is drawn.
         title: figure title.
@@ -66,10 +67,12 @@ def scale_and_structure(
     theme.columns(ax, places, -0.8, [("mean (95 % CI)", texts), ("adjusted", ps)])
     ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
-    seeds = sorted({row["n"] for row, _ in pairs})
     label = f"difference of test {metric.label} on the same seed"
     label += f" ({metric.difference_unit})" if metric.difference_unit else ""
-    label += f", {seeds[0]}" + (f" to {seeds[-1]}" if len(seeds) > 1 else "") + f" seeds{metric.direction}"
+    counts = [n for row, control in pairs for n in (row.get("beyond_scale_pairs"), control.get("pairs"))]
+    label += seeds_text(counts) + metric.direction
+    drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", "control", "reference")}
+    label += f"; {lost}" if (lost := divergence([found[place] for place in found if place in drawn])) else ""
     ax.set_xlabel(typography.wrap(label, 72 * 0.5 * canvas.size[0], typography.LABEL))
     canvas.legend(
         [

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from scipy import stats
 
+from weightscope._util.divergence import count_range
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
@@ -27,9 +28,10 @@ def metric_curves(
 ) -> Axes:
     """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
 
-    The band of an initialiser is the 95 % interval of its difference from the first one on the same seeds, drawn around
-    its own mean, and not beyond the metric's bounds; the first one has none. Bands are of single epochs and
-    initialisers: the more there are, the more often one does not reach the first one's line by chance.
+    A line is the mean of the initialiser's networks with a finite last value. Its band is the 95 % interval of the
+    difference from the first one, on the seeds of both, drawn around its own mean, and not beyond the metric's bounds;
+    the first one has none. Bands are of single epochs and initialisers: the more there are, the more often one does not
+    reach the first one's line by chance.
 
     Args:
         runs: rows of a benchmark's `results.json` of one cell and one training length: `init`, `seed`, `epochs` and
@@ -53,7 +55,7 @@ def metric_curves(
     handles = []
     for order, (init, mine) in enumerate(curves.items()):
         shared = [k for k in mine if k in curves[first]]
-        mean = np.mean([mine[k] for k in shared], axis=0)  # (E,)
+        mean = np.mean(list(mine.values()), axis=0)  # (E,)
         style = {"color": theme.PALETTE[order % len(theme.PALETTE)], "ls": theme.LINES[order % len(theme.LINES)]}
         if init != first and len(shared) > 1:
             differences = np.array([mine[k] - curves[first][k] for k in shared])  # (N, E)
@@ -68,7 +70,7 @@ def metric_curves(
     ax.grid(axis="both")
     value_axis(ax.yaxis, ax.get_ylim(), metric)
     ax.set_ylabel(metric.title + metric.direction)
-    note = f"mean of {len(curves[first])} seeds"
+    note = f"mean of {count_range([len(mine) for mine in curves.values()])} seeds"
     if left_out := len(runs) - sum(map(len, curves.values())):
         note += f", {left_out} diverged networks left out"
     canvas.legend(handles, note + (f"; bands: 95 % CI of the difference from {first}" if len(curves) > 1 else ""))
@@ -265,7 +267,7 @@ def difference_map(
 
     Args:
         summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
-            (a fraction for accuracies; rows without one are left out), `p_holm`, `reference`, `n`.
+            (a fraction for accuracies; rows without one are left out), `p_holm`, `reference`, `pairs`.
         axes: the parameters along x and y.
         ax: axes to draw on; a new figure if None.
         metric: of the differences.
@@ -314,7 +316,7 @@ def difference_map(
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
-    label = difference_label(metric, next(iter(found.values())))
+    label = difference_label(metric, list(found.values()))
     theme.colour_bar(ax, image, limit, label, room=72 * max(height, 1.8), beyond=False)
     canvas.finish_sized(max(width, 2.0), max(height, 1.8), title)
     return ax
