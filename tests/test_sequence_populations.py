@@ -181,6 +181,15 @@ def test_own_networks_for_sequences() -> None:
         train_tile(recipe(network={"type": "own_code:Cnn"}), 0, device="cpu")
 
 
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+@pytest.mark.parametrize("head_start", [1.0, 0.0])
+def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_start: float) -> None:
+    """It would predict the next token by copying it."""
+    network = {"type": "own_code:TokenLookahead", "head_start": head_start}
+    with pytest.raises(UsageError, match=r"own_code:TokenLookahead: expected logits that depend on their own and earl"):
+        train_tile(recipe(network=network, training__engine=engine), 0, device="cpu")
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A folder with a text, and a recipe beside it."""
