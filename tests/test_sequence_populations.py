@@ -289,6 +289,15 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
             r"data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \(at 2 times",
         ),
         ({"data__name": "associative_recall"}, "data: length: expected an even number"),
+        (
+            {"data__length": 10**9},
+            "data: length: expected at most 268435456 tokens in all training sequences, found 24",
+        ),
+        ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
+        (
+            {"data": {"name": "markov", "length": 10**6, "test": 300}},
+            "data: length: .* in all training sequences, found 2000 sequences of 1000000",
+        ),
         ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
         ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
         ({"training__mixup": 0.5}, "training.mixup: of images"),

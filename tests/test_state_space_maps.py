@@ -127,6 +127,8 @@ def test_wrong_input_is_a_one_line_error():
         state_space_maps(_network(1), [1, 2, 3])
     with pytest.raises(UsageError, match="expected numbers from 0 to 8, found 9"):
         state_space_maps(_network(1), [[9, 1]])
+    with pytest.raises(UsageError, match="expected at most 8192 in a sequence for maps of B = 1, found 9000"):
+        state_space_maps(_network(1), torch.zeros(1, 9000, dtype=torch.int64))
     with pytest.raises(AnatomyError, match="expected state-space layers"):
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
 
@@ -160,6 +162,7 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
         ("copie:6", "no task 'copie'; there are copy, copy_reversed"),
         ("copy:-1", "expected a length behind the task, such as copy:20, found 'copy:-1'"),
         ("copy:0", "length"),
+        ("copy:100000", "tokens: expected at most 1024 in a sequence for maps of B = 64, found 200000"),
         ("none.txt", "expected a file, or TASK:LENGTH with one of .*copy.*; found 'none.txt'"),
         (b"1 2\n3\n", "line 2: expected 2 tokens as in the first sequence, found 1"),
         (b"1 2\n3 x\n", "line 2: expected whole numbers from 0, found b'x'"),
