@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import shims
 import torch
+from matplotlib.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -66,6 +67,7 @@ def test_mean_maps_of_a_network(version, tmp_path):
     network = _network(version, ["default", "attention", "default"])
     found = state_space_maps(network, _tokens())
     assert [layer.name for layer in found.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
+    assert [layer.layer for layer in found.layers] == [row["layer"] for row in found.rows()] == [0, 2]
     for layer in found.layers:
         assert layer.error < 1e-12
         assert not np.triu(layer.map, 1).any()
@@ -76,6 +78,32 @@ def test_mean_maps_of_a_network(version, tmp_path):
     found.plot(tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 1000
     assert next(network.parameters()).dtype == torch.float32  # the model itself is left alone
+
+
+def test_layers_of_a_hybrid_have_the_numbers_of_the_network():
+    found = state_space_maps(_network(1, ["attention", "default", "default"]), _tokens())
+    assert [line.split()[0] for line in found.text().splitlines()[-2:]] == ["1", "2"]
+    figure = found.plot()
+    assert {"layer 1", "layer 2"} <= {text.get_text() for text in figure.findobj(Text)}
+    assert "layer 0" not in {text.get_text() for text in figure.findobj(Text)}
+
+
+class Unnumbered(nn.Module):
+    """Two layers whose paths have no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        network = _network(1)
+        self.embedding = network.backbone.embeddings
+        self.first, self.second = network.backbone.layers[:2]
+
+    def forward(self, tokens):
+        return self.second(self.first(self.embedding(tokens)))
+
+
+def test_layers_without_numbers_are_counted():
+    found = state_space_maps(Unnumbered(), _tokens())
+    assert [(layer.layer, layer.name) for layer in found.layers] == [(0, "first.mixer"), (1, "second.mixer")]
 
 
 def test_mimetic_layers_reach_far():

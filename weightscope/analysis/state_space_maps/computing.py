@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     try:
         with torch.no_grad():
             network(batch.long())
-            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in enumerate(mixers)]
+            numbers = _numbers(list(mixers))
+            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in zip(numbers, mixers, strict=True)]
     finally:
         for hook in hooks:
             hook.remove()
@@ -84,6 +86,13 @@ def _network(model: Any, config: Mapping[str, Any] | None) -> nn.Module:
     """A copy of the model in float64 on the CPU, made of our mixers."""
     ours = isinstance(model, nn.Module) and any(isinstance(m, (MambaMixer, Mamba2Mixer)) for m in model.modules())
     return (copy.deepcopy(model) if ours else rebuilt(model, config)).cpu().double().eval()
+
+
+def _numbers(paths: list[str]) -> list[int]:
+    """The first number in each path, which is that of the network's layer; or 0, 1, ... unless these are growing."""
+    found = [next((int(part) for part in path.split(".") if part.isdecimal()), -1) for path in paths]
+    growing = found[0] >= 0 and all(a < b for a, b in pairwise(found))
+    return found if growing else list(range(len(paths)))
 
 
 def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, expected: Tensor) -> StateSpaceLayer:
