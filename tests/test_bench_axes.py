@@ -84,6 +84,15 @@ def test_points_are_all_combinations() -> None:
         axes_of({"a.x": [1], "a.x,a.y": [[2, 3]]})
 
 
+def test_true_and_false_are_spelt_as_in_recipes_or_as_in_python() -> None:
+    expected = {"a": False, "delta": True, "c": 4}
+    for text in ("a=false, delta=true", "a=False, delta=True"):
+        assert parse_init(f"mimetic_ssm({text}, c=4)").parameters == expected
+    for wrong in ("a=no", "a=FALSE"):
+        with pytest.raises(UsageError, match="expected NUMBER=VALUE"):
+            parse_init(f"mimetic_ssm({wrong})")
+
+
 def test_initialisers_have_numbers_in_parentheses() -> None:
     label, table = labelled("conv_covariance(sigma0=0.15, v=0.25, a=-1)")
     assert label == "conv_covariance (sigma0=0.15, v=0.25, a=-1)"

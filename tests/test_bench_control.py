@@ -16,6 +16,7 @@ from weightscope.benchmarking import bench, plan_arms
 from weightscope.errors import UsageError
 from weightscope.init.scale_control import ScaleControl
 from weightscope.networks import ConvNeXt, ViT
+from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.initial_weights import initial_weights
 
@@ -161,6 +162,56 @@ def test_a_paired_control_is_normal_and_independent_of_everything_but_its_defaul
             assert stats.kstest((entries - mean) / std, "norm").pvalue > 1e-4, name
             order = before.argsort()
             assert bool((entries[order].diff() >= 0).all()), "the same ranks"
+
+
+def mamba(version: int, k: int) -> tuple[nn.Module, torch.Generator]:
+    torch.manual_seed(k)
+    network = Mamba2(9, 16, 1, state=4, head_width=8, groups=2) if version == 2 else Mamba(9, 16, 1, state=4)
+    return network, torch.Generator().manual_seed(1000 + k)
+
+
+@pytest.mark.parametrize(
+    ("version", "switch", "tensor", "heights", "changed"),
+    [
+        (2, "delta", "in_proj.weight", {"z": 32, "x": 32, "B": 8, "C": 8, "dt": 4}, "dt"),
+        (2, "cb", "in_proj.weight", {"z": 32, "x": 32, "B": 8, "C": 8, "dt": 4}, "C"),
+        (1, "cb", "x_proj.weight", {"dt": 1, "B": 4, "C": 4}, "C"),
+    ],
+)
+def test_the_control_of_a_packed_projection_draws_what_the_initialiser_changes(
+    version: int, switch: str, tensor: str, heights: dict[str, int], changed: str
+) -> None:
+    """The rows of its other matrices stay; those that change have the moments of their own."""
+    switches = {"a": False, "delta": False, "cb": False, "convolution": False, switch: True}
+    function = init.get("mimetic_ssm", **switches)
+    control = ScaleControl.of(function, lambda k: mamba(version, k))
+    default, arm, drawn = (
+        dict(zip(heights, weight.split(list(heights.values())), strict=True))
+        for weight in (
+            f(*mamba(version, 7)[:1], generator=mamba(version, 7)[1]).state_dict()[f"backbone.layers.0.mixer.{tensor}"]
+            for f in (init.get("default"), function, control)
+        )
+    )
+    assert [name for name in heights if not torch.equal(default[name], drawn[name])] == [changed]
+    assert float(drawn[changed].std(correction=0)) == pytest.approx(float(arm[changed].std(correction=0)), rel=0.4)
+    assert not torch.equal(arm[changed], drawn[changed]) or switch == "delta", "a constant is its own control"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_control_of_rates_draws_from_those_of_the_initialiser(version: int) -> None:
+    """Of exp(A_log), a Gaussian of the same variance has values thousands of times the largest."""
+    function = init.get("mimetic_ssm", delta=False, cb=False, convolution=False)
+    control = ScaleControl.of(function, lambda k: mamba(version, k))
+    name = "backbone.layers.0.mixer.A_log"
+    arm = torch.cat([function(mamba(version, k)[0]).state_dict()[name] for k in range(32)])
+    drawn = torch.cat(
+        [control(*mamba(version, k)[:1], generator=mamba(version, k)[1]).state_dict()[name] for k in range(32)]
+    )
+    assert set(drawn.flatten().tolist()) <= set(arm.flatten().tolist())
+    assert stats.ks_2samp(drawn.flatten(), arm.flatten()).pvalue > 1e-4
+    if version == 1:
+        assert float(arm.std(0).max()) == 0, "each state has its rate in all channels"
+        assert float(drawn.std(0).min()) > 1, "which the control does not know"
 
 
 def test_what_is_not_uniform_by_default_is_drawn() -> None:

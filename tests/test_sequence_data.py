@@ -61,6 +61,25 @@ def test_tokens_of_the_strings_are_uniform(task):
     assert float(((counts - expected) ** 2 / expected).sum()) < chi2.isf(1e-6, len(counts) - 1)
 
 
+@pytest.mark.parametrize("task", ["sort", "associative_recall", "selective_copy"])
+def test_permutations_of_many_tokens_are_drawn_in_parts(task, monkeypatch):
+    """Sequences are those of one draw on a CPU, and no more numbers than a part has are drawn at once."""
+    whole = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    sizes = []
+    rand = torch.rand
+
+    def recorded(*shape, **options):
+        sizes.append(shape[0] * shape[1])
+        return rand(*shape, **options)
+
+    monkeypatch.setattr(torch, "rand", recorded)
+    monkeypatch.setattr("weightscope.data.sequences.tasks._AT_ONCE", 100)
+    parts = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    assert len(sizes) > 1
+    assert max(sizes) <= 100
+    assert all(map(torch.equal, whole, parts))
+
+
 def test_all_keys_are_asked_for_in_random_order():
     found = TASKS["associative_recall"](_generator(), BATCH, LENGTH, VOCABULARY)
     keys, asked = found.tokens[:, :LENGTH:2], found.tokens[:, LENGTH + 1 :: 2]

@@ -248,6 +248,15 @@ def test_own_networks_for_sequences() -> None:
         train_tile(recipe(network={"type": "own_code:Cnn"}), 0, device="cpu")
 
 
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+@pytest.mark.parametrize("head_start", [1.0, 0.0])
+def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_start: float) -> None:
+    """It would predict the next token by copying it."""
+    network = {"type": "own_code:TokenLookahead", "head_start": head_start}
+    with pytest.raises(UsageError, match=r"own_code:TokenLookahead: expected logits that depend on their own and earl"):
+        train_tile(recipe(network=network, training__engine=engine), 0, device="cpu")
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A folder with a text, and a recipe beside it."""
@@ -347,6 +356,15 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
             r"data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \(at 2 times",
         ),
         ({"data__name": "associative_recall"}, "data: length: expected an even number"),
+        (
+            {"data__length": 10**9},
+            "data: length: expected at most 268435456 tokens in all training sequences, found 24",
+        ),
+        ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
+        (
+            {"data": {"name": "markov", "length": 10**6, "test": 300}},
+            "data: length: .* in all training sequences, found 2000 sequences of 1000000",
+        ),
         ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
         ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
         ({"training__mixup": 0.5}, "training.mixup: of images"),

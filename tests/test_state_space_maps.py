@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import shims
 import torch
+from matplotlib.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -69,6 +70,7 @@ def test_mean_maps_of_a_network(version, tmp_path):
     network = _network(version, ["default", "attention", "default"])
     found = state_space_maps(network, _tokens())
     assert [layer.name for layer in found.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
+    assert [layer.layer for layer in found.layers] == [row["layer"] for row in found.rows()] == [0, 2]
     for layer in found.layers:
         assert layer.error < 1e-12
         assert not np.triu(layer.map, 1).any()
@@ -79,6 +81,32 @@ def test_mean_maps_of_a_network(version, tmp_path):
     found.plot(tmp_path / "maps.png")
     assert (tmp_path / "maps.png").stat().st_size > 1000
     assert next(network.parameters()).dtype == torch.float32  # the model itself is left alone
+
+
+def test_layers_of_a_hybrid_have_the_numbers_of_the_network():
+    found = state_space_maps(_network(1, ["attention", "default", "default"]), _tokens())
+    assert [line.split()[0] for line in found.text().splitlines()[-2:]] == ["1", "2"]
+    figure = found.plot()
+    assert {"layer 1", "layer 2"} <= {text.get_text() for text in figure.findobj(Text)}
+    assert "layer 0" not in {text.get_text() for text in figure.findobj(Text)}
+
+
+class Unnumbered(nn.Module):
+    """Two layers whose paths have no numbers."""
+
+    def __init__(self):
+        super().__init__()
+        network = _network(1)
+        self.embedding = network.backbone.embeddings
+        self.first, self.second = network.backbone.layers[:2]
+
+    def forward(self, tokens):
+        return self.second(self.first(self.embedding(tokens)))
+
+
+def test_layers_without_numbers_are_counted():
+    found = state_space_maps(Unnumbered(), _tokens())
+    assert [(layer.layer, layer.name) for layer in found.layers] == [(0, "first.mixer"), (1, "second.mixer")]
 
 
 def test_mimetic_layers_reach_far():
@@ -130,6 +158,8 @@ def test_wrong_input_is_a_one_line_error():
         state_space_maps(_network(1), [1, 2, 3])
     with pytest.raises(UsageError, match="expected numbers from 0 to 8, found 9"):
         state_space_maps(_network(1), [[9, 1]])
+    with pytest.raises(UsageError, match="expected at most 8192 in a sequence for maps of B = 1, found 9000"):
+        state_space_maps(_network(1), torch.zeros(1, 9000, dtype=torch.int64))
     with pytest.raises(AnatomyError, match="expected state-space layers"):
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
 
@@ -191,6 +221,7 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
         ("copie:6", "no task 'copie'; there are copy, copy_reversed"),
         ("copy:-1", "expected a length behind the task, such as copy:20, found 'copy:-1'"),
         ("copy:0", "length"),
+        ("copy:100000", "tokens: expected at most 1024 in a sequence for maps of B = 64, found 200000"),
         ("none.txt", "expected a file, or TASK:LENGTH with one of .*copy.*; found 'none.txt'"),
         (b"1 2\n3\n", "line 2: expected 2 tokens as in the first sequence, found 1"),
         (b"1 2\n3 x\n", "line 2: expected whole numbers from 0, found b'x'"),

@@ -1,6 +1,7 @@
 """The parameters of Mamba and Mamba-2 layers, as named by transformers and by mamba_ssm."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import Tensor
@@ -48,6 +49,20 @@ class SSMPart:
     def parameters(self) -> dict[str, tuple[str, ...]]:
         """The names of the tensors that each part reads and writes: part -> names."""
         return {part: (slot.name,) for part, slot in self._slots.items()}
+
+    @property
+    def packed(self) -> dict[str, tuple[int, ...]]:
+        """Heights of the matrices that a tensor packs, for those that pack several: name -> rows of each, in order.
+
+        `in_proj` of Mamba packs x and z, of Mamba-2 z, x, B, C and dt; `x_proj` of Mamba packs dt, B and C.
+        """
+        ends: dict[str, set[int]] = {}
+        for slot in self._slots.values():
+            if isinstance(slot.rows, slice):
+                ends.setdefault(slot.name, {0, self._tensors.shape(slot.name)[0]}).update(
+                    (slot.rows.start, slot.rows.stop)
+                )
+        return {name: tuple(b - a for a, b in pairwise(sorted(found))) for name, found in ends.items()}
 
     def _slot(self, part: str) -> Slot:
         if part not in self._slots:

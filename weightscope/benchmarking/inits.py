@@ -23,8 +23,8 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
 
     Args:
         init: a registered name or a reference, several joined by `+`, each with numbers in parentheses if wanted:
-            `"conv_covariance(sigma0=0.15, v=0.25)"`; an artifact, with such names on top of it joined by `+`; a .toml
-            file; an [init] table; a function.
+            `"conv_covariance(sigma0=0.15, v=0.25)"`, `"mimetic_ssm(a=false)"`; an artifact, with such names on top of
+            it joined by `+`; a .toml file; an [init] table; a function.
 
     Raises:
         UsageError: if it is none of these; for a function without a name.
@@ -114,6 +114,13 @@ def _keywords(inner: str, text: str) -> dict[str, Any]:
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, AssertionError):
         raise UsageError(f"--init: expected NUMBER=VALUE, ... in the parentheses, found {text!r}") from None
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value, where `true` and `false` may be spelt as in recipes."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false"):
+        return node.id == "true"
+    return ast.literal_eval(node)

@@ -14,6 +14,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
 Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
+MOST_TOKENS = 2**28  # of an epoch, or of the held-out sequences of one length: 2 GiB as int64
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
 
 
@@ -57,6 +58,15 @@ class SequenceConfig(BaseModel):
         return self.length
 
 
+def _check_memory(what: str, sequences: int, tokens: int) -> None:
+    """Refuse sequences that are drawn at once and would not fit into memory."""
+    if sequences * tokens > MOST_TOKENS:
+        raise ValueError(
+            f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {sequences} sequences of "
+            f"{tokens}; use fewer or shorter ones"
+        )
+
+
 class TaskConfig(SequenceConfig):
     """A generated task: a string, a separator, and the answer, whose tokens are scored.
 
@@ -91,6 +101,8 @@ class TaskConfig(SequenceConfig):
             except UsageError as error:
                 at = f" (at {multiple} times the length; see `lengths`)" if multiple > 1 else ""
                 raise ValueError(f"{error}{at}") from None
+        _check_memory("training", self.train, sequence_length(self.name, self.length))
+        _check_memory("held-out", self.test, self.longest)
         return self
 
     @property
@@ -156,3 +168,9 @@ class MarkovConfig(SequenceConfig):
     test: Size = 100
     concentration: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
     source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "MarkovConfig":
+        _check_memory("training", self.train, self.length)
+        _check_memory("held-out", self.test, self.length)
+        return self

@@ -1,6 +1,6 @@
 """`ScaleControl`: the means and variances that an initialiser gives to the tensors of a network, and nothing else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,9 +9,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 from weightscope._util.checks import count
+from weightscope.anatomy import SSMPart, ssms
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import Initialiser, M, normal, put
+from weightscope.init._common import Initialiser, M, cpu_generator, normal, put
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
@@ -29,7 +30,12 @@ class ScaleControl:
 
     It has the scale of that initialiser without its structure, so the difference between the two is what the
     structure adds. Tensors that the initialiser leaves alone, and running statistics, stay as they are. A fused
-    projection of queries, keys and values counts as three tensors.
+    projection counts as several tensors: queries, keys and values; x and z of Mamba, and its step, B and C; z, x, B, C
+    and the step of Mamba-2.
+
+    The network takes the exponential of a state-space layer's A_log, so a Gaussian with its mean and variance has
+    rates far beyond the initialiser's. Its entries are drawn, with replacement, from those that the initialiser gives
+    to it in any place.
 
     Where the default entries w0_j are independent and uniform in (-b_t, b_t), as those of torch's linear and
     convolutional layers, they are what the control is made of,
@@ -42,6 +48,7 @@ class ScaleControl:
     Attributes:
         moments: (name, i) -> (m_t, s_t) of the i-th matrix of a parameter, i = 0 unless it is fused.
         bounds: (name, i) -> b_t of the tensors with uniform default entries.
+        entries: (name, i) -> what the entries of an A_log are drawn from.
 
     Example:
         >>> control = ScaleControl.of(mimetic_mlp_, draw=lambda k: (make_network(k), torch.Generator().manual_seed(k)))
@@ -50,6 +57,7 @@ class ScaleControl:
 
     moments: Moments
     bounds: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    entries: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -74,6 +82,7 @@ class ScaleControl:
         sums: dict[tuple[str, int], list[tuple[float, float]]] = {}
         shares: dict[tuple[str, int], list[np.ndarray]] = {}  # (w0 + b) / 2b of some default entries
         bounds: dict[tuple[str, int], float] = {}
+        rates: dict[tuple[str, int], list[Tensor]] = {}
         for k in range(count("draws", draws)):
             module, generator = draw(k)
             before = {key: block.clone() for key, block in _blocks(module).items()}
@@ -81,13 +90,17 @@ class ScaleControl:
             for key, bound in bounds.items():
                 shares.setdefault(key, []).append(_share(before[key], bound))
             found = init(module, generator=generator)
+            exponents = {name for part in _state_space(found) for name in part.parameters["A_log"]}
             for key, block in _blocks(found).items():
                 if key not in before or not torch.equal(block, before[key]):
                     changed.add(key)
                 values = block.to(torch.float64)
                 sums.setdefault(key, []).append((float(values.mean()), float(values.var(correction=0))))
+                if key[0] in exponents:
+                    rates.setdefault(key, []).append(_quantiles(block))
         moments = {key: _pooled(parts) for key, parts in sums.items() if key in changed}
-        return cls(moments, {key: b for key, b in bounds.items() if key in changed and _is_uniform(shares[key])})
+        uniform = {key: b for key, b in bounds.items() if key in changed and _is_uniform(shares[key])}
+        return cls(moments, uniform, {key: torch.cat(parts) for key, parts in rates.items() if key in changed})
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
@@ -97,7 +110,10 @@ class ScaleControl:
             UsageError: if default weights are not those of the networks that the moments were estimated from.
         """
         for key, block in _blocks(module).items():
-            if key in self.moments:
+            if key in self.entries:
+                chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))
+                put(block, self.entries[key][chosen])
+            elif key in self.moments:
                 mean, std = self.moments[key]
                 z = normal(*block.shape, generator=generator) if key not in self.bounds else self._scores(key, block)
                 put(block, z.mul_(std).add_(mean))
@@ -133,6 +149,13 @@ def _share(entries: Tensor, bound: float) -> np.ndarray:
     return ((torch.cat([torch.stack([low, high]), some]) / bound + 1) / 2).numpy()
 
 
+def _quantiles(entries: Tensor) -> Tensor:
+    """All entries, or from `_SAMPLE` to twice as many of them, at evenly spaced ranks."""
+    values = entries.detach().flatten().cpu().sort().values
+    step = max(1, len(values) // _SAMPLE)
+    return values[step // 2 :: step]
+
+
 def _is_uniform(parts: list[np.ndarray]) -> bool:
     """Whether entries of networks, each part after its extremes, are uniform in (0, 1)."""
     extremes, some = np.concatenate([p[:2] for p in parts]), np.concatenate([p[2:] for p in parts])
@@ -146,14 +169,25 @@ def _pooled(parts: list[tuple[float, float]]) -> tuple[float, float]:
     return float(means.mean()), float((variances.mean() + means.var(correction=0)).sqrt())
 
 
+def _state_space(module: nn.Module) -> list[SSMPart]:
+    """The state-space layers of a module, none if it has none."""
+    try:
+        return ssms(module)
+    except AnatomyError:
+        return []
+
+
 def _blocks(module: nn.Module) -> dict[tuple[str, int], Tensor]:
     """Views of the parameters, fused projections split."""
     try:
         packed = {matrix.name: matrix for matrix in matrices(module)}
     except AnatomyError:  # no linear layer, so nothing is fused
         packed = {}
-    return {
-        (name, i): block
-        for name, value in module.named_parameters()
-        for i, block in enumerate(packed[name].split(value) if name in packed else [value.detach()])
-    }
+    heights = {name: rows for part in _state_space(module) for name, rows in part.packed.items()}
+
+    def split(name: str, value: Tensor) -> Sequence[Tensor]:
+        if name in heights:
+            return value.detach().split(heights[name])
+        return packed[name].split(value) if name in packed else [value.detach()]
+
+    return {(name, i): block for name, value in module.named_parameters() for i, block in enumerate(split(name, value))}

@@ -32,6 +32,7 @@ from weightscope.training.stacked_networks import StackedNetworks
 
 _NETWORKS, _EXAMPLES, _TOKENS = 3, 4, 16
 _TOLERANCE = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
+_ROUNDING = 1e-5  # in float32, relative to the largest logit
 _HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
 _checked: set[tuple[Any, str]] = set()
 
@@ -43,9 +44,9 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
 
     Raises:
         RecipeError: if a frozen pattern matches no tensor, or no parameter is left to be trained.
-        UsageError: if the network does not return logits (B, classes) or has parameters without effect; for the batched
-            engine also if a layer has no batched version, the forward code reads values on the host, or batched and
-            plain networks do not agree.
+        UsageError: if the network does not return logits (B, classes) or has parameters without effect; if logits of
+            sequences depend on later tokens; for the batched engine also if a layer has no batched version, the forward
+            code reads values on the host, or batched and plain networks do not agree.
     """
     config = recipe.network
     if not isinstance(config, OwnNetworkConfig):
@@ -62,6 +63,8 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
         torch.manual_seed(0)
         plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
     _check_plain(plain[0], recipe)
+    if isinstance(recipe.data, SequenceConfig):
+        _check_causal(plain[0], recipe, vocabulary_of(recipe.data))
     if recipe.training.engine == "batched":
         with _float64():
             _check_batched([network.double() for network in plain], recipe, "c" if kernels == "c" else "torch")
@@ -133,6 +136,31 @@ def _check_plain(network: nn.Module, recipe: Recipe) -> None:
     unused = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unused:
         raise UsageError(f"{name}: `{unused[0]}` does not affect the logits; freeze it (training.frozen) or remove it")
+
+
+@torch.no_grad()
+def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
+    """Refuse a network whose logits before the last token depend on it; it could read the token that it predicts."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in _trained(network, recipe).values():  # away from zeros, behind which a dependence does not show
+        parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
+    tokens = _inputs(recipe, generator, _EXAMPLES)
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % vocabulary
+    found = []
+    for inputs in (tokens, changed):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the same random numbers in both
+            where = f"{recipe.network.type}: the forward pass failed in evaluation"
+            found.append(_run(lambda: network.eval()(inputs), where))  # noqa: B023 - called at once
+    size = float(found[0].nan_to_num(0, 0, 0).abs().max())
+    before, after = (logits[:, :-1] for logits in found)
+    if not torch.allclose(before, after, rtol=0, atol=_ROUNDING * size, equal_nan=True):
+        raise UsageError(
+            f"{recipe.network.type}: expected logits that depend on their own and earlier tokens only, found that "
+            f"another last token changes those before it, by up to {float((before - after).abs().max()):.2g}; mask "
+            "later tokens in the forward code"
+        )
 
 
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:

@@ -39,7 +39,12 @@ def effects(result: BenchResult, settings: Sequence[dict[str, bool]], metric: st
         (one, other): signs[one] * signs[other] for i, one in enumerate(SWITCHES) for other in SWITCHES[i + 1 :]
     }
     rows = [
-        {"switches": list(names), "metric": metric, "n": values.shape[1], **paired(sign @ values / (len(sign) / 2))}
+        {
+            "switches": list(names),
+            "metric": metric,
+            "n": values.shape[1],
+            **paired(values[sign > 0].mean(0), values[sign < 0].mean(0)),
+        }
         for names, sign in contrasts.items()
     ]
     for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):

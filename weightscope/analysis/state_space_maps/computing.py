@@ -1,7 +1,9 @@
 """Maps of state-space layers from a network, or a checkpoint, and tokens."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor, nn
 
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
 from weightscope.analysis.state_space_maps.result import StateSpaceLayer, StateSpaceMaps
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 from weightscope.networks.sequences import Mamba2Mixer, MambaMixer, Selected
 
 _AT_ONCE = 1 << 22  # entries of the maps of a few channels: 32 MB
+_MOST = 1 << 26  # entries of the maps of one channel: 512 MiB for each of a few copies
 _TOLERANCE = 1e-6  # of the output that maps give, relative to the largest output
 
 
@@ -35,7 +38,7 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     Raises:
         AnatomyError: if the model has no state-space layer, or cannot be rebuilt from its tensors.
         DataError: if the tokens are not (B, n), or an output is not reproduced by the maps.
-        UsageError: if a token is outside the vocabulary.
+        UsageError: if a token is outside the vocabulary, or B n^2 is above 2^26.
 
     Source: thesis Eq. 3.34 and 3.3.1; Ali et al. 2024.
 
@@ -47,6 +50,7 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     batch = torch.as_tensor(tokens)
     if batch.ndim != 2 or 0 in batch.shape or batch.is_floating_point():
         raise DataError(f"expected tokens (B, n) of an integer type, found {tuple(batch.shape)} of {batch.dtype}")
+    check_size(*batch.shape)
     network = _network(model, config)
     mixers = {name: m for name, m in network.named_modules() if isinstance(m, (MambaMixer, Mamba2Mixer))}
     inputs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -57,17 +61,38 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     try:
         with torch.no_grad():
             network(batch.long())
-            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in enumerate(mixers)]
+            numbers = _numbers(list(mixers))
+            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in zip(numbers, mixers, strict=True)]
     finally:
         for hook in hooks:
             hook.remove()
     return StateSpaceMaps(tuple(layers), *batch.shape)
 
 
+def check_size(sequences: int, tokens: int) -> None:
+    """Refuse tokens (B, n) whose maps, B n^2 numbers for a channel, would not fit into memory.
+
+    Raises:
+        UsageError: naming the largest n.
+    """
+    if sequences * tokens * tokens > _MOST:
+        raise UsageError(
+            f"tokens: expected at most {math.isqrt(_MOST // sequences)} in a sequence for maps of B = {sequences}, "
+            f"found {tokens}; use shorter sequences, or fewer"
+        )
+
+
 def _network(model: Any, config: Mapping[str, Any] | None) -> nn.Module:
     """A copy of the model in float64 on the CPU, made of our mixers."""
     ours = isinstance(model, nn.Module) and any(isinstance(m, (MambaMixer, Mamba2Mixer)) for m in model.modules())
     return (copy.deepcopy(model) if ours else rebuilt(model, config)).cpu().double().eval()
+
+
+def _numbers(paths: list[str]) -> list[int]:
+    """The first number in each path, which is that of the network's layer; or 0, 1, ... unless these are growing."""
+    found = [next((int(part) for part in path.split(".") if part.isdecimal()), -1) for path in paths]
+    growing = found[0] >= 0 and all(a < b for a, b in pairwise(found))
+    return found if growing else list(range(len(paths)))
 
 
 def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, expected: Tensor) -> StateSpaceLayer:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.sources import is_population
+from weightscope.analysis.state_space_maps.computing import check_size
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
 from weightscope.data import SequenceConfig, SequenceSource
 from weightscope.data.sequences.tasks import TASKS
+from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, UsageError
 from weightscope.population import population_in
 
@@ -45,8 +47,8 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
 
     Raises:
         DataError: if a file is not of this form.
-        UsageError: if there is no such file or task, the task needs another vocabulary, or the network has no embedding
-            of tokens.
+        UsageError: if there is no such file or task, the task needs another vocabulary, its sequences are too long for
+            maps, or the network has no embedding of tokens.
 
     Example:
         >>> tokens_for("copy:20", Mamba(32, 16, 2), 4).shape
@@ -60,7 +62,10 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
         if embedding is None:
             raise UsageError("network: expected one with an embedding of tokens, found none")
         generator = torch.Generator().manual_seed(0)
-        return TASKS.find(name)(generator, count, int(length), embedding.num_embeddings).tokens
+        task = TASKS.find(name)
+        if name in TASK_SIZES:
+            check_size(count, sequence_length(name, int(length)))
+        return task(generator, count, int(length), embedding.num_embeddings).tokens
     path = Path(wanted)
     if not path.is_file():
         raise UsageError(f"tokens: expected a file, or TASK:LENGTH with one of {', '.join(TASKS)}; found {wanted!r}")

@@ -18,7 +18,8 @@ class StateSpaceLayer:
     """One state-space layer on sequences of n tokens.
 
     Attributes:
-        layer: index among the state-space layers, from 0.
+        layer: number of the network's layer, from its path: 1 and 3 in a hybrid with attention in 0 and 2; the index
+            among the state-space layers if their paths have no growing numbers.
         name: path of the mixer.
         map: (n, n), (1/D) sum_d M_d, mean over sequences; rows are outputs, columns inputs.
         mask: (n, n), (1 / D N) sum_d sum_n prod_k exp(Delta[k, d] A[d, n]), mean over sequences: 1 on the diagonal.

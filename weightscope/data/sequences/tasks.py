@@ -15,6 +15,8 @@ from weightscope._util.plugins import Registry
 from weightscope.data.sequences.batch import SequenceBatch
 from weightscope.data.task_sizes import check_task
 
+_AT_ONCE = 1 << 24  # numbers that permutations are sorted by: 128 MiB
+
 Task = Callable[[torch.Generator, int, int, int], SequenceBatch]
 
 TASKS: Registry[Task] = Registry("task")
@@ -62,7 +64,7 @@ def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
         UsageError: if a number is out of range, or there are fewer than `length` tokens.
     """
     _checked("sort", batch, length, vocabulary)
-    string = _permutations(generator, batch, vocabulary - 1)[:, :length]
+    string = _permutations(generator, batch, vocabulary - 1, length)
     return _sequences(string, string.sort(1).values, vocabulary)
 
 
@@ -87,10 +89,10 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     """
     _checked("associative_recall", batch, length, vocabulary)
     pairs, keys = length // 2, (vocabulary - 1) // 2
-    key = _permutations(generator, batch, keys)[:, :pairs]
+    key = _permutations(generator, batch, keys, pairs)
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
     string = torch.stack([key, value], 2)  # (B, pairs, 2)
-    order = _permutations(generator, batch, pairs)
+    order = _permutations(generator, batch, pairs, pairs)
     asked = string.gather(1, order.unsqueeze(2).expand_as(string))
     found = _sequences(string.flatten(1), asked.flatten(1), vocabulary)
     found.mask[:, length::2] = False  # keys of the answer
@@ -116,7 +118,7 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
     _checked("selective_copy", batch, length, vocabulary)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
-    places = _permutations(generator, batch, length)[:, :kept].sort(1).values
+    places = _permutations(generator, batch, length, kept).sort(1).values
     string = torch.full((batch, length), vocabulary - 2, device=generator.device).scatter(1, places, answer)
     return _sequences(string, answer, vocabulary)
 
@@ -135,9 +137,19 @@ def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -
     return torch.randint(tokens, (batch, length), generator=generator, device=generator.device)
 
 
-def _permutations(generator: torch.Generator, batch: int, size: int) -> Tensor:
-    """Uniform permutations of 0 .. size - 1, (B, size)."""
-    return torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64).argsort(1)
+def _permutations(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
+    """The first entries of uniform permutations of 0 .. size - 1, (B, kept).
+
+    They are drawn a few rows at a time; how many depends on `size` only, so that the numbers do not depend on the
+    machine.
+    """
+    rows = max(1, _AT_ONCE // size)
+    return torch.cat([_permuted(generator, min(rows, batch - start), size, kept) for start in range(0, batch, rows)])
+
+
+def _permuted(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
+    keys = torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64)
+    return keys.argsort(1)[:, :kept].clone()  # a view would keep all of them in memory
 
 
 def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> SequenceBatch:
