@@ -37,7 +37,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/kronecker.py --json benchmarks/results/kronecker.json
 	$(BIN)/python benchmarks/sweep.py --json benchmarks/results/sweep.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
-	$(BIN)/python benchmarks/sequences.py --populations --compiled --json benchmarks/results/sequences.json
+	$(BIN)/python benchmarks/sequences.py --compiled --json benchmarks/results/sequences.json
 	-$(BIN)/python benchmarks/gpu_resources.py --json benchmarks/results/gpu_resources.json # needs Triton, and no GPU
 
 # Correctness on the GPU first, then speed, then whether accuracies agree.
