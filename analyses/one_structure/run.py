@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from weightscope._util.arm_labels import CONTROL
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.inits import CONTROL, labelled
+from weightscope.benchmarking.inits import labelled
 from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data import fashion_mnist
 from weightscope.fitting.population import fit

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightscope._util.arm_labels import CONTROL, FROZEN
 from weightscope._util.checks import choice, count
 from weightscope.benchmarking.axes import SECTIONS, Axis, axes_of, point_text, points_of, value_text
-from weightscope.benchmarking.inits import CONTROL, Init, labelled, short_name, with_numbers
+from weightscope.benchmarking.inits import Init, labelled, short_name, with_numbers
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
 
-__all__ = ["CONTROL", "FROZEN", "Arm", "Init", "default_folder", "labelled", "plan_arms"]
+__all__ = ["Arm", "Init", "default_folder", "labelled", "plan_arms"]
 
-FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
 CONTROLS = ("scale",)
 _LONGEST = 120  # characters of a folder's name
 _LENGTH = "training.epochs"

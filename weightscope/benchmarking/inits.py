@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from weightscope._util.arm_labels import CONTROL
 from weightscope._util.plugins import reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig
 from weightscope.recipe.parsing import explain
 
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
-CONTROL = " (scale only)"  # suffix of the label of a control arm, before that of a frozen one
 _FORM = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from weightscope._util.arm_labels import LEVEL
 from weightscope._util.divergence import divergence
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key, control_of, summarise
@@ -13,7 +14,6 @@ from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
 Draw = Callable[[str | None], Any]
-_LEVEL = 0.05
 _LARGEST_MAPS = 6
 
 
@@ -198,7 +198,7 @@ def _reference(row: dict[str, Any], arms: Rows) -> list[dict[str, Any]]:
 def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | None]:
     """What `finding` says of the differences, and the arm that it is about, if it is about one."""
     rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
-    sure = [row for row in rows if row["p_holm"] < _LEVEL]
+    sure = [row for row in rows if row["p_holm"] < LEVEL]
     if not rows:
         return None, None
     if not sure:
@@ -215,7 +215,7 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
     if more == "worse" or best.get("beyond_scale_p_holm") is None:
         return text, best
-    if best["beyond_scale_p_holm"] >= _LEVEL:
+    if best["beyond_scale_p_holm"] >= LEVEL:
         return f"{text}, not significantly more than its scale alone", best
     if not metric.better(best["beyond_scale"]):
         return f"{text}, less than its scale alone", best
@@ -228,7 +228,7 @@ def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     rows = [row for row in arms if row.get("beyond_scale_p_holm") is not None]
     if not rows:
         return None
-    sure = [row for row in rows if row["beyond_scale_p_holm"] < _LEVEL]
+    sure = [row for row in rows if row["beyond_scale_p_holm"] < LEVEL]
     better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row["beyond_scale"])))
     worse = [row["init"] for row in sure if metric.better(-row["beyond_scale"])]
     if not better and worse:
@@ -248,7 +248,7 @@ def _map_finding(rows: Rows, arms: Rows, axes: tuple[str, str], metric: Metric) 
     best = max(rows, key=lambda row: metric.sign * row["difference"])
     place = {**best.get("cell", {}), **best.get("numbers", {})}
     where = point_text({axis: place[axis] for axis in axes})
-    sure = best["p_holm"] is not None and best["p_holm"] < _LEVEL
+    sure = best["p_holm"] is not None and best["p_holm"] < LEVEL
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"Best at {where}: {metric.amount(best['difference'])} {more} than {best['reference']}"
     lost = divergence([best, *_reference(best, arms)], best["init"])

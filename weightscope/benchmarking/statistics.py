@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
+from weightscope._util.arm_labels import CONTROL, FROZEN
 from weightscope._util.names import unknown
-from weightscope.benchmarking.arms import CONTROL, FROZEN
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 

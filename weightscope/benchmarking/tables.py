@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightscope._util.arm_labels import LEVEL
 from weightscope._util.checks import choice
 from weightscope._util.divergence import count_range, divergence
 from weightscope._util.tables import text_table
@@ -11,7 +12,6 @@ from weightscope.benchmarking.statistics import cell_key
 from weightscope.data.metrics import ACCURACY, Metric
 
 FORMATS = ("text", "markdown", "latex")
-_LEVEL = 0.05
 
 
 def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: Metric = ACCURACY) -> str:
@@ -84,7 +84,7 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: 
         return mean
     low, high = row["difference_ci95"]
     half = f"{metric.factor / 2 * (high - low):.{decimals}f}"
-    sure = row["p_holm"] is not None and row["p_holm"] < _LEVEL
+    sure = row["p_holm"] is not None and row["p_holm"] < LEVEL
     if form == "latex":
         return rf"{mean} $\pm$ {half}" + (r"$^\dagger$" if sure else "")
     return f"{mean} ± {half}" + ("†" if sure else "")

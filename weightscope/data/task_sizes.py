@@ -17,12 +17,14 @@ class TaskSize(NamedTuple):
     Attributes:
         answer: tokens of the answer.
         vocabulary: the fewest tokens, the separator included.
-        why: what needs so many, for messages; takes the length.
+        why: what needs so many, for messages; takes the length and this number.
+        step: what the length is a multiple of: the tokens of a pair, 2, or 1.
     """
 
     answer: Callable[[int], int]
     vocabulary: Callable[[int], int]
-    why: Callable[[int], str] | None = None
+    why: Callable[[int, int], str] | None = None
+    step: int = 1
 
 
 def _same(length: int) -> int:
@@ -32,11 +34,16 @@ def _same(length: int) -> int:
 TASK_SIZES = {
     "copy": TaskSize(_same, lambda length: 2),
     "copy_reversed": TaskSize(_same, lambda length: 2),
-    "sort": TaskSize(_same, lambda length: length + 1, lambda length: f"sorting {length} different tokens needs"),
+    "sort": TaskSize(
+        _same,
+        lambda length: length + 1,
+        lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
+    ),
     "associative_recall": TaskSize(
         _same,
         lambda length: length + 1,
-        lambda length: f"{length // 2} different keys, as many values and the separator need",
+        lambda length, least: f"{length // 2} different keys, as many values and the separator need at least {least}",
+        step=2,
     ),
     "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3),
 }
@@ -51,15 +58,14 @@ def check_task(name: str, length: int, vocabulary: int) -> None:
     if name not in TASK_SIZES:
         raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
     size = TASK_SIZES[name]
-    count("length", length, 2 if name == "associative_recall" else 1)
-    if name == "associative_recall" and length % 2:
+    count("length", length, size.step)
+    if length % size.step:
         raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
     least = size.vocabulary(length)
     if size.why is None:
         count("vocabulary", vocabulary, least)
     elif count("vocabulary", vocabulary, 2) < least:
-        with_separator = " with the separator" if name == "sort" else ""
-        raise UsageError(f"vocabulary: {size.why(length)} at least {least}{with_separator}, found {vocabulary}")
+        raise UsageError(f"vocabulary: {size.why(length, least)}, found {vocabulary}")
 
 
 def sequence_length(name: str, length: int) -> int:

@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from weightscope._util.arm_labels import FROZEN
 from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import Metric
 from weightscope.plots import theme, typography
 
-FROZEN = " (frozen)"  # how `bench` marks an arm whose filters are frozen
 ROW = 0.34  # inches
 
 

@@ -7,12 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from weightscope._util.arm_labels import LEVEL
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme
 from weightscope.plots.arms import difference_label
 
-_LEVEL = 0.05
 _FAINT = "#c3c9d1"  # edges that show points near zero, which are white
 Row = Mapping[str, Any]
 
@@ -90,7 +90,7 @@ def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     """Points in the colours of their differences, as they are shown."""
     values = metric.factor * np.array([row["difference"] for row in rows])
     limit = theme.colour_limit(values, 1.0)
-    sure = [row.get("p_holm") is not None and row["p_holm"] < _LEVEL for row in rows]
+    sure = [row.get("p_holm") is not None and row["p_holm"] < LEVEL for row in rows]
     edges = [theme.INK if one else _FAINT for one in sure]
     alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
     drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))

@@ -9,10 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy import stats
 
+from weightscope._util.arm_labels import FROZEN
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import FROZEN, ROW, Style, row_height, styles_of
+from weightscope.plots.arms import ROW, Style, row_height, styles_of
 
 
 @theme.themed

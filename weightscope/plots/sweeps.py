@@ -10,14 +10,13 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from scipy import stats
 
+from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
 from weightscope._util.divergence import count_range
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme, typography
-from weightscope.plots.arms import FROZEN, difference_label, ends, seeds_note, value_axis
+from weightscope.plots.arms import difference_label, ends, seeds_note, value_axis
 
-_CONTROL = " (scale only)"  # how `bench` marks controls
-_LEVEL = 0.05
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 Row = Mapping[str, Any]
 
@@ -202,7 +201,7 @@ def initialiser_without(row: Row, *axes: str) -> str:
         return str(row["init"])
     bare = str(row["init"]).removesuffix(FROZEN)
     suffix = FROZEN if bare != row["init"] else ""
-    control = _CONTROL if bare.endswith(_CONTROL) else ""
+    control = CONTROL if bare.endswith(CONTROL) else ""
     name = "+".join(dict.fromkeys(key.rpartition(".")[0] for key in numbers))
     rest = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in numbers.items() if key not in axes)
     return name + (f" ({rest})" if rest else "") + control + suffix
@@ -291,7 +290,7 @@ def difference_map(
     ax = canvas.ax
     limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
     image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
-    sure = {key for key, row in found.items() if row.get("p_holm") is not None and row["p_holm"] < _LEVEL}
+    sure = {key for key, row in found.items() if row.get("p_holm") is not None and row["p_holm"] < LEVEL}
     for (i, j), value in np.ndenumerate(grid):
         if np.isfinite(value):
             weight = "bold" if (repr(columns[j]), repr(rows[i])) in sure else "normal"
