@@ -99,16 +99,22 @@ def test_norm_and_mlp_equal_torch(sizes, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 15, 16, 17, 31, 33, 50, 64])
-def test_a_block_equals_torch(batch, dtype):
-    """Batches around every multiple of a vector register, of which the residual is added to one or two at a time."""
-    _, gain, shift, w1, b1, w2, b2 = mlp_inputs((2, 3, 5, 1), dtype)
-    shapes = (6, 5, 4, batch), (6, 3, 3), (6,)
-    x, filters, bias = (draw(*shape, dtype=dtype).requires_grad_() for shape in shapes)
-    inner = F.conv2d(x.permute(3, 0, 1, 2), filters[:, None], bias, padding=1, groups=6).permute(1, 2, 3, 0)
-    expected = x + plain_mlp(inner.reshape(2, 3, -1), gain, shift, w1, b1, w2, b2).view_as(x)
-    found = functions.convnext_block(x, (filters, bias), (gain, shift), (w1, b1), (w2, b2), 1e-6, kernels="c")
-    agree(found, expected, [x, filters, bias, gain, shift, w1, b1, w2, b2], 5 * TYPES[dtype])
+@pytest.mark.parametrize(
+    ("batch", "count", "c"), [*((n, 1, 3) for n in (1, 15, 16, 17, 31, 33, 50, 64)), (64, 3, 16), (1500, 2, 16)]
+)
+def test_blocks_equal_torch(batch, count, c, dtype):
+    """Batches around every multiple of a vector register, and one that does not fit the cache at once."""
+    shapes = (2 * c, 5, 4, batch), *((2 * c, 3, 3), (2 * c,)) * count
+    x, *filters = (draw(*shape, dtype=dtype, seed=k).requires_grad_() for k, shape in enumerate(shapes))
+    mlps = [mlp_inputs((2, c, 5, 1), dtype)[1:] for _ in range(count)]
+    blocks, expected = [], x
+    for k, (gain, shift, w1, b1, w2, b2) in enumerate(mlps):
+        weight, bias = filters[2 * k : 2 * k + 2]
+        inner = F.conv2d(expected.permute(3, 0, 1, 2), weight[:, None], bias, padding=1, groups=2 * c).permute(1, 2, 3, 0)
+        expected = expected + plain_mlp(inner.reshape(2, c, -1), gain, shift, w1, b1, w2, b2).view_as(x)
+        blocks.append(((weight, bias), (gain, shift), (w1, b1), (w2, b2)))
+    found = functions.convnext_blocks(x, tuple(blocks), 1e-6, kernels="c")
+    agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
 
 
 @needs_compiler
@@ -124,6 +130,9 @@ def test_what_does_not_fit_is_refused():
     pairs = tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:])
     with pytest.raises(ValueError, match="expected weights of shapes"):
         functions.norm_mlp(y[:1], *pairs, 1e-6, kernels="c")
+    blocks = tuple(((torch.zeros(6, k, k), torch.zeros(6)), *pairs) for k in (3, 5))
+    with pytest.raises(ValueError, match="blocks of equal sizes"):
+        functions.convnext_blocks(torch.zeros(6, 4, 4, 2), blocks, 1e-6, kernels="c")
     with pytest.raises(ValueError, match="positive eps"):
         functions.norm_mlp(y, *pairs, 0.0, kernels="c")
     with pytest.raises(UsageError, match="'c' on a CPU"):
@@ -161,7 +170,7 @@ def test_gradcheck():
     shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
     block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
     assert torch.autograd.gradcheck(
-        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6, kernels="c"), block
+        lambda x, f, b, g, s, *w: functions.convnext_blocks(x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="c"), block
     )
 
 

@@ -129,7 +129,7 @@ def test_a_block_equals_torch():
         return x + plain_mlp(inner.reshape(2, 3, -1), *rest).view_as(x)
 
     agree(
-        lambda x, f, b, g, s, *w: functions.convnext_block(x, (f, b), (g, s), w[:2], w[2:], 1e-6, kernels="triton"),
+        lambda x, f, b, g, s, *w: functions.convnext_blocks(x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="triton"),
         block,
         [*inputs, *weights],
         1,

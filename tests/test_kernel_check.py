@@ -36,23 +36,23 @@ BASE = {
     "population": {"networks": 2, "tile": 2},
 }
 USED = {
-    "convnext": "adamw, convnext_block, layer_norm",
+    "convnext": "adamw, convnext_blocks, layer_norm",
     "convmixer": "adamw, depthwise_conv2d, gelu_batch_norm",
     "vit": "adamw, attention, layer_norm, norm_mlp",
 }
 MISTAKES = {  # network, text of a C source, what it becomes, message
     "does not build": ("convnext", "int adamw_step(", "int adamw_step(oops", "failed:.*oops"),
     "is not there": ("convnext", "int adamw_step(", "int adamw_stop(", "adamw fails: AttributeError"),
-    "fails at launch": ("convnext", "int failed = !middle;", "int failed = 1;", "convnext_block fails: MemoryError"),
-    "wrong value": ("convnext", "return x * below;", "return 1.001f * x * below;", "convnext_block, forward differs"),
-    "wrong gradient": ("convnext", "below + x * density", "below + 0.99f * x * density", "convnext_block, gradient"),
+    "fails at launch": ("convnext", "int failed = !g;", "int failed = 1;", "convnext_blocks fails: MemoryError"),
+    "wrong value": ("convnext", "return larger(", "return 1.001f * larger(", "convnext_blocks, forward differs"),
+    "wrong gradient": ("convnext", "+ x * density", "+ 0.99f * x * density", "convnext_blocks, gradient"),
     "wrong gradient of filters": (
         "convnext",
         "out[j] = total(",
         "out[j] = 0.999f * total(",
-        "convnext_block, gradient",
+        "convnext_blocks, gradient",
     ),
-    "wrong norm": ("convnext", "gain[i] * u + shift[i]", "gain[i] * u", "layer_norm, forward differs"),
+    "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "layer_norm, forward differs"),
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "depthwise_conv2d, forward differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
     "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "attention, forward differs"),
@@ -130,10 +130,10 @@ def header(path, name):
 
 
 def test_a_population_with_a_wrong_kernel_has_the_bits_of_torchs(compiler, tmp_path, caplog):
-    compiler("return x * below;", "return 1.01f * x * below;")
+    compiler("return larger(", "return 1.01f * larger(")
     population = collect(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
     assert population.recipe.training.kernels == "torch"
-    assert "convnext_block, forward differs" in header(tmp_path / "a.pop", "kernels")
+    assert "convnext_blocks, forward differs" in header(tmp_path / "a.pop", "kernels")
     assert header(tmp_path / "a.pop", "device") == "cpu"
     expected = train_tile(recipe(kernels="torch"), 0, device="cpu").weights
     np.testing.assert_array_equal(population.weights(), expected)

@@ -62,15 +62,35 @@ class _ConvNeXtBlock(_NormMlp):
     def __init__(self, block: ConvNeXtBlock, gamma: Tensor | None) -> None:
         super().__init__(block.norm, block.mlp)
         self.filters, self.gamma = weight_and_bias(block.conv_dw), gamma
+        self.sizes = *self.filters[0].shape, *self.weights[1][0].shape, self.eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def converted(self, x: Tensor) -> functions.Block:
+        """The weights as the kernels expect them."""
         filters, norm, fc1, fc2 = (converted(pair, x, self.kernels) for pair in (self.filters, *self.weights))
         if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
             gamma = self.gamma.to(fc2[0].dtype)
             fc2 = fc2[0] * gamma[:, :, None], fc2[1] * gamma
-        inner = x.permute(1, 2, 3, 0)
-        y = functions.convnext_block(inner, filters_of(*filters), norm, fc1, fc2, self.eps, kernels=self.kernels)
-        return y.permute(3, 0, 1, 2)
+        return filters_of(*filters), norm, fc1, fc2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _in_sequence([self], x)
+
+
+class _ConvNeXtBlocks(nn.Module):
+    """Consecutive blocks of equal sizes as one compiled function."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks: list[_ConvNeXtBlock] = list(blocks)  # type: ignore[arg-type]  # all blocks are; the caller checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _in_sequence(self.blocks, x)
+
+
+def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
+    weights, first = tuple(block.converted(x) for block in blocks), blocks[0]
+    y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, first.eps, kernels=first.kernels)
+    return y.permute(3, 0, 1, 2)
 
 
 class _NormResidual(nn.Module):
@@ -167,6 +187,9 @@ class BatchedNetworks(nn.Module):
         if type(module) is Block and isinstance(batched, Block) and self._fits(batched.mlp):
             batched.mlp, batched.norm2 = _fused_mlp(batched.norm2, batched.mlp)
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
+            sizes = {block.sizes if isinstance(block, _ConvNeXtBlock) else None for block in batched}
+            if len(sizes) == 1 and None not in sizes:
+                return _ConvNeXtBlocks(batched)
             for k, (before, layer) in enumerate(pairwise(batched)):
                 if (
                     isinstance(before, Elementwise)

@@ -8,19 +8,18 @@ import ctypes
 import sys
 from functools import cache
 
-# From glibc's malloc.h; 32 MiB is the largest threshold, -1 means "never trim".
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 1 << 25
-_NEVER = -1
+# From glibc's malloc.h: blocks are never mapped by themselves, which would be unmapped when freed, and never trimmed.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_NEVER, _NONE = -1, 0
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Keep freed blocks of up to 32 MiB for reuse; returns whether it took effect, which needs glibc."""
+    """Keep freed blocks for reuse; returns whether it took effect, which needs glibc."""
     if not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    kept = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    kept = library.mallopt(_M_MMAP_MAX, _NONE)
     return bool(kept and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -125,31 +125,39 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
     return _NormMlp.apply(backend(kernels), x, *norm, *fc1, *fc2, eps)
 
 
+Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
+
+
 @_recordable
-def convnext_block(
-    x: Tensor, filters: Pair, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels
-) -> Tensor:
-    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale.
+def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
+    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times.
 
     Args:
         x: (T c, H, W, B).
-        filters: weight (T c, k, k) and bias (T c,).
-        norm: gain and shift, (T, c) each.
-        fc1: weight (T, m, c) and bias (T, m).
-        fc2: weight (T, c, m) and bias (T, c).
+        blocks: of each block the convolution's weight (T c, k, k) and bias (T c,), the norm's gain and shift, (T, c)
+            each, fc1's weight (T, m, c) and bias (T, m), and fc2's weight (T, c, m) and bias (T, c).
         eps: added to the variance.
         kernels: the backend.
 
     Returns:
         (T c, H, W, B).
     """
-    networks = len(norm[0])
-    _check_filters(x, *filters)
-    _check_mlp((networks, len(x) // networks), norm, fc1, fc2, eps)
-    if kernels == "torch":
-        inner = depthwise_conv2d(x, *filters).view(networks, len(x) // networks, -1)
-        return x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
-    return _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *fc1, *fc2, eps)
+    for filters, norm, fc1, fc2 in blocks:
+        networks = len(norm[0])
+        _check_filters(x, *filters)
+        _check_mlp((networks, len(x) // networks), norm, fc1, fc2, eps)
+    if kernels == "c":
+        if len({(block[0][0].shape, block[2][0].shape) for block in blocks}) != 1:
+            raise ValueError("expected blocks of equal sizes")
+        weights = [weight for block in blocks for pair in block for weight in pair]
+        return _ConvNeXtBlocks.apply(backend(kernels), x, eps, torch.is_grad_enabled(), *weights)
+    for filters, norm, fc1, fc2 in blocks:
+        if kernels == "torch":
+            inner = depthwise_conv2d(x, *filters).view(len(norm[0]), len(x) // len(norm[0]), -1)
+            x = x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
+        else:
+            x = _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *fc1, *fc2, eps)
+    return x
 
 
 @_recordable
@@ -245,7 +253,28 @@ class _NormMlp(torch.autograd.Function):
         return None, *ctx.kernels.mlp_backward(x, weights, grad.contiguous(), ctx.eps), None
 
 
+class _ConvNeXtBlocks(torch.autograd.Function):
+    """Blocks of equal sizes as one function of kernels in C."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, x: Tensor, eps: float, keep: bool, *rest: Tensor) -> Tensor:
+        x, *weights = (value.contiguous() for value in (x, *rest))
+        y, kept = kernels.blocks(x, weights, eps, keep=keep)
+        ctx.save_for_backward(kept, *weights)
+        ctx.kernels, ctx.eps = kernels, eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        grad_x, *of_weights = ctx.kernels.blocks_backward(grad.contiguous(), weights, kept, ctx.eps)
+        return None, grad_x, None, None, *of_weights
+
+
 class _ConvNeXtBlock(torch.autograd.Function):
+    """One block as kernels for a GPU."""
+
     @staticmethod
     def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
         x, weight, bias, *weights = (value.contiguous() for value in (x, weight, bias, *rest[:-1]))

@@ -42,21 +42,23 @@ def mlp_backward(x: Tensor, weights: list[Tensor], grad: Tensor, eps: float) -> 
     return found
 
 
-def block(x: Tensor, filters: list[Tensor], weights: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    """`conv(x)` and `x + mlp(conv(x))` of x (T c, H, W, B), network by network; `filters` are weight and bias."""
-    inner, y = torch.empty_like(x), torch.empty_like(x)
-    _call("block_forward", (x, *filters, *weights, inner, y), (*_block_sizes(x, filters[0], weights), float(eps)))
-    return inner, y
+def blocks(x: Tensor, weights: list[Tensor], eps: float, *, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """Several `x + mlp(conv(x))` of x (T c, H, W, B), and what the backward pass needs if `keep`.
+
+    `weights` are weight and bias of the convolution, the norm, fc1 and fc2 of each block.
+    """
+    sizes = _block_sizes(x, weights)
+    kept = x.new_empty(2 * sizes[0] * x.numel()) if keep else None
+    y = torch.empty_like(x)
+    _call("blocks_forward", (x, weights, kept, y), (*sizes, float(eps)))
+    return y, kept
 
 
-def block_backward(
-    x: Tensor, weight: Tensor, inner: Tensor, weights: list[Tensor], grad: Tensor, eps: float
-) -> list[Tensor]:
-    """Gradients of the input, of filters and their biases, and of the six weights."""
-    found = [torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x)), *map(torch.empty_like, weights)]
-    sizes = _block_sizes(x, weight, weights)
-    _call("block_backward", (x, weight, inner, *weights[:-1], grad, *found), (*sizes, float(eps)))
-    return found
+def blocks_backward(grad: Tensor, weights: list[Tensor], kept: Tensor, eps: float) -> list[Tensor]:
+    """Gradients of the input and of all weights."""
+    found, of_weights = torch.empty_like(grad), [torch.empty_like(weight) for weight in weights]
+    _call("blocks_backward", (grad, weights, kept, found, of_weights), (*_block_sizes(grad, weights), float(eps)))
+    return [found, *of_weights]
 
 
 def norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -121,10 +123,10 @@ def adamw(
     _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
 
 
-def _block_sizes(x: Tensor, weight: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
-    """T, c, m, H, W, B, k."""
-    networks, m, c = weights[2].shape
-    return networks, c, m, *x.shape[1:], weight.shape[-1]
+def _block_sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
+    """Blocks, T, c, m, H, W, B, k."""
+    networks, m, c = weights[4].shape
+    return len(weights) // 8, networks, c, m, *x.shape[1:], weights[0].shape[-1]
 
 
 def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
@@ -132,14 +134,23 @@ def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
     return x.shape[0], x.shape[1], weights[2].shape[1], x.shape[2]
 
 
-def _call(name: str, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
-    given = [tensor for tensor in tensors if tensor is not None]
+def _call(name: str, tensors: tuple[Tensor | list[Tensor] | None, ...], numbers: tuple[Any, ...]) -> None:
+    """Call a function of the library with tensors, lists of tensors (as arrays of pointers), and numbers."""
+    given = [tensor for item in tensors for tensor in (item if isinstance(item, list) else [item]) if tensor is not None]
     kinds = {(str(tensor.dtype), tensor.device.type, tensor.is_contiguous()) for tensor in given}
     if kinds not in ({("torch.float32", "cpu", True)}, {("torch.float64", "cpu", True)}):
         raise ValueError(
             f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
         )
-    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+    pointers = [_pointers(item) if isinstance(item, list) else _pointer(item) for item in tensors]
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
     if getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)(*pointers, *values):
         raise MemoryError(f"{name}: cannot allocate the workspace")
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _pointers(tensors: list[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

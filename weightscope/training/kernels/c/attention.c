@@ -72,11 +72,6 @@ static void scatter(const REAL *from, REAL *to, long d, long n, long batch, long
     }
 }
 
-INLINE vec larger(vec a, vec b) {
-  for (int l = 0; l < LANES; l++) a[l] = a[l] > b[l] ? a[l] : b[l];
-  return a;
-}
-
 /* Softmax of each row of p (rows, n), in place. */
 static void softmax(REAL *p, long rows, long n) {
   for (long r = 0; r < rows; r++, p += n * LANES) {

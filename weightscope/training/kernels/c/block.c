@@ -1,7 +1,13 @@
-/* A ConvNeXt block, x + W2 gelu(W1 norm(conv(x)) + b1) + b2, network by network: what the convolution of a network writes
-   is still in the cache when its MLP reads it. */
+/* Consecutive ConvNeXt blocks, x + W2 gelu(W1 norm(conv(x)) + b1) + b2 each.
+
+   A network at a time, and of its batch as many images as the cache holds, go through all blocks; so between two blocks
+   nothing is read from memory. The input of each block and the output of its convolution are kept for the backward pass,
+   image group by image group. */
 
 #include "common.h"
+
+#define WEIGHTS 8            /* of a block: weight and bias of the convolution, the norm, fc1 and fc2 */
+#define CACHED (1L << 20) /* bytes that one array of a group of images may take */
 
 int depthwise_forward(const REAL *, const REAL *, const REAL *, REAL *, long, long, long, long, long, long);
 int depthwise_backward(const REAL *, const REAL *, const REAL *, const REAL *, REAL *, REAL *, REAL *, long, long, long, long, long, long);
@@ -10,37 +16,79 @@ int mlp_forward(const REAL *, const REAL *, const REAL *, const REAL *, const RE
 int mlp_backward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, REAL *,
                  REAL *, REAL *, REAL *, REAL *, REAL *, REAL *, long, long, long, long, double);
 
-/* inner and y (T c, H, W, B) from x and the weights, of shapes as in depthwise.c and mlp.c */
-int block_forward(const REAL *x, const REAL *w, const REAL *bias, const REAL *gain, const REAL *shift, const REAL *w1,
-                  const REAL *b1, const REAL *w2, const REAL *b2, REAL *inner, REAL *y, long networks, long c, long m,
-                  long height, long width, long batch, long k, double eps) {
-  const long positions = height * width * batch;
-  for (long t = 0; t < networks; t++) {
-    const long row = t * c, at = row * positions, product = row * m;
-    if (depthwise_forward(x + at, w + row * k * k, bias + row, inner + at, c, height, width, batch, k, 1) ||
-        mlp_forward(inner + at, gain + row, shift + row, w1 + product, b1 + t * m, w2 + product, b2 + row, x + at, y + at,
-                    1, c, m, positions, eps))
-      return 1;
-  }
-  return 0;
+/* Images of `numbers_each` numbers that are worked on at once. */
+static long group(long numbers_each, long batch) {
+  long images = 2 * LANES;
+  while (2 * images * numbers_each * (long)sizeof(REAL) <= CACHED) images *= 2;
+  return images < batch ? images : batch;
 }
 
-/* All gradients, given grad, the gradient of y. */
-int block_backward(const REAL *x, const REAL *w, const REAL *inner, const REAL *gain, const REAL *shift, const REAL *w1,
-                   const REAL *b1, const REAL *w2, const REAL *grad, REAL *grad_x, REAL *grad_w, REAL *grad_bias,
-                   REAL *grad_gain, REAL *grad_shift, REAL *grad_w1, REAL *grad_b1, REAL *grad_w2, REAL *grad_b2,
-                   long networks, long c, long m, long height, long width, long batch, long k, double eps) {
-  const long positions = height * width * batch;
-  REAL *middle = numbers(c * positions); /* the gradient of inner */
-  int failed = !middle;
-  for (long t = 0; t < networks && !failed; t++) {
-    const long row = t * c, at = row * positions, product = row * m;
-    failed = mlp_backward(inner + at, gain + row, shift + row, w1 + product, b1 + t * m, w2 + product, grad + at, middle,
-                          grad_gain + row, grad_shift + row, grad_w1 + product, grad_b1 + t * m, grad_w2 + product,
-                          grad_b2 + row, 1, c, m, positions, eps) ||
-             depthwise_backward(x + at, w + row * k * k, middle, grad + at, grad_x + at, grad_w + row * k * k,
-                                grad_bias + row, c, height, width, batch, k, 1);
-  }
-  free(middle);
+/* (rows, batch), images `first` and following -> (rows, count); and back */
+static void take(const REAL *from, REAL *to, long rows, long batch, long first, long count) {
+  for (long r = 0; r < rows; r++) memcpy(to + r * count, from + r * batch + first, count * sizeof(REAL));
+}
+static void bring(const REAL *from, REAL *to, long rows, long batch, long first, long count) {
+  for (long r = 0; r < rows; r++) memcpy(to + r * batch + first, from + r * count, count * sizeof(REAL));
+}
+
+/* y (T c, H, W, B) from x and the weights of each block, of shapes as in depthwise.c and mlp.c; `kept`, of
+   2 blocks T c H W B numbers, is filled for the backward pass unless it is NULL. */
+int blocks_forward(const REAL *x, const REAL *const *weights, REAL *kept, REAL *y, long blocks, long networks, long c,
+                   long m, long height, long width, long batch, long k, double eps) {
+  const long size = c * height * width, most = group(size, batch), sizes[WEIGHTS] = {c * k * k, c, c, c, m * c, m, c * m, c};
+  REAL *out = numbers((kept ? 1 : 1 + 2 * blocks) * size * most);
+  int failed = !out;
+  for (long t = 0; t < networks && !failed; t++)
+    for (long first = 0; first < batch && !failed; first += most) {
+      const long count = batch - first < most ? batch - first : most, step = size * count;
+      REAL *in = kept ? kept + (t * batch + first) * size * 2 * blocks : out + size * most;
+      take(x + t * size * batch, in, size, batch, first, count);
+      for (long l = 0; l < blocks && !failed; l++, in += 2 * step) {
+        const REAL *w[WEIGHTS];
+        for (int i = 0; i < WEIGHTS; i++) w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
+        failed = depthwise_forward(in, w[0], w[1], in + step, c, height, width, count, k, 1) ||
+                 mlp_forward(in + step, w[2], w[3], w[4], w[5], w[6], w[7], in, l + 1 < blocks ? in + 2 * step : out, 1, c, m,
+                             height * width * count, eps);
+      }
+      bring(out, y + t * size * batch, size, batch, first, count);
+    }
+  free(out);
+  return failed;
+}
+
+/* grad_x and the gradients of all weights, given grad, the gradient of y, and what the forward pass kept. */
+int blocks_backward(const REAL *grad, const REAL *const *weights, const REAL *kept, REAL *grad_x, REAL *const *grads,
+                    long blocks, long networks, long c, long m, long height, long width, long batch, long k, double eps) {
+  const long size = c * height * width, most = group(size, batch), sizes[WEIGHTS] = {c * k * k, c, c, c, m * c, m, c * m, c};
+  long parts = 0;
+  for (int i = 0; i < WEIGHTS; i++) parts += sizes[i];
+  REAL *g = numbers(3 * size * most + parts), *memory = g, *inner = g + size * most, *next = inner + size * most;
+  REAL *part = next + size * most; /* the gradients that a group of images adds */
+  int failed = !g;
+  for (long t = 0; t < networks && !failed; t++)
+    for (long first = 0; first < batch && !failed; first += most) {
+      const long count = batch - first < most ? batch - first : most, step = size * count;
+      const REAL *in = kept + (t * batch + first) * size * 2 * blocks + 2 * blocks * step;
+      take(grad + t * size * batch, g, size, batch, first, count);
+      for (long l = blocks - 1; l >= 0 && !failed; l--) {
+        const REAL *w[WEIGHTS];
+        REAL *to[WEIGHTS], *at = part;
+        in -= 2 * step;
+        for (int i = 0; i < WEIGHTS; i++) {
+          w[i] = weights[l * WEIGHTS + i] + t * sizes[i];
+          to[i] = first ? at : grads[l * WEIGHTS + i] + t * sizes[i];
+          at += sizes[i];
+        }
+        failed = mlp_backward(in + step, w[2], w[3], w[4], w[5], w[6], g, inner, to[2], to[3], to[4], to[5], to[6], to[7], 1,
+                              c, m, height * width * count, eps) ||
+                 depthwise_backward(in, w[0], inner, g, next, to[0], to[1], c, height, width, count, k, 1);
+        REAL *const last = g;
+        g = next, next = last;
+        for (int i = 0; i < WEIGHTS && first; i++)
+          for (long n = 0; n < sizes[i]; n++) grads[l * WEIGHTS + i][t * sizes[i] + n] += to[i][n];
+      }
+      bring(g, grad_x + t * size * batch, size, batch, first, count);
+    }
+  free(memory);
   return failed;
 }

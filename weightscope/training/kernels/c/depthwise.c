@@ -5,36 +5,40 @@
 typedef struct {
   long height, width, batch;  /* of the image */
   long k, dilation, reach;    /* of the filter; reach = dilation * (k - 1) / 2 */
-  long lanes, padded;         /* batch rounded up to whole vectors; columns of a padded image */
+  long lanes, vecs;           /* batch rounded up to whole vectors; of which as many are worked on at once */
+  long padded;                /* columns of a padded image */
 } shape;
 
 static shape shape_of(long height, long width, long batch, long k, long dilation) {
-  shape s = {height, width, batch, k, dilation, dilation * (k - 1) / 2, 0, 0};
+  shape s = {height, width, batch, k, dilation, dilation * (k - 1) / 2, 0, 0, 0};
   s.lanes = (batch + LANES - 1) / LANES * LANES;
-  s.padded = (width + COLUMNS - 1) / COLUMNS * COLUMNS + 2 * s.reach;
+  s.vecs = s.lanes % (2 * LANES) ? 1 : 2;
+  const long columns = 2 * COLUMNS / s.vecs;
+  s.padded = (width + columns - 1) / columns * columns + 2 * s.reach;
   return s;
 }
 
 /* Copy one channel between `reach` columns of zeros, which the caller cleared once. */
 static void pad(const REAL *from, REAL *to, shape s) {
+  const long at_once = s.batch == s.lanes ? s.width : 1; /* pixels */
   for (long y = 0; y < s.height; y++)
-    for (long x = 0; x < s.width; x++)
-      memcpy(to + (y * s.padded + s.reach + x) * s.lanes, from + (y * s.width + x) * s.batch, s.batch * sizeof(REAL));
+    for (long x = 0; x < s.width; x += at_once)
+      memcpy(to + (y * s.padded + s.reach + x) * s.lanes, from + (y * s.width + x) * s.batch, at_once * s.batch * sizeof(REAL));
 }
 
-/* out = convolution of `in`, plus bias and, unless it is NULL, plus `more`. With `dense`, k is known at
-   compile time and the dilation is 1: each input is loaded once for all the outputs of a row that it belongs to. With
-   `narrow`, a row has COLUMNS pixels, and the zeros around it are left out. */
+/* out = convolution of `in`, plus bias and, unless it is NULL, plus `more`; `vecs` vectors of the batch and 8 / vecs
+   pixels of a row at a time. With `dense`, k is known at compile time and the dilation is 1: each input is loaded once
+   for all the outputs of a row that it belongs to. With `narrow`, a row has as many pixels, and the zeros around it are
+   left out. */
 INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more, REAL *out, shape s, const long k,
-                     const int flip, const int dense, const int narrow) {
-  const long from_u = narrow ? k / 2 : 0, to_u = narrow ? k / 2 + COLUMNS : k + COLUMNS - 1;
+                     const int flip, const int dense, const int narrow, const int vecs) {
+  const long columns = narrow ? COLUMNS : 2 * COLUMNS / vecs;
+  const long from_u = narrow ? k / 2 : 0, to_u = narrow ? k / 2 + columns : k + columns - 1;
   for (long y = 0; y < s.height; y++)
-    for (long left = 0; left < s.width; left += COLUMNS)
-      for (long b = 0; b < s.lanes; b += 2 * LANES) {
-        const int two = b + LANES < s.lanes;
-        const long second = two ? LANES : 0; /* the last vector may be alone: then it is computed twice */
-        vec sum[COLUMNS][2];
-        for (int q = 0; q < COLUMNS; q++) sum[q][0] = sum[q][1] = (vec){} + bias;
+    for (long left = 0; left < s.width; left += columns)
+      for (long b = 0; b < s.lanes; b += vecs * LANES) {
+        vec sum[2 * COLUMNS][2];
+        for (int q = 0; q < columns; q++) sum[q][0] = sum[q][1] = (vec){} + bias;
         for (long i = 0; i < k; i++) {
           const long row = y + i * s.dilation - s.reach;
           if (row < 0 || row >= s.height) continue;
@@ -42,37 +46,32 @@ INLINE void convolve(const REAL *in, const REAL *w, REAL bias, const REAL *more,
           if (dense) {
 #pragma GCC unroll 16
             for (long u = from_u; u < to_u; u++) {
-              const vec first = get(at + u * s.lanes), other = get(at + u * s.lanes + second);
-#pragma GCC unroll 4
-              for (long q = 0; q < COLUMNS; q++)
+              const vec first = get(at + u * s.lanes), second = vecs == 2 ? get(at + u * s.lanes + LANES) : first;
+#pragma GCC unroll 8
+              for (long q = 0; q < columns; q++)
                 if (u - q >= 0 && u - q < k) {
                   const REAL tap = taps[flip ? k - 1 - (u - q) : u - q];
                   sum[q][0] += tap * first;
-                  sum[q][1] += tap * other;
+                  if (vecs == 2) sum[q][1] += tap * second;
                 }
             }
           } else
             for (long j = 0; j < k; j++)
-#pragma GCC unroll 4
-              for (long q = 0; q < COLUMNS; q++) {
+#pragma GCC unroll 8
+              for (long q = 0; q < columns; q++) {
                 const REAL tap = taps[flip ? k - 1 - j : j], *from = at + (j * s.dilation + q) * s.lanes;
                 sum[q][0] += tap * get(from);
-                sum[q][1] += tap * get(from + second);
+                if (vecs == 2) sum[q][1] += tap * get(from + LANES);
               }
         }
-        for (long q = 0; q < COLUMNS && left + q < s.width; q++) {
-          const long to = (y * s.width + left + q) * s.batch + b, rest = s.batch - b;
-          if (more && rest >= 2 * LANES) {
-            put(out + to, get(more + to) + sum[q][0]);
-            put(out + to + LANES, get(more + to + LANES) + sum[q][1]);
-          } else {
-            REAL parts[2 * LANES];
-            put(parts, sum[q][0]);
-            put(parts + LANES, sum[q][1]);
-            const long count = rest < 2 * LANES ? rest : 2 * LANES;
-            for (long l = 0; l < count; l++) out[to + l] = more ? more[to + l] + parts[l] : parts[l];
+        for (long q = 0; q < columns && left + q < s.width; q++)
+          for (long v = 0; v < vecs; v++) {
+            const long to = (y * s.width + left + q) * s.batch + b + v * LANES, rest = s.batch - b - v * LANES;
+            if (more && rest >= LANES) sum[q][v] += get(more + to);
+            if (rest >= LANES) put(out + to, sum[q][v]);
+            else
+              for (long l = 0; l < rest; l++) out[to + l] = sum[q][v][l] + (more ? more[to + l] : 0);
           }
-        }
       }
 }
 
@@ -118,18 +117,21 @@ INLINE void correlate(const REAL *in, const REAL *grad, REAL *out, REAL *sums, s
 }
 
 /* Code for a number of taps known at compile time is several times faster. */
-#define KNOWN(k, call) \
+#define KNOWN(k, ...) \
   case k: { \
     enum { K = k, DENSE = 1 }; \
-    if (s.width == COLUMNS) { enum { NARROW = 1 }; call; } \
-    else { enum { NARROW = 0 }; call; } \
+    if (s.width == COLUMNS) { enum { NARROW = 1 }; __VA_ARGS__; } \
+    else { enum { NARROW = 0 }; __VA_ARGS__; } \
     break; \
   }
-#define FOR_TAPS(k, dilation, call) \
+#define FOR_TAPS(k, dilation, ...) \
   switch (dilation == 1 ? k : 0) { \
-    KNOWN(3, call) KNOWN(5, call) KNOWN(7, call) KNOWN(9, call) \
-    default: { const long K = k; enum { DENSE = 0, NARROW = 0 }; call; } \
+    KNOWN(3, __VA_ARGS__) KNOWN(5, __VA_ARGS__) KNOWN(7, __VA_ARGS__) KNOWN(9, __VA_ARGS__) \
+    default: { const long K = k; enum { DENSE = 0, NARROW = 0 }; __VA_ARGS__; } \
   }
+#define CONVOLVE(...) \
+  if (s.vecs == 2) convolve(__VA_ARGS__, DENSE, NARROW, 2); \
+  else convolve(__VA_ARGS__, DENSE, NARROW, 1)
 
 /* y (C, H, W, B) = depthwise convolution of x with w (C, k, k), plus bias (C). */
 int depthwise_forward(const REAL *x, const REAL *w, const REAL *bias, REAL *y, long channels, long height, long width,
@@ -141,7 +143,7 @@ int depthwise_forward(const REAL *x, const REAL *w, const REAL *bias, REAL *y, l
   memset(in, 0, size * sizeof(REAL));
   for (long c = 0; c < channels; c++) {
     pad(x + c * image, in, s);
-    FOR_TAPS(k, dilation, convolve(in, w + c * K * K, bias[c], NULL, y + c * image, s, K, 0, DENSE, NARROW))
+    FOR_TAPS(k, dilation, CONVOLVE(in, w + c * K * K, bias[c], NULL, y + c * image, s, K, 0))
   }
   free(in);
   return 0;
@@ -161,7 +163,7 @@ int depthwise_backward(const REAL *x, const REAL *w, const REAL *grad, const REA
     vec sum = {};
     for (long i = 0; i < size; i += LANES) sum += get(g + i);
     grad_bias[c] = total(sum);
-    FOR_TAPS(k, dilation, convolve(g, w + c * K * K, 0, more ? more + c * image : NULL, grad_x + c * image, s, K, 1, DENSE, NARROW))
+    FOR_TAPS(k, dilation, CONVOLVE(g, w + c * K * K, 0, more ? more + c * image : NULL, grad_x + c * image, s, K, 1))
     FOR_TAPS(k, dilation, correlate(in, g, grad_w + c * K * K, sums, s, K, NARROW))
   }
   free(in);
