@@ -38,9 +38,20 @@ from weightscope.training.memory import keep_freed_memory
 
 BATCH = 64
 IMAGES = 4 * BATCH  # as many as an epoch of the contenders has
-CASES = {
-    "8x8": {"data": "digits", "tile": 32},
-    "32x32": {"data": "cifar10", "tile": 8},
+CONVNEXT = {"type": "convnext", "width": 16, "depth": 4, "patch_size": 2, "expansion": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "8x8": {"data": "digits", "tile": 32, "network": CONVNEXT},
+    "32x32": {"data": "cifar10", "tile": 8, "network": CONVNEXT},
+    "ViT": {
+        "data": "cifar10",
+        "tile": 8,
+        "network": {"type": "vit", "width": 32, "depth": 4, "heads": 2, "patch_size": 4},
+    },
+    "ConvMixer": {
+        "data": "cifar10",
+        "tile": 8,
+        "network": {"type": "convmixer", "width": 32, "depth": 4, "kernel_size": 7, "patch_size": 2},
+    },
 }
 
 
@@ -48,7 +59,7 @@ def recipe_of(case: str) -> Recipe:
     plan = CASES[case]
     return Recipe.parse(
         {
-            "network": {"type": "convnext", "width": 16, "depth": 4, "patch_size": 2, "expansion": 2},
+            "network": plan["network"],
             "data": {"name": plan["data"]},
             "training": {"epochs": 1000, "batch_size": BATCH},
             "population": {"tile": plan["tile"]},

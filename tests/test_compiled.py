@@ -110,11 +110,28 @@ def test_blocks_equal_torch(batch, count, c, dtype):
     blocks, expected = [], x
     for k, (gain, shift, w1, b1, w2, b2) in enumerate(mlps):
         weight, bias = filters[2 * k : 2 * k + 2]
-        inner = F.conv2d(expected.permute(3, 0, 1, 2), weight[:, None], bias, padding=1, groups=2 * c).permute(1, 2, 3, 0)
+        inner = F.conv2d(expected.permute(3, 0, 1, 2), weight[:, None], bias, padding=1, groups=2 * c).permute(
+            1, 2, 3, 0
+        )
         expected = expected + plain_mlp(inner.reshape(2, c, -1), gain, shift, w1, b1, w2, b2).view_as(x)
         blocks.append(((weight, bias), (gain, shift), (w1, b1), (w2, b2)))
     found = functions.convnext_blocks(x, tuple(blocks), 1e-6, kernels="c")
     agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("case", [case for case in FILTERS if case[1] > 1], ids=str)  # more than one position
+def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):
+    channels, height, width, batch, k, dilation = case
+    shapes = (channels, height, width, batch), (channels, k, k), *((channels,),) * 3
+    inputs = [draw(*shape, dtype=dtype, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
+    x, weight, bias, gain, shift = inputs
+    options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
+    inner = F.gelu(F.conv2d(x.permute(3, 0, 1, 2), weight[:, None] / k, bias, **options))
+    expected = x + F.batch_norm(inner, None, None, gain, shift, True, 0.0, 1e-2).permute(1, 2, 3, 0)
+    found = functions.convmixer_mixing(x, (weight / k, bias), (gain, shift), 1e-2, dilation=dilation, kernels="c")
+    agree(found, expected, inputs, 10 * TYPES[dtype])
 
 
 @needs_compiler
@@ -170,7 +187,8 @@ def test_gradcheck():
     shapes = (6, 5, 4, 2), (6, 3, 3), (6,)
     block = [*(draw(*shape, dtype=torch.float64).requires_grad_() for shape in shapes), *inputs[1:]]
     assert torch.autograd.gradcheck(
-        lambda x, f, b, g, s, *w: functions.convnext_blocks(x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="c"), block
+        lambda x, f, b, g, s, *w: functions.convnext_blocks(x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="c"),
+        block,
     )
 
 

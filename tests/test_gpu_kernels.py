@@ -129,7 +129,9 @@ def test_a_block_equals_torch():
         return x + plain_mlp(inner.reshape(2, 3, -1), *rest).view_as(x)
 
     agree(
-        lambda x, f, b, g, s, *w: functions.convnext_blocks(x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="triton"),
+        lambda x, f, b, g, s, *w: functions.convnext_blocks(
+            x, (((f, b), (g, s), w[:2], w[2:]),), 1e-6, kernels="triton"
+        ),
         block,
         [*inputs, *weights],
         1,
@@ -143,7 +145,7 @@ def test_a_block_equals_torch():
 def test_networks_equal_the_plain_ones(name, mode):
     batched, plain = make(name, count=2, kernels="triton")
     fused = {type(module).__name__ for module in batched.modules()}
-    assert {"convnext": "_ConvNeXtBlock", "vit": "_NormMlp"}.get(name, "_NormResidual") in fused
+    assert {"convnext": "_ConvNeXtBlocks", "vit": "_NormMlp"}.get(name, "_NormResidual") in fused
     check_against_plain(batched, plain, mode, batch=3)
 
 
@@ -151,7 +153,7 @@ def test_wide_networks_fall_back_where_no_kernel_fits():
     assert triton_kernels.fits(16, 32)
     assert not triton_kernels.fits(96, 384)
     batched = BatchedNetworks(ConvNeXt(96, 1, 3, 2, 5, expansion=4), 1, DEVICE, kernels="triton")
-    assert not any(type(module).__name__ == "_ConvNeXtBlock" for module in batched.modules())
+    assert not any(type(module).__name__.startswith("_ConvNeXtBlock") for module in batched.modules())
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

@@ -37,7 +37,7 @@ BASE = {
 }
 USED = {
     "convnext": "adamw, convnext_blocks, layer_norm",
-    "convmixer": "adamw, depthwise_conv2d, gelu_batch_norm",
+    "convmixer": "adamw, convmixer_mixing, depthwise_conv2d, gelu_batch_norm",
     "vit": "adamw, attention, layer_norm, norm_mlp",
 }
 MISTAKES = {  # network, text of a C source, what it becomes, message
@@ -53,7 +53,7 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
         "convnext_blocks, gradient",
     ),
     "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "layer_norm, forward differs"),
-    "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "depthwise_conv2d, forward differs"),
+    "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "convmixer_mixing, forward differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
     "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "attention, forward differs"),
     "wrong gradient of attention": ("vit", "get(sr + j) - along", "get(sr + j)", "attention, gradient"),

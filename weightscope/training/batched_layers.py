@@ -231,7 +231,7 @@ class Normalisation(BatchedLayer):
         self.calibrating += 1
 
 
-class _Conv2d(BatchedLayer):
+class Conv2d(BatchedLayer):
     """Depthwise convolutions that keep the size and patches have fast forms; all others are a product over taps."""
 
     def __init__(self, layer: nn.Conv2d, count: int) -> None:
@@ -253,6 +253,7 @@ class _Conv2d(BatchedLayer):
         self.patches: bool = layer.groups == 1 and square and k == s and d == (1, 1) and not any(self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Convolve network-stacked channels of images."""
         if self.depthwise:
             return self._depthwise(x)
         return self._patches(x) if self.patches else self._taps(x)
@@ -369,7 +370,7 @@ def weight_and_bias(layer: nn.Module) -> Pair:
 
 BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     nn.Linear: _Linear,
-    nn.Conv2d: _Conv2d,
+    nn.Conv2d: Conv2d,
     nn.LayerNorm: Normalisation,
     LayerNorm2d: Normalisation,
     nn.BatchNorm2d: Normalisation,

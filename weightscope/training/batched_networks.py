@@ -25,6 +25,7 @@ from weightscope.training.batched_layers import (
     BATCHED_LAYERS,
     BatchedDropPath,
     BatchedLayer,
+    Conv2d,
     Elementwise,
     Normalisation,
     converted,
@@ -94,14 +95,25 @@ def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
 
 
 class _NormResidual(nn.Module):
-    """`x -> fn(x) + x` where the last layer of `fn` is a normalisation, which adds x."""
+    """`x -> fn(x) + x` where the last layer of `fn` is a BatchNorm after GELU, which adds x."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.first, self.norm = layers[:-1], layers[-1]
+        before = [layer for layer in self.first if not isinstance(layer, nn.Identity)]
+        conv = before[0] if len(before) == 1 else None
+        one = isinstance(conv, Conv2d) and conv.depthwise and conv.kernels == "c" and "bias" in conv.leaves
+        self._mixing: list[Conv2d] = [conv] if one else []  # computed with the norm as one function; in `first`, too
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.first(x), x)
+        if not (self._mixing and self.norm.training and not self.norm.calibrating):
+            return self.norm(self.first(x), x)
+        conv, inner = self._mixing[0], x.permute(1, 2, 3, 0)
+        filters, norm = (converted(weight_and_bias(layer), x, "c") for layer in (conv, self.norm))
+        gain, shift = (value.reshape(-1) for value in norm)
+        eps, dilation = self.norm.layer.eps, conv.layer.dilation[0]
+        y = functions.convmixer_mixing(inner, filters_of(*filters), (gain, shift), eps, dilation=dilation, kernels="c")
+        return y.permute(3, 0, 1, 2)
 
 
 def _fused_mlp(norm: nn.Module, mlp: Mlp) -> tuple[Any, Any]:

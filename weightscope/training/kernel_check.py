@@ -60,7 +60,9 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     with torch.random.fork_rng(devices=[]):
         batched = BatchedNetworks(networks.build_for(recipe), _NETWORKS, kernels=kernels)
     with functions.recorded() as calls, torch.no_grad():
-        batched(torch.zeros(_NETWORKS, batch, info.channels, info.size, info.size))
+        for training in (True, False):  # BatchNorm has another form in evaluation
+            batched.train(training)
+            batched(torch.zeros(_NETWORKS, batch, info.channels, info.size, info.size))
     found: Plan = [["adamw", [_NETWORKS, batched.spec.size], {"betas": list(recipe.training.betas)}]]
     if kernels == "triton" and fused(recipe):
         shape = [_NETWORKS, batch, info.channels, info.size, info.size]

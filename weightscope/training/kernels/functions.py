@@ -161,6 +161,32 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
 
 
 @_recordable
+def convmixer_mixing(
+    x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
+) -> Tensor:
+    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers; statistics of the batch; torch's and C only.
+
+    Args:
+        x: (C, H, W, B); C counts the channels of all networks.
+        filters: weight (C, k, k) and bias (C,).
+        norm: gain and shift, (C,) each.
+        eps: added to the variance.
+        dilation: the distance between taps, in pixels.
+        kernels: the backend.
+
+    Returns:
+        (C, H, W, B).
+    """
+    _check_filters(x, *filters)
+    if kernels == "torch":
+        inner = depthwise_conv2d(x, *filters, dilation=dilation).reshape(1, len(x), -1)
+        return gelu_batch_norm(
+            inner, (norm[0][None], norm[1][None]), eps, x.reshape(inner.shape), kernels="torch"
+        ).view_as(x)
+    return _ConvMixerMixing.apply(backend(kernels), x, *filters, *norm, dilation, eps)
+
+
+@_recordable
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     if kernels == "torch":
@@ -288,6 +314,23 @@ class _ConvNeXtBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inner, *weights = ctx.saved_tensors
         return None, *ctx.kernels.block_backward(x, weight, inner, weights, grad.contiguous(), ctx.eps), None
+
+
+class _ConvMixerMixing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, *rest: Any) -> Tensor:
+        x, *weights = (value.contiguous() for value in rest[:5])
+        y, inner, *moments = kernels.mixing(x, weights, *rest[5:])
+        ctx.save_for_backward(x, weights[0], inner, weights[2], *moments)
+        ctx.kernels, ctx.dilation = kernels, rest[5]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inner, gain, *moments = ctx.saved_tensors
+        found = ctx.kernels.mixing_backward(x, weight, inner, gain, moments, grad.contiguous(), ctx.dilation)
+        return None, *found, None, None
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -61,6 +61,27 @@ def blocks_backward(grad: Tensor, weights: list[Tensor], kept: Tensor, eps: floa
     return [found, *of_weights]
 
 
+def mixing(x: Tensor, weights: list[Tensor], dilation: int, eps: float) -> tuple[Tensor, ...]:
+    """`x + norm(gelu(conv(x)))` of x (C, H, W, B), normalised over H, W and B; then conv(x), and mean and factor (C,).
+
+    `weights` are weight and bias of the convolution and gain and shift of the norm, (C,) each.
+    """
+    inner, y = torch.empty_like(x), torch.empty_like(x)
+    mean, factor = x.new_empty(len(x)), x.new_empty(len(x))
+    sizes = *x.shape, weights[0].shape[-1], dilation
+    _call("mixing_forward", (x, *weights, inner, y, mean, factor), (*sizes, float(eps)))
+    return y, inner, mean, factor
+
+
+def mixing_backward(
+    x: Tensor, weight: Tensor, inner: Tensor, gain: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor, dilation: int
+) -> list[Tensor]:
+    """Gradients of the input, of filters and their biases, of gain and shift."""
+    found = [torch.empty_like(x), torch.empty_like(weight), *(torch.empty_like(gain) for _ in range(3))]
+    _call("mixing_backward", (x, weight, inner, gain, *moments, grad, *found), (*x.shape, weight.shape[-1], dilation))
+    return found
+
+
 def norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
     """LayerNorm of x (T, c, P) over c."""
     y = torch.empty_like(x)
@@ -136,7 +157,8 @@ def _sizes(x: Tensor, weights: list[Tensor]) -> tuple[int, ...]:
 
 def _call(name: str, tensors: tuple[Tensor | list[Tensor] | None, ...], numbers: tuple[Any, ...]) -> None:
     """Call a function of the library with tensors, lists of tensors (as arrays of pointers), and numbers."""
-    given = [tensor for item in tensors for tensor in (item if isinstance(item, list) else [item]) if tensor is not None]
+    lists = (item if isinstance(item, list) else [item] for item in tensors)
+    given = [tensor for several in lists for tensor in several if tensor is not None]
     kinds = {(str(tensor.dtype), tensor.device.type, tensor.is_contiguous()) for tensor in given}
     if kinds not in ({("torch.float32", "cpu", True)}, {("torch.float64", "cpu", True)}):
         raise ValueError(
