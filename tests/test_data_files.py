@@ -173,7 +173,8 @@ def write_modes(folder: Path) -> dict[str, np.ndarray]:
     Image.fromarray(np.dstack([rgb, alpha])).save(folder / "rgba.png")
     expected["rgba.png"] = np.rint(rgb * (alpha[..., None] / 255.0)).astype(np.uint8)
     Image.fromarray(grey.astype(np.uint16) * 256 + 200).save(folder / "deep.png")
-    expected["deep.png"] = expected["grey.png"]
+    (folder / "deep.pgm").write_bytes(b"P5 8 8 65535\n" + (grey.astype(">u2") * 256 + 200).astype(">u2").tobytes())
+    expected["deep.png"] = expected["deep.pgm"] = expected["grey.png"]
     Image.fromarray(grey // 64 * 64).quantize(4).save(folder / "palette.png")
     expected["palette.png"] = np.repeat((grey // 64 * 64)[..., None], 3, axis=2)
     turned = Image.Exif()
@@ -192,6 +193,9 @@ def test_mixed_modes_are_converted(tmp_path: Path) -> None:
     rgb = expected["rgb.png"].astype(float)
     luma = 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]
     assert np.abs(grey[0] - luma).max() <= 1
+    Image.fromarray(np.ones((8, 8), np.int32)).save(tmp_path / "wide.tif")
+    with pytest.raises(DataError, match=r"32 bits \(mode I\); expected 8 or 16"):
+        images.decode(tmp_path / "wide.tif", 8, 3)
 
 
 def test_the_middle_of_a_long_image_is_kept_and_resizing_averages(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # not EPS, for which Pillow starts Ghostscript
+_AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
 _MOST_PIXELS = 2**26  # of one image, by its header: 8192 x 8192
 _MOST_BYTES = 2**28  # of one file
 _SHOWN = 3  # files in a message
@@ -73,7 +74,8 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
             width, height = image.size
             if width * height > _MOST_PIXELS:
                 raise DataError(f"{width} x {height} pixels by its header, more than {_MOST_PIXELS}")
-            return _pixels(ImageOps.exif_transpose(image), size, channels)
+            deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _AT_MOST_16_BITS)
+            return _pixels(ImageOps.exif_transpose(image), deep, size, channels)
     except DataError:
         raise
     except UnidentifiedImageError:
@@ -122,9 +124,9 @@ def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
             bar.update()
 
 
-def _pixels(image: Image.Image, size: int, channels: int) -> np.ndarray:
-    """Pixels (c, S, S) of an open image."""
-    if image.mode.startswith("I;16"):
+def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:
+    """Pixels (c, S, S) of an open image; `deep` if it has 16 bits."""
+    if deep:
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise DataError(f"pixels of 32 bits (mode {image.mode}); expected 8 or 16")
