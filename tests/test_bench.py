@@ -18,10 +18,10 @@ from scipy import stats
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise, training
+from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise, training
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval, paired
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.init import _trained, mimetic_mlp_
 from weightscope.networks import build_for
@@ -442,6 +442,15 @@ def test_an_own_initialiser_is_benchmarked_from_python(mine: Path) -> None:
     result = bench(small, ["default", my_init], "out", workers=2, device="cpu", progress=False)
     assert [row["init"] for row in result.arms] == ["default", "my_init"]
     assert result.arms[1]["difference"] != 0
+
+
+@pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])
+def test_an_initialiser_that_does_not_apply_is_known_before_any_arm_is_trained(tmp_path: Path, run: Any) -> None:
+    """One error that names the cell, and no network of the other arms."""
+    inits, vary = ["default", "mimetic_first_last_mlp"], {"network.depth": [2, 1]}
+    with pytest.raises(RecipeError, match=r"^depth=1: init \(mimetic_first_last_mlp\): expected at least two MLPs"):
+        run(RECIPE, inits, tmp_path / "out", vary=vary)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_title_of_the_pictures_tells_scale_from_structure() -> None:

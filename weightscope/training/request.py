@@ -34,9 +34,10 @@ def requested(
     """
     from weightscope import training
     from weightscope.data import load
+    from weightscope.networks import build_for
     from weightscope.training import own_networks
     from weightscope.training.devices import choose_kernels, resolve_device
-    from weightscope.training.initial_weights import resolve as resolve_init
+    from weightscope.training.initial_weights import check_initialisers
     from weightscope.training.tile_size import choose_tile
 
     if networks is not None:
@@ -50,8 +51,7 @@ def requested(
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
     inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
-    for init in recipe.init:
-        resolve_init(init)
+    check_initialisers(recipe, lambda: build_for(recipe))
     source = load(recipe.data, data, **recipe.data.counts)
     inputs[f"data {recipe.data.name}"] = source.fingerprint
     if there is None and recipe.training.ema:
