@@ -175,7 +175,7 @@ def test_what_is_on_disk_is_of_the_same_probe(tmp_path: Path, caplog: pytest.Log
     for changes, message in (
         ({"training.batch_size": 32}, "another training"),
         ({"data.train": 200}, "another data, data digits"),
-        ({"network.kernel_size": 5}, "another network"),
+        ({"network.width": 4}, "another network"),
     ):
         with pytest.raises(DataError, match=f"holds a probe with {message}; give another folder"):
             linear_probe(RECIPE.replace(changes), arms, out, seeds=2, **given)

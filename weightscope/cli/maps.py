@@ -47,8 +47,9 @@ def attention_maps(
 ) -> None:
     """Draw the mean attention maps of a vision transformer's heads, and test D >= k f^2.
 
-    SOURCE is a population, of which one network is run on the test images of its recipe, or a folder of transformers
-    (config.json, model.safetensors), run on test images of a data set that are scaled to the model's size.
+    SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
+    a folder of transformers (config.json, model.safetensors), run on test images of a data set that are scaled to the
+    model's size.
 
     With --tokens, SOURCE is a Mamba or Mamba-2 (weights of transformers or mamba_ssm), and what each token adds to each
     later one is drawn in the same way, with the mean mask, the product of the decays. Networks of a population of these
@@ -61,8 +62,12 @@ def attention_maps(
       weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
     """
-    from weightscope._util.sources import is_population
+    from weightscope._util.sources import is_population, population_member
 
+    if (member := population_member(source)) is not None:
+        if network not in (None, member[1]):
+            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
+        source, network = str(member[0]), member[1]
     sequences = is_population(source) and _of_sequences(source)
     if tokens is not None or sequences:
         if kind != "maps" or images or size:
