@@ -109,6 +109,7 @@ def _of_sequences(source: str) -> bool:
     Raises:
         UsageError: if they are Transformers, which have no map of a state-space layer.
     """
+    from weightscope.data import SequenceConfig
     from weightscope.population import population_in
 
     recipe = population_in(source).recipe
@@ -117,4 +118,4 @@ def _of_sequences(source: str) -> bool:
             f"{source}: expected networks with state-space layers, or vision transformers, found causal Transformers; "
             "the products of their weights, in Python: weightscope.products(population.network(0))"
         )
-    return recipe.data.sequences
+    return isinstance(recipe.data, SequenceConfig)

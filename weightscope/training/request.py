@@ -10,7 +10,7 @@ from weightscope._util import plugins
 from weightscope._util.environment import environment
 from weightscope.data.config import FOLDER
 from weightscope.data.folder import located
-from weightscope.data.sequence_config import TextConfig
+from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
@@ -47,6 +47,8 @@ def requested(
     device = str(resolved)
     own_code = own_code_hashes(recipe)
     there = manifests.read(path) if (path / manifests.NAME).exists() else None
+    if there is None and isinstance(recipe.data, TaskConfig):
+        recipe.data.check_answers()
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
