@@ -21,9 +21,10 @@ from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
 from weightscope.benchmarking.axes import Axis, point_text
+from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import summarise
+from weightscope.benchmarking.statistics import cell_key, summarise
 from weightscope.data.metrics import Metric
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -103,7 +104,9 @@ def bench(
             runs += _rows(arm, population, seconds, metric, metrics)
             device = population.environment
     about = {**environment(), **device, "recipe": recipe.to_dict()}
-    result = BenchResult(runs, summarise(runs, metric), about, metric, metrics)
+    levels = {cell_key({"cell": dict(a.cell)}): chance_of(r, metric) for a, r in zip(arms, complete, strict=True)}
+    chances = {cell: level for cell, level in levels.items() if level is not None}
+    result = BenchResult(runs, summarise(runs, metric, chances), about, metric, metrics)
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
