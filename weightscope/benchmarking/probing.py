@@ -99,8 +99,8 @@ def linear_probe(
     if not isinstance(recipe.data, DataConfig):
         raise UsageError(
             f"data.name: expected images for a linear probe, whose classifier sees one vector of each, found "
-            f"{recipe.data.name}; for sequences, `bench --frozen` with a pattern of the blocks' tensors trains only what "
-            "is around them"
+            f"{recipe.data.name}; for sequences, `bench --frozen` with a pattern of the blocks' tensors trains what "
+            "is around them only"
         )
     return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
 

@@ -86,7 +86,7 @@ class Exchangeable(Structure):
                 whole = network[tensor.name].shape
                 raise UsageError(
                     f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do; the "
-                    "others are equal in all networks (training has not moved them from equal initial values), so units "
+                    "others are equal in all networks (training has not moved them from equal values), so units "
                     "that exchange them have no common distribution; leave this tensor out of the selection"
                 )
         if permutations is None:
