@@ -11,7 +11,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.data.sequence_config import TaskConfig
-from weightscope.data.sequences import TASKS, SequenceBatch, cross_entropy
+from weightscope.data.sequences import TASKS, ScoredSequences, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences.models import TokenEmbedding
@@ -164,7 +164,7 @@ def train_sequences_alone(
         for step, parts in enumerate(zip(*(value.split(training.batch_size) for value in whole), strict=True)):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
             optimiser.param_groups[0]["lr"] = (rates[epoch] if len(rates) else training.learning_rate) * factor
-            batch = SequenceBatch(*parts)
+            batch = ScoredSequences(*parts)
             loss = cross_entropy(run(batch.tokens), batch)
             optimiser.zero_grad()
             loss.backward()

@@ -16,11 +16,12 @@ from weightscope.analysis.attention_maps import expected_map, watching
 from weightscope.analysis.attention_maps.opening import images_for, open_network
 from weightscope.anatomy import positions
 from weightscope.cli import main
-from weightscope.data import load
+from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, mimetic_attention_
 from weightscope.networks import ConvMixer, ViT
+from weightscope.networks.sequences import CausalTransformer
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -308,7 +309,7 @@ def test_training_mode_does_not_matter():
 
 def test_bad_images():
     vit = small()
-    with pytest.raises(DataError, match=r"expected images \(B, c, height, width\), found \(3, 32, 32\)"):
+    with pytest.raises(DataError, match=r"expected images \(B, c, height, width\) or .*, found \(3, 32, 32\)"):
         attention_maps(vit, images()[0])
     with pytest.raises(DataError, match=r"as floats, normalised .* found torch\.uint8"):
         attention_maps(vit, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
@@ -558,3 +559,107 @@ def test_images_of_a_population_are_those_that_its_networks_were_evaluated_on(tm
     data = load("digits", train=100, validation=40)
     expected = normalise(data.test_images[:8], data.mean, data.std)
     assert torch.equal(images_for(population.path, count=8), expected)
+
+
+# --- causal Transformers -------------------------------------------------------------------------------------------
+
+
+def causal(positions):
+    torch.manual_seed(0)
+    return families.scramble(CausalTransformer(11, 24, 2, heads=3, positions=positions, context=16))
+
+
+def plain_causal_maps(network, tokens):
+    """Mean maps (L, H, n, n) with plain NumPy, a loop over queries and keys; the forward pass by modules."""
+    maps, n = [], tokens.shape[1]
+    with torch.no_grad():
+        x = network.embeddings(tokens)
+        x = x if network.context is None else x + network.codes[:n]
+        for block in network.blocks:
+            read, attn = block.norm1(x).double().numpy(), block.attn
+            q, k = (
+                (read @ layer.weight.detach().double().numpy().T).reshape(*tokens.shape, attn.num_heads, -1)
+                for layer in (attn.q_proj, attn.k_proj)
+            )
+            half = q.shape[-1] // 2
+            found = np.zeros((attn.num_heads, n, n))
+            for b in range(len(tokens)):
+                for h in range(attn.num_heads):
+                    for i in range(n):
+                        logits = np.zeros(i + 1)
+                        for j in range(i + 1):
+                            # a complex number for each pair of channels, turned by position times frequency
+                            one, other = (v[:half] + 1j * v[half:] for v in (q[b, i, h], k[b, j, h]))
+                            turn = (i - j) * 10_000.0 ** (-np.arange(half) / half) if attn.rope else 0.0
+                            logits[j] = (one * np.conj(other) * np.exp(1j * turn)).real.sum()
+                        found[h, i, : i + 1] += softmax(logits / math.sqrt(2 * half)) / len(tokens)
+            maps.append(found)
+            x = block(x)
+    return np.array(maps)
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+def test_causal_maps_of_tokens_equal_plain_numpy(positions):
+    network = causal(positions)
+    tokens = torch.randint(11, (5, 7), generator=torch.Generator().manual_seed(1))
+    found = attention_maps(network, tokens, batch_size=2)
+    maps = np.stack([layer.maps for layer in found.layers])
+    np.testing.assert_allclose(maps, plain_causal_maps(network, tokens), atol=2e-6)
+    assert not np.triu(maps, 1).any()
+    assert not found.skipped
+    assert found.to_dict()["sequences"] == 5
+    assert "5 sequences, 7 tokens" in found.text()
+    window = sum(np.trace(maps[0, 0], -back) for back in range(3)) / 7
+    assert found.statistics()[0]["near"] == pytest.approx(window)
+    assert found.condition()[0]["needed"] == pytest.approx(3 * found.condition()[0]["stable_rank"])
+
+
+def test_tokens_that_do_not_fit_and_pictures_that_sequences_do_not_have():
+    network = causal("sinusoidal")
+    for tokens, message in (
+        (torch.full((1, 4), 11), "expected numbers from 0 to 10, found 11"),
+        (torch.zeros(1, 17, dtype=torch.int64), "expected at most 16 in a sequence"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            attention_maps(network, tokens)
+    found = attention_maps(network, torch.zeros(1, 4, dtype=torch.int64))
+    for kind, message in (("ranks", "'ranks' is of images"), ("expected", "needs the model's position table")):
+        with pytest.raises(UsageError, match=message):
+            found.plot(kind=kind)
+
+
+def test_the_command_draws_causal_transformers(tmp_path, capsys):
+    plan = {
+        "network": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
+        "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 8, "test": 10},
+        "training": {"epochs": 1, "batch_size": 4},
+        "population": {"networks": 2, "tile": 2},
+    }
+    found = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)
+    out = ["-o", tmp_path / "x.png", "--json", tmp_path / "x.json"]
+    code, text, _ = run("attention-maps", f"{found.path}::1", "--count", 4, *out, capsys=capsys)
+    assert (code, "means over heads and 4 sequences, 6 tokens" in text) == (0, True)
+    wanted = attention_maps(found.network(1), SequenceSource.of(found.recipe.data).held_out[1][0].tokens[:4])
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(wanted.to_dict()))
+    assert run("attention-maps", found.path, "--tokens", "sort:4", "--kind", "offsets", *out, capsys=capsys)[0] == 0
+    code, _, err = run("attention-maps", found.path, "--kind", "ranks", *out, capsys=capsys)
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_the_command_draws_a_folder_of_a_language_model(tmp_path, capsys):
+    families.shims.transformers()
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=9, n_positions=32, n_embd=12, n_layer=2, n_head=3)).eval()
+    model.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "tokens.txt").write_text("0 1 2 3\n8 7 6 5\n")
+    arguments = (tmp_path / "gpt2", "--tokens", tmp_path / "tokens.txt", "-o", tmp_path / "x.png")
+    code, _, err = run("attention-maps", *arguments, "--json", tmp_path / "x.json", capsys=capsys)
+    assert code == 0, err
+    heads = json.loads((tmp_path / "x.json").read_text())["heads"]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        theirs = model(torch.tensor([[0, 1, 2, 3], [8, 7, 6, 5]]), output_attentions=True).attentions
+    own = [float(layer[:, h].mean(0).trace()) / 4 for layer in theirs for h in range(3)]
+    np.testing.assert_allclose([row["self"] for row in heads], own, atol=1e-5)

@@ -18,10 +18,12 @@ from scipy import stats
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, plan_arms, summarise, training
+from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise, training
+from weightscope.benchmarking.chance import Chance, above_chance, chance_of
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval, paired
-from weightscope.errors import DataError, UsageError
+from weightscope.data.sequences import TASKS
+from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fitting.population import fit
 from weightscope.init import _trained, mimetic_mlp_
 from weightscope.networks import build_for
@@ -442,6 +444,58 @@ def test_an_own_initialiser_is_benchmarked_from_python(mine: Path) -> None:
     result = bench(small, ["default", my_init], "out", workers=2, device="cpu", progress=False)
     assert [row["init"] for row in result.arms] == ["default", "my_init"]
     assert result.arms[1]["difference"] != 0
+
+
+@pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])
+def test_an_initialiser_that_does_not_apply_is_known_before_any_arm_is_trained(tmp_path: Path, run: Any) -> None:
+    """One error that names the cell, and no network of the other arms."""
+    inits, vary = ["default", "mimetic_first_last_mlp"], {"network.depth": [2, 1]}
+    with pytest.raises(RecipeError, match=r"^depth=1: init \(mimetic_first_last_mlp\): expected at least two MLPs"):
+        run(RECIPE, inits, tmp_path / "out", vary=vary)
+    assert not (tmp_path / "out").exists()
+
+
+def test_guesses_are_called_better_than_chance_as_rarely_as_stated() -> None:
+    """In 4000 benchmarks of 6 networks that guess 50 shared labels of 10 classes; a real difference is found."""
+    rng = np.random.default_rng(0)
+    level = Chance(0.1, 50)
+    p = [
+        above_chance((rng.integers(10, size=(6, 50)) == rng.integers(10, size=50)).mean(1), level) for _ in range(4000)
+    ]
+    assert np.mean(np.array(p) < 0.05) < 0.05 + 4 * np.sqrt(0.05 * 0.95 / 4000)
+    constant = [above_chance(np.repeat((rng.integers(10, size=50) == 0).mean(), 6), level) for _ in range(4000)]
+    assert np.mean(np.array(constant) < 0.05) < 0.08, "all networks give the same answer, and share the labels' luck"
+    assert above_chance(np.array([0.3, 0.35, 0.25, 0.3, 0.32, 0.29]), level) < 0.05
+    assert above_chance(np.array([0.3]), level) < 0.05
+
+
+def test_arms_at_chance_are_named_in_one_line(tmp_path: Path) -> None:
+    """A network that is not trained guesses; the level is that of the data, and is in the JSON."""
+    still = RECIPE.replace({"training.learning_rate": 0.0, "training.weight_decay": 0.0})
+    result = bench(still, ["default", "kaiming_uniform"], tmp_path, workers=1, device="cpu", progress=False)
+    lines = [line for line in result.text().splitlines() if "chance" in line]
+    assert lines == [
+        "not distinguishable from chance, 10 %: default, kaiming_uniform (one-sided t-test at 5 %: so often is a guess "
+        "taken for better)"
+    ]
+    written = json.loads((tmp_path / "results.json").read_text())["summary"]
+    assert [(row["chance"], row["chance_p"] > 0.05) for row in written] == [(0.1, True)] * 2
+    assert "chance" not in BenchResult(result.runs, summarise(result.runs)).text()
+
+
+@pytest.mark.parametrize("name", ["copy", "copy_reversed", "selective_copy", "associative_recall"])
+def test_the_chance_of_a_task_is_that_of_a_constant_guess(name: str) -> None:
+    data = {"name": name, "length": 4, "vocabulary": 10, "test": 400, "lengths": [1, 2]}
+    task = Recipe.parse({**RECIPE.to_dict(), "network": {"type": "mamba", "width": 8, "depth": 1}, "data": data})
+    for metric in task.data.metrics[:2]:
+        level = chance_of(task, metric)
+        assert level is not None
+        found = TASKS[name](torch.Generator().manual_seed(0), 400, 4 * metric.length, 10)
+        answer = found.targets[found.mask]
+        assert len(answer) == level.examples
+        shares = np.bincount(answer.numpy(), minlength=10) / len(answer)
+        assert shares[shares > 0] == pytest.approx(level.accuracy, abs=5 * np.sqrt(level.accuracy / level.examples))
+    assert chance_of(task, task.data.metrics[-1]) is None
 
 
 def test_the_title_of_the_pictures_tells_scale_from_structure() -> None:

@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from weightscope.analysis.attention_products import products
+from weightscope.analysis.inspection import inspect
+from weightscope.auditing import audit
+from weightscope.checkpoint import Checkpoint
 from weightscope.cli import cli, main
 from weightscope.errors import UsageError
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
 
 TINY = """
 [network]
@@ -543,3 +550,59 @@ def test_demo_does_not_write_into_a_population(folder: Path, capsys: pytest.Capt
     assert code == 2
     assert "tiny.pop is a population" in err
     assert (folder / "tiny.pop/population.json").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def vits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A population of two small vision transformers, the second with the mimetic start."""
+    recipe = {
+        "network": {"type": "vit", "width": 16, "depth": 2, "heads": 2, "patch_size": 2},
+        "data": {"name": "digits", "train": 32, "test": 16},
+        "training": {"epochs": 1, "batch_size": 32, "learning_rate": 0.0, "weight_decay": 0.0, "kernels": "torch"},
+        "init": [{"name": "default"}, {"name": "mimetic_attention"}],
+        "population": {"networks": 2, "tile": 2},
+    }
+    path = tmp_path_factory.mktemp("vits") / "vits.pop"
+    collect(Recipe.parse(recipe), path, workers=1, device="cpu", progress=False)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("inspect",), "tensors, "),
+        (("audit", "--init", "mimetic_attention"), "passed"),
+        (("products", "-o", "out.png"), "of 4 heads"),
+        (("covariance", "-o", "out.png"), "fc1"),
+        (("fit-init", "--structure", "identity-product", "-o", "out.safetensors"), "alpha"),
+        (("attention-maps", "-o", "out.png"), "head"),
+    ],
+)
+def test_a_network_of_a_population_is_a_source(
+    vits: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command, *options = arguments
+    code, out, err = run(command, f"{vits}::1", *options, capsys=capsys)
+    assert code == 0, err
+    assert expected in out
+    code, _, err = run(command, f"{vits}::2", *options, capsys=capsys)
+    assert code == 2
+    assert "2" in err
+    assert err.count("\n") == 1
+
+
+def test_what_is_found_in_a_network_of_a_population_is_found_in_the_module(
+    vits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not in its neighbour."""
+    module = Population(vits).network(1)
+    assert products(f"{vits}::1").rows() == [{**row, "source": "vits.pop::1"} for row in products(module).rows()]
+    assert inspect(f"{vits}::1").tensors == inspect(Checkpoint(module)).tensors
+    assert audit(f"{vits}::1", "mimetic_attention").passed
+    assert run("audit", f"{vits}::0", "--init", "mimetic_attention", capsys=capsys)[0] == 1

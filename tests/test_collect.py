@@ -18,11 +18,12 @@ from typing import Any
 import fake_training as fake
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 
 from weightscope import training
 from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
+from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
@@ -52,6 +53,11 @@ def use(monkeypatch: pytest.MonkeyPatch, train_tile: Callable[..., Any]) -> None
 
 def shard_files(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
+
+
+def raising(_module: Any, *, generator: Any = None) -> None:
+    """An initialiser with an error in it."""
+    raise KeyError("x")
 
 
 @pytest.fixture
@@ -251,6 +257,19 @@ def test_other_data_under_the_same_name(
         (fake.recipe(), {"device": "abacus"}, UsageError, "abacus"),
         (fake.recipe(init=[{"name": "nonsense"}]), {}, UsageError, "nonsense"),
         (fake.recipe(init=[{"artifact": "none.safetensors"}]), {}, DataError, "none.safetensors"),
+        (
+            fake.recipe(init=[{"name": "mimetic_attention"}]),
+            {},
+            RecipeError,
+            r"^init \(mimetic_attention\): exp",
+        ),
+        (
+            fake.recipe(init=[{"name": "default"}, {"name": "mimetic_mlp", "sigma": "x"}]),
+            {},
+            RecipeError,
+            r"^init\.1 \(mimetic_mlp\): .*sigma",
+        ),
+        (fake.recipe(init=[{"name": raising}]), {}, RecipeError, r"^init \(.*:raising\): .*raised KeyError: 'x'"),
         (fake.recipe(data__name="cifar10"), {}, DataError, "cifar-10-batches-bin"),
     ],
 )
@@ -269,6 +288,7 @@ def test_what_can_be_known_beforehand_leaves_nothing(
     with pytest.raises(error, match=message):
         collect(recipe, tmp_path / "a.pop", **options)
     assert not (tmp_path / "a.pop").exists()
+    assert trained == []
 
 
 @pytest.mark.parametrize("backend", ["dask", "ray"])
@@ -658,10 +678,11 @@ def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...
 
 def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: list[int]) -> None:
     source = tmp_path / "source.safetensors"
-    save_file({"w": np.ones(3, np.float32)}, source)
     wanted = fake.recipe().replace({"init": [{"name": "transfer", "source": str(source)}]})
+    weights = build_for(wanted).state_dict()
+    save_file(weights, source)
     collect(wanted, tmp_path / "a.pop", workers=1, progress=False)
     collect(wanted, tmp_path / "a.pop", networks=24, workers=1, progress=False)
-    save_file({"w": 5 * np.ones(3, np.float32)}, source)
+    save_file({name: 5 * value for name, value in weights.items()}, source)
     with pytest.raises(DataError, match=r"collected with another weights .*: expected hash"):
         collect(wanted, tmp_path / "a.pop", networks=32, workers=1, progress=False)

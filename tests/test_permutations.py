@@ -327,5 +327,30 @@ def test_a_tensor_of_which_some_entries_never_vary_is_a_reason_not_a_crash() -> 
     reasons = {row["structure"]: row["failed"] for row in result.table}
     assert reasons == {
         "diagonal": None,
-        "exchangeable": "`in`: expected all of (6, 4) to vary, found 23 entries that do",
+        "exchangeable": "`in`: expected all of (6, 4) to vary, found 23 entries that do; the others are equal in "
+        "all networks (training has not moved them from equal values), so units that exchange them have no "
+        "common distribution; leave this tensor out of the selection",
     }
+
+
+def test_transformers_have_no_specification_and_take_one_of_their_own() -> None:
+    """The message names the architectures that have one; one's own is proved by function on tokens."""
+    recipe = Recipe.parse(
+        {
+            "network": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
+            "data": {"name": "copy", "length": 3, "vocabulary": 6},
+            "training": {"epochs": 1},
+        }
+    )
+    source = SimpleNamespace(spec=WeightSpec.of(build_for(recipe)), recipe=recipe)
+    with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):
+        permutations_of(source)
+    axes: dict[str, list[str | None]] = {tensor.name: [None] * len(tensor.shape) for tensor in source.spec.tensors}
+    right = axes | {
+        "blocks.0.mlp.fc1.weight": ["hidden", None],
+        "blocks.0.mlp.fc1.bias": ["hidden"],
+        "blocks.0.mlp.fc2.weight": [None, "hidden"],
+    }
+    assert permutations_of(source, right).sizes == {"hidden": 32}
+    with pytest.raises(SpecError, match="expected renumbering to leave the network's outputs unchanged"):
+        permutations_of(source, right | {"blocks.0.mlp.fc2.weight": [None, None]})

@@ -175,7 +175,7 @@ def test_what_is_on_disk_is_of_the_same_probe(tmp_path: Path, caplog: pytest.Log
     for changes, message in (
         ({"training.batch_size": 32}, "another training"),
         ({"data.train": 200}, "another data, data digits"),
-        ({"network.kernel_size": 5}, "another network"),
+        ({"network.width": 4}, "another network"),
     ):
         with pytest.raises(DataError, match=f"holds a probe with {message}; give another folder"):
             linear_probe(RECIPE.replace(changes), arms, out, seeds=2, **given)
@@ -209,3 +209,9 @@ def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tm
     (tmp_path / "a.pop").mkdir()
     with pytest.raises(UsageError, match="expected a folder for the results, found a population"):
         linear_probe(RECIPE, ["default"], tmp_path / "a.pop")
+
+
+def test_a_probe_of_sequences_is_refused_with_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data.name: expected images for a linear probe, .* found copy; .*--frozen"):
+        linear_probe("copying-mamba-small", ["default"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from plain import train_sequences_alone
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.cli import main
 from weightscope.data import SequenceSource, load
-from weightscope.data.sequence_config import SEQUENCE_NAMES
+from weightscope.data.sequence_config import SEQUENCE_NAMES, TaskConfig
 from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -390,6 +390,36 @@ def test_a_wrong_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     found = error_of("collect", tmp_path / "r.toml", "-o", tmp_path / "a.pop", capsys=capsys)
     assert "sorting 36 different tokens needs at least 37" in found
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, tmp_path: Path) -> None:
+    """Counted over sequences; fewer tokens are refused before anything is written, by the field that is to blame."""
+
+    def answers(length: int, vocabulary: int) -> int:
+        found = TASKS[name](torch.Generator().manual_seed(0), 64, length, vocabulary)
+        return len(found.targets[:, found.mask[0]].unique(dim=0))
+
+    for length in (2, 4):
+        least = TASK_SIZES[name].varied(length)
+        assert answers(length, least) > 1
+        if TASK_SIZES[name].vocabulary(length) < least:
+            assert answers(length, least - 1) == 1
+    small = TASK_SIZES[name].varied(2) - 1
+    with pytest.raises(RecipeError, match=rf"^data.vocabulary: expected at least {small + 1}, found {small}, with "):
+        collect(recipe(data__name=name, data__length=2, data__lengths=[1], data__vocabulary=small), tmp_path / "a.pop")
+    assert not (tmp_path / "a.pop").exists()
+
+
+def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path: Path) -> None:
+    constant = recipe(data__name="sort", data__length=3, data__lengths=[1, 2], data__vocabulary=7)
+    with pytest.raises(RecipeError, match=r"expected at least 8, found 7, .* have the same answer at 2 times the len"):
+        collect(constant, tmp_path / "a.pop")
+
+
+def test_an_unknown_task_is_named_where_a_section_is_made_in_python() -> None:
+    with pytest.raises(ValueError, match="no task 'cpoy'; did you mean 'copy'"):
+        TaskConfig(name="cpoy", length=3, vocabulary=5)
 
 
 def test_tables_of_tasks_agree() -> None:

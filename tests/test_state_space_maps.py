@@ -11,7 +11,6 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from weightscope import Population, products
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.threads import single_threaded
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
@@ -187,15 +186,12 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     assert json.loads(numbers.read_text()) == state_space_maps(found.network(1), drawn[:4]).to_dict()
     assert _run("attention-maps", path, "--tokens", "copy:5", *out) == 0
     assert "of 10 tokens" in capsys.readouterr().out
-    plan["network"] = {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32}
-    other = str(collect(plan, tmp_path / "b.pop", **given).path)
     for arguments, message in (
-        ((path, "--size", "3"), "sequences: expected no --kind, --images and --size, which are of images"),
-        ((other,), "found causal Transformers; the products of their weights, in Python: weightscope.products("),
+        (("--size", "3"), "sequences: expected no --images, --size, --kind expected and --kind ranks"),
+        (("--kind", "offsets"), "--kind: expected maps of a state-space model"),
     ):
-        assert _run("attention-maps", *arguments, *out) == 2
+        assert _run("attention-maps", path, *arguments, *out) == 2
         assert message in capsys.readouterr().err
-    assert len(products(Population(other).network(0)).rows()) > 0, "as the message says"
 
 
 def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):

@@ -90,7 +90,7 @@ def _population(source: Any) -> Any:
 
 def _one_network(source: Any) -> WeightArray:
     """The floating-point tensors of one network as a population of one, whose channels are the samples."""
-    from weightscope.anatomy import opened  # torch
+    from weightscope.population import opened  # h5py
 
     if isinstance(source, list | tuple):
         raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")

@@ -17,7 +17,7 @@ from weightscope._util.tables import text_table
 from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
 from weightscope.artifacts.format import KEY
 from weightscope.data.metrics import metric_named
-from weightscope.population import Population
+from weightscope.population import Population, opened
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -38,7 +38,8 @@ def inspect(
     read.
 
     Args:
-        source: a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`.
+        source: a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
+            `Checkpoint`.
 
     Returns:
         A result with `text()`, `rows()`, `to_pandas()` and `to_dict()`.
@@ -57,12 +58,14 @@ def inspect(
         return ExportContents(str(source), read_export(source))
     from weightscope.checkpoint import Checkpoint  # torch, which a population does not need
 
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    found = opened(source)
+    checkpoint = found if isinstance(found, Checkpoint) else Checkpoint(found)  # of a population's network
+    label = str(checkpoint.source if found is checkpoint else source)
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
-    return CheckpointContents(str(checkpoint.source), tuple(rows), *facts)
+    return CheckpointContents(label, tuple(rows), *facts)
 
 
 class TensorRow(NamedTuple):

@@ -10,9 +10,10 @@ from torch import nn
 
 from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy.permutation_rules import ARCHITECTURES, Axes, Rule
+from weightscope.data import SequenceConfig
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import AnatomyError, SpecError
-from weightscope.networks.building import build_for
+from weightscope.networks.building import build_for, vocabulary_of
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
@@ -58,11 +59,12 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
             nearest = name, strangers
     like = f"nearest is {nearest[0]}, without " if nearest[0] else ""
     raise AnatomyError(
-        f"no permutation specification for this network: {like}{listing(nearest[1], 4)}; give your own, "
-        "PermutationSpec.from_axes(spec, {name: (group, ...)})"
+        f"no permutation specification for this network, there are those of {', '.join(ARCHITECTURES)}: "
+        f"{like}{listing(nearest[1], 4)}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})"
     )
 
 
+_TOKENS = 16  # of the sequences on which a specification is checked
 _HEADS = ("num_heads", "heads", "num_attention_heads")
 
 
@@ -235,12 +237,17 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
 @torch.no_grad()
 def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
     """`check_permutations` of a recipe's network, whose tensors are all made to differ between units."""
-    info, generator = dataset_info(recipe.images), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         module = build_for(recipe).double().eval()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point():
             noise = 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
             value.copy_(value * noise.exp() if name.endswith("running_var") else value + noise)
-    images = torch.randn(4, info.channels, info.size, info.size, generator=generator, dtype=torch.float64)
-    return check_permutations(module, images, permutations)
+    if isinstance(recipe.data, SequenceConfig):
+        shape = (4, min(recipe.data.longest, _TOKENS))
+        inputs = torch.randint(vocabulary_of(recipe.data), shape, generator=generator)
+    else:
+        info = dataset_info(recipe.images)
+        inputs = torch.randn(4, info.channels, info.size, info.size, generator=generator, dtype=torch.float64)
+    return check_permutations(module, inputs, permutations)

@@ -22,6 +22,7 @@ from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
+from weightscope.population import opened
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
@@ -37,7 +38,8 @@ def audit(
     """Check a model against the expectations of an initialiser, layer by layer and head by head.
 
     Args:
-        model: a module, a mapping name -> tensor (a state dict, a `Checkpoint`), a path, or a `NamedTensors`.
+        model: a module, a mapping name -> tensor (a state dict, a `Checkpoint`), a path, `"PATH.pop::k"` (network k of
+            a population), or a `NamedTensors`.
         init: the initialiser's registered name, or several joined by "+"; None tries every one with its published
             presets. Or expectations of your own: a function `f(tensors: NamedTensors, **parameters) -> list[Check]`,
             or a reference to one, `"package.module:function"`.
@@ -64,7 +66,7 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    tensors = named_tensors(model, config)
+    tensors = named_tensors(opened(model), config)
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")

@@ -14,7 +14,7 @@ from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.inits import Init
-from weightscope.benchmarking.run import planned
+from weightscope.benchmarking.run import check_arms, planned
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -110,6 +110,8 @@ def plan_bench(
     _, arms = planned(recipe, init=inits, **{key: given.pop(key, None) for key in keys})
     where = resolve_device(device)
     recipes = training.with_tiles(arms, folder, where, data)
+    if measure:
+        check_arms(arms, recipes)
     tasks = training.tasks_of(arms, recipes, folder)
     finished = {(task.path, task.tile) for task in tasks if training.done(task)}
     number = workers or (usable_cores() if where.type == "cpu" else 1)

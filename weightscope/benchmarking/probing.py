@@ -25,7 +25,7 @@ from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.population import recipe_of
-from weightscope.recipe import Recipe
+from weightscope.recipe import DataConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batches import hits
 from weightscope.training.devices import current, one_thread, resolve_device
@@ -75,8 +75,8 @@ def linear_probe(
 
     Raises:
         DataError: if `out` holds a probe of another recipe, data or weights.
-        UsageError: see `bench`; if the network's last linear layer does not give the logits; for `frozen`, since the
-            whole network is.
+        UsageError: see `bench`; for sequences; if the network's last linear layer does not give the logits; for
+            `frozen`, since the whole network is.
 
     Source: selection paper, section 5, Table 8, after He et al., Masked autoencoders are scalable vision learners,
     2021, Table 10 (which augments images by random resized crops and flips).
@@ -96,6 +96,12 @@ def linear_probe(
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
     collector = partial(_in_probes, Path(out))
     recipe = _without_training(recipe_of(recipe))
+    if not isinstance(recipe.data, DataConfig):
+        raise UsageError(
+            f"data.name: expected images for a linear probe, whose classifier sees one vector of each, found "
+            f"{recipe.data.name}; for sequences, `bench --frozen` with a pattern of the blocks' tensors trains what "
+            "is around them only"
+        )
     return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
 
 

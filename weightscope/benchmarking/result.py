@@ -13,6 +13,7 @@ from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.chance import note
 from weightscope.benchmarking.statistics import between_cells, cell_key
 from weightscope.benchmarking.tables import paper_table
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
@@ -46,7 +47,8 @@ class BenchResult(Result):
             number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's
             control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p`, `beyond_scale_pairs` and
             `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the rows `summary`, and
-            those of earlier versions have no `pairs`, `beyond_scale_pairs` and `networks`.
+            those of earlier versions have no `pairs`, `beyond_scale_pairs` and `networks`. Of accuracies with a known
+            chance level, `chance` and `chance_p`, the one-sided p-value of a mean above it (`chance.above_chance`).
         environment: versions, machine, device and the recipe.
         metric: that is compared; all of `arms` and the differences are in its stored unit.
         metrics: all that the task reports.
@@ -111,17 +113,19 @@ class BenchResult(Result):
         table = _ruled(header, (_in_cell(row, _cells(row, metric, pairs), cells) for row in self.arms))
         if not metric.higher_is_better:
             table += f"\n{metric.title}{metric.direction}"
+        if guesses := note(self.arms):
+            table += f"\n{guesses}"
         controlled = [row for row in self.arms if row.get("control") is not None]
         if not controlled:
             return table
         scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         lines = [_scale_cells(row, scale[cell_key(row), row["epochs"], row["control"]], metric) for row in controlled]
         lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
-        note = (
+        beyond = (
             "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same "
             "mean and variance of each tensor"
         )
-        return f"{table}\n\n{note}\n{_ruled(('cell', *_SCALE_HEADER) if cells else _SCALE_HEADER, lines)}"
+        return f"{table}\n\n{beyond}\n{_ruled(('cell', *_SCALE_HEADER) if cells else _SCALE_HEADER, lines)}"
 
     def table(self, form: str = "text") -> str:
         """A table like those of the papers: initialisers in rows, cells in columns.

@@ -7,6 +7,7 @@ order with the same augmentation, and differs in its initialiser alone.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ from weightscope._util.names import unknown
 from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
-from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.axes import Axis, point_text
+from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import summarise
+from weightscope.benchmarking.statistics import cell_key, summarise
 from weightscope.data.metrics import Metric
-from weightscope.errors import UsageError
+from weightscope.errors import RecipeError, UsageError
+from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
-from weightscope.training.initial_weights import resolve
+from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.request import with_classes
 from weightscope.training.weight_hashes import hashed_once
 
@@ -94,12 +97,16 @@ def bench(
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    with hashed_once(with_classes(arm.recipe, options.get("data")) for arm in arms):
+    complete = [with_classes(arm.recipe, options.get("data")) for arm in arms]
+    check_arms(arms, complete)
+    with hashed_once(complete):
         for arm, population, seconds in _trained(arms, folder, collector, options):
             runs += _rows(arm, population, seconds, metric, metrics)
             device = population.environment
     about = {**environment(), **device, "recipe": recipe.to_dict()}
-    result = BenchResult(runs, summarise(runs, metric), about, metric, metrics)
+    levels = {cell_key({"cell": dict(a.cell)}): chance_of(r, metric) for a, r in zip(arms, complete, strict=True)}
+    chances = {cell: level for cell, level in levels.items() if level is not None}
+    result = BenchResult(runs, summarise(runs, metric, chances), about, metric, metrics)
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
@@ -140,6 +147,21 @@ def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm
         seed += SEED_OFFSET
         arms = arms_with(seed)
     return recipe.replace({"population.seed": seed}), arms
+
+
+def check_arms(arms: Sequence[Arm], recipes: Sequence[Recipe]) -> None:
+    """Apply the initialiser of each arm to one network of its recipe.
+
+    Raises:
+        RecipeError: if it does not apply to the network, or raises; names the arm's cell.
+        DataError: if a file that it reads is missing or damaged.
+    """
+    for arm, recipe in zip(arms, recipes, strict=True):
+        try:
+            check_initialisers(recipe, partial(build_for, recipe))
+        except RecipeError as error:
+            cell = f"{point_text(dict(arm.cell))}: " if arm.cell else ""
+            raise RecipeError(f"{cell}{error}") from error
 
 
 def metrics_of(arms: Sequence[Arm], name: str | None) -> tuple[Metric, tuple[Metric, ...]]:

@@ -1,7 +1,7 @@
 """Statistics of a benchmark: means with intervals inside their range, paired t-tests, and Holm's correction."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from scipy import special, stats
 
 from weightscope._util.arm_labels import CONTROL, FROZEN
 from weightscope._util.names import unknown
+from weightscope.benchmarking.chance import Chance, above_chance
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 
@@ -16,7 +17,9 @@ _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the 
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
 
 
-def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+def summarise(
+    runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY, chances: Mapping[str, Chance] | None = None
+) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the metric that it reached, and is left out where that is not finite; `n` is the
@@ -30,6 +33,7 @@ def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list
     Args:
         runs: rows of networks.
         metric: that is compared.
+        chances: cell (`cell_key`) -> its chance level; rows then have `chance` and `chance_p`, see `above_chance`.
     """
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -50,6 +54,10 @@ def summarise(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list
         found = _compared(values, {} if control is None else _values(control, metric), metric)
         row |= {"control": None if control is None else control[0]["init"]}
         row |= dict(zip(_BEYOND, (*found.values(), None), strict=True))
+        level = (chances or {}).get(cell)
+        if level is not None:
+            p = above_chance(np.array(list(values.values())), level) if values else None
+            row |= {"chance": level.accuracy, "chance_p": p}
         rows.append(row)
     tested = [(row, key) for row in rows for key in ("p", "beyond_scale_p") if row[key] is not None]
     for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):

@@ -20,7 +20,7 @@ from weightscope.cli.shared import (
 @click.argument("source", type=Named())
 @json_option
 def inspect(source: str, json_file: Path | None) -> None:
-    """Describe the contents of a population, an artifact, a checkpoint or an exported file.
+    """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
     Examples:
@@ -124,9 +124,10 @@ def products(
 ) -> None:
     """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
 
-    SOURCE is a .safetensors or .pt file, a model folder or hf://org/name[@revision], from which only the attention's
-    tensors are fetched. One model is drawn as a grid of matrices, several are compared by depth. In
-    W ~ alpha Z + beta I, beta is the mean of the diagonal; z compares it with that of independent Gaussian factors.
+    SOURCE is a .safetensors or .pt file, a model folder, PATH.pop::k (network k of a population) or
+    hf://org/name[@revision], from which only the attention's tensors are fetched. One model is drawn as a grid of
+    matrices, several are compared by depth. In W ~ alpha Z + beta I, beta is the mean of the diagonal; z compares it
+    with that of independent Gaussian factors.
     Mamba and Mamba-2 layers have W_C^T W_B.
 
     \b
@@ -158,9 +159,9 @@ def products(
 def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.
 
-    SOURCE is a .safetensors or .pt file or a model folder. Tests the effective operators layer by layer and head by
-    head, and exits with 1 unless every initialiser named has passed. Without --init it says which ones fit, and exits
-    with 0.
+    SOURCE is a .safetensors or .pt file, a model folder or PATH.pop::k, network k of a population. Tests the effective
+    operators layer by layer and head by head, and exits with 1 unless every initialiser named has passed. Without
+    --init it says which ones fit, and exits with 0.
 
     \b
     Example:
@@ -169,14 +170,14 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
     """
     from weightscope.auditing import audit as run
     from weightscope.benchmarking.arms import labelled
-    from weightscope.checkpoint import Checkpoint
+    from weightscope.population import opened
 
-    checkpoint = Checkpoint(source)
+    model = opened(source)
     name, parameters = init, {}
     if init is not None and (init.endswith((".toml", ")"))):
         config = labelled(init)[1]
         name, parameters = config.name, config.parameters
-    report = run(checkpoint, name, config=checkpoint.config, **{"strict": not no_strict, **parameters})
+    report = run(model, name, **{"strict": not no_strict, **parameters})
     click.echo(str(report))
     write_json(json_file, report.to_dict())
     if init is not None and not report.passed:

@@ -27,7 +27,7 @@ from weightscope.errors import UsageError
     "--tokens",
     type=Named("tasks"),
     metavar="FILE|TASK:LENGTH",
-    help="Of a state-space model: numbers, a sequence in each line; or copy:20.  [a population's: its recipe's]",
+    help="Of a model of sequences: numbers, a sequence in each line; or copy:20.  [a population's: its recipe's]",
 )
 @click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data.")
@@ -45,14 +45,16 @@ def attention_maps(
     data: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Draw the mean attention maps of a vision transformer's heads, and test D >= k f^2.
+    """Draw the mean attention maps of a Transformer's heads, and test D >= k f^2.
 
-    SOURCE is a population, of which one network is run on the test images of its recipe, or a folder of transformers
-    (config.json, model.safetensors), run on test images of a data set that are scaled to the model's size.
+    SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
+    a folder of transformers (config.json, model.safetensors), run on test images of a data set that are scaled to the
+    model's size.
 
-    With --tokens, SOURCE is a Mamba or Mamba-2 (weights of transformers or mamba_ssm), and what each token adds to each
-    later one is drawn in the same way, with the mean mask, the product of the decays. Networks of a population of these
-    are run on held-out sequences of its recipe, at the training length, if no tokens are given.
+    With --tokens, SOURCE is a causal Transformer (a folder of transformers) or a Mamba or Mamba-2 (weights of
+    transformers or mamba_ssm). Of the latter, what each token adds to each later one is drawn in the same way, with the
+    mean mask, the product of the decays. Networks of a population of any of these are run on held-out sequences of its
+    recipe, at the training length, if no tokens are given.
 
     \b
     Examples:
@@ -61,55 +63,61 @@ def attention_maps(
       weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
     """
-    from weightscope._util.sources import is_population
+    from weightscope._util.sources import is_population, population_member
 
+    if (member := population_member(source)) is not None:
+        if network not in (None, member[1]):
+            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
+        source, network = str(member[0]), member[1]
     sequences = is_population(source) and _of_sequences(source)
+    note, drawing = "", {} if kind == "maps" else {"kind": kind}
     if tokens is not None or sequences:
-        if kind != "maps" or images or size:
-            raise UsageError("sequences: expected no --kind, --images and --size, which are of images")
-        write_json(json_file, _of_tokens(source, tokens, network, count, out, data))
-        return
-    from weightscope.analysis.attention_maps import attention_maps as compute
-    from weightscope.analysis.attention_maps.opening import images_for, open_network
+        if images or size or kind in ("expected", "ranks"):
+            raise UsageError(
+                "sequences: expected no --images, --size, --kind expected and --kind ranks, which are of images"
+            )
+        found = _of_tokens(source, tokens, network, count, data, filter_size, drawing)
+    else:
+        from weightscope.analysis.attention_maps import attention_maps as compute
+        from weightscope.analysis.attention_maps.opening import images_for, open_network
 
-    batch = images_for(source, name=images, count=count, size=size, root=data)
-    model, note = open_network(source, network)
-    found = compute(model, batch, filter_size=filter_size)
+        batch = images_for(source, name=images, count=count, size=size, root=data)
+        model, note = open_network(source, network)
+        found = compute(model, batch, filter_size=filter_size)
     click.echo(found.text())
     if note:
         click.echo(f"warning: {note}")
-    found.plot(out, kind)
+    found.plot(out, **drawing)
     click.echo(f"wrote {out}")
     write_json(json_file, found.to_dict())
 
 
 def _of_tokens(
-    source: str, tokens: str | None, network: int | None, count: int, out: Path, data: Path | None
-) -> dict[str, Any]:
+    source: str,
+    tokens: str | None,
+    network: int | None,
+    count: int,
+    data: Path | None,
+    filter_size: int,
+    drawing: dict[str, Any],
+) -> Any:
+    """The maps of a network's state-space layers, or of its attention if it has none."""
+    from weightscope.analysis.attention_maps import attention_maps as of_attention
     from weightscope.analysis.state_space_maps import state_space_maps
-    from weightscope.analysis.state_space_maps.opening import held_out, open_sequences, tokens_for
+    from weightscope.analysis.state_space_maps.opening import has_state_spaces, held_out, open_sequences, tokens_for
 
     model = open_sequences(source, network)
     batch = held_out(source, count, data) if tokens is None else tokens_for(tokens, model, count)
-    found = state_space_maps(model, batch)
-    click.echo(found.text())
-    found.plot(out)
-    click.echo(f"wrote {out}")
-    return found.to_dict()
+    if not has_state_spaces(model):
+        return of_attention(model, batch, filter_size=filter_size)
+    if drawing:
+        raise UsageError("--kind: expected maps of a state-space model, the others are of attention")
+    return state_space_maps(model, batch)
 
 
 def _of_sequences(source: str) -> bool:
-    """Whether a population's networks take tokens.
+    """Whether a population's networks take tokens."""
+    from weightscope.data import SequenceConfig
+    from weightscope.population import recipe_of
 
-    Raises:
-        UsageError: if they are Transformers, which have no map of a state-space layer.
-    """
-    from weightscope.population import population_in
-
-    recipe = population_in(source).recipe
-    if recipe.network.type == "transformer":
-        raise UsageError(
-            f"{source}: expected networks with state-space layers, or vision transformers, found causal Transformers; "
-            "the products of their weights, in Python: weightscope.products(population.network(0))"
-        )
-    return recipe.data.sequences
+    return isinstance(recipe_of(source).data, SequenceConfig)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from weightscope.data.locations import places
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.task_sizes import TASK_SIZES, check_task, sequence_length
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError, RecipeError, UsageError
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
@@ -36,11 +36,6 @@ class SequenceConfig(BaseModel):
     train: Size | None = None
     test: Size | None = None
     held_out: Part = "test"
-
-    @property
-    def sequences(self) -> bool:
-        """Whether these are sequences of tokens: true."""
-        return True
 
     @property
     def counts(self) -> dict[str, int | None]:
@@ -80,7 +75,6 @@ class TaskConfig(SequenceConfig):
     Source: thesis 3.3.1 to 3.3.3.
     """
 
-    name: Literal["copy", "copy_reversed", "sort", "associative_recall", "selective_copy"]
     vocabulary: Vocabulary
     train: Size = 2000
     test: Size = 100
@@ -104,6 +98,23 @@ class TaskConfig(SequenceConfig):
         _check_memory("training", self.train, sequence_length(self.name, self.length))
         _check_memory("held-out", self.test, self.longest)
         return self
+
+    def check_answers(self) -> None:
+        """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated.
+
+        Recipes are not refused when they are read, since populations of them may exist.
+
+        Raises:
+            RecipeError: with the smallest vocabulary that is none of these.
+        """
+        for multiple in self.lengths:
+            least = TASK_SIZES[self.name].varied(multiple * self.length)
+            if self.vocabulary < least:
+                at = f" at {multiple} times the length (see `data.lengths`)" if multiple > 1 else ""
+                raise RecipeError(
+                    f"data.vocabulary: expected at least {least}, found {self.vocabulary}, with which all sequences of "
+                    f"{self.name} have the same answer{at}"
+                )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

@@ -17,12 +17,14 @@ class TaskSize(NamedTuple):
     Attributes:
         answer: tokens of the answer.
         vocabulary: the fewest tokens, the separator included.
+        varied: the fewest tokens with which not all sequences have the same answer.
         why: what needs so many, for messages; takes the length and this number.
         step: what the length is a multiple of: the tokens of a pair, 2, or 1.
     """
 
     answer: Callable[[int], int]
     vocabulary: Callable[[int], int]
+    varied: Callable[[int], int]
     why: Callable[[int, int], str] | None = None
     step: int = 1
 
@@ -32,20 +34,22 @@ def _same(length: int) -> int:
 
 
 TASK_SIZES = {
-    "copy": TaskSize(_same, lambda length: 2),
-    "copy_reversed": TaskSize(_same, lambda length: 2),
+    "copy": TaskSize(_same, lambda length: 2, lambda length: 3),
+    "copy_reversed": TaskSize(_same, lambda length: 2, lambda length: 3),
     "sort": TaskSize(
         _same,
         lambda length: length + 1,
+        lambda length: length + 2,
         lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
     ),
     "associative_recall": TaskSize(
         _same,
         lambda length: length + 1,
+        lambda length: max(length + 1, 4),
         lambda length, least: f"{length // 2} different keys, as many values and the separator need at least {least}",
         step=2,
     ),
-    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3),
+    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3, lambda length: 4),
 }
 
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from weightscope._util.plugins import underscored
 from weightscope._version import __version__
-from weightscope.anatomy import opened
 from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.errors import UsageError
 from weightscope.fitting.filters import fit_conv_schedule, fit_filters
 from weightscope.fitting.identity_product import fit_identity_product
 from weightscope.fitting.registry import NETWORK_FITS
+from weightscope.population import opened
 
 __all__ = ["NETWORK_FITS", "fit_conv_schedule", "fit_filters", "fit_identity_product", "fit_network"]
 
@@ -29,7 +29,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     """Fit the numbers of an initialiser to one network; they apply to networks of any width, depth and head count.
 
     Args:
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, `"PATH.pop::k"`, or `hf://org/name`.
         structure: "filters", "conv_schedule" or "identity_product"; or a function
             `f(source, **options) -> NetworkFit` of your own, itself or as `"package.module:function"`.
         options: named parameters of `fit_filters`, `fit_conv_schedule` or `fit_identity_product`.

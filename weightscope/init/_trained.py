@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.sources import population_member
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,
@@ -18,28 +17,13 @@ from weightscope.anatomy import (
     patch_embeddings,
     positions,
 )
-from weightscope.anatomy import opened as opened_model
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.population import opened
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
-
-
-def opened(source: Any) -> Any:
-    """Network k of a population as a module, for `"PATH.pop::k"`; the `Checkpoint` of another path; others as they are.
-
-    Raises:
-        DataError: if it cannot be read.
-        UsageError: if there is no network k.
-    """
-    if (member := population_member(source)) is None:
-        return opened_model(source)
-    from weightscope.population import Population  # needs h5py
-
-    with torch.random.fork_rng(devices=[]):  # building the network draws
-        return Population(member[0], partial=True).network(member[1])
 
 
 def tensors(source: Any) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from weightscope.init._family_names import Source, places
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.selection import Layout, found_parts, included
 from weightscope.networks.layers import SumLinear
+from weightscope.population import opened
 
 DEPTHS = ("identity", "stack")
 
@@ -72,7 +73,7 @@ def net2net_(
     number("noise", noise, least=0)
     everything = _trained.weights(module)
     wanted = included(module, everything, components, exclude)
-    small = _trained.opened(source)
+    small = opened(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
     _refuse_other_heads(module, small)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import count, number
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, opened, ssms
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, ssms
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.slots import put
 from weightscope.errors import SpecError, UsageError
 from weightscope.init._common import M
 from weightscope.init.registry import INITIALISERS
+from weightscope.population import opened
 
 
 @INITIALISERS.register(

@@ -51,8 +51,9 @@ class Recipe(Section):
     def _one_kind(self) -> "Recipe":
         """Images or sequences throughout."""
         kind, data = self.network.type, self.data
-        if not isinstance(self.network, OwnNetworkConfig) and (kind in SEQUENCE_TYPES) != data.sequences:
-            if data.sequences:
+        sequences = isinstance(data, SequenceConfig)
+        if not isinstance(self.network, OwnNetworkConfig) and (kind in SEQUENCE_TYPES) != sequences:
+            if sequences:
                 named = ", ".join(SEQUENCE_TYPES)
                 raise ValueError(f"network.type: {kind} takes images, {data.name} has none; expected one of {named}")
             named = ", ".join(SEQUENCE_NAMES)

@@ -55,11 +55,6 @@ class DataConfig(SourceConfig):
         """What networks report about these data, the primary metric first."""
         return ACCURACY, LOSS
 
-    @property
-    def sequences(self) -> bool:
-        """Whether these are sequences of tokens: false."""
-        return False
-
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:

@@ -85,7 +85,9 @@ class Exchangeable(Structure):
             if tensor.shape != network[tensor.name].shape:
                 whole = network[tensor.name].shape
                 raise UsageError(
-                    f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do"
+                    f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do; the "
+                    "others are equal in all networks (training has not moved them from equal values), so units "
+                    "that exchange them have no common distribution; leave this tensor out of the selection"
                 )
         if permutations is None:
             from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch

@@ -19,7 +19,7 @@ from torch import Tensor
 from weightscope import networks
 from weightscope._util.plugins import is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
-from weightscope.data import Dataset, SequenceSource, load
+from weightscope.data import Dataset, SequenceConfig, SequenceSource, load
 from weightscope.data.config import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.population.shard_format import TrainedTile
@@ -49,7 +49,7 @@ def spec_of(recipe: Recipe) -> WeightSpec:
 
 def _template(recipe: Recipe) -> torch.nn.Module:
     """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
-    constants = recipe.data.sequences  # such as position codes
+    constants = isinstance(recipe.data, SequenceConfig)  # such as position codes
     if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants:
         with torch.random.fork_rng(devices=[]):
             return networks.build_for(recipe)
@@ -165,7 +165,7 @@ class TileRun:
             return LoopNetworks(template, count, self.device, seeds=seeds)
         if isinstance(self.recipe.network, OwnNetworkConfig):
             template = template.to(self.device)
-        if self.recipe.data.sequences:
+        if isinstance(self.recipe.data, SequenceConfig):
             return StackedNetworks(template, count, self.device)
         return BatchedNetworks(template, count, self.device, kernels=kernels)
 

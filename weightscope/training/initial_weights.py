@@ -1,5 +1,6 @@
 """Initial weights of the networks of a tile, each from its own random streams."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,11 +8,13 @@ import numpy as np
 import torch
 
 from weightscope import init as initialisers
+from weightscope._util.plugins import imported
 from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
-from weightscope.errors import UsageError
+from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.scale_control import ScaleControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
+from weightscope.training.references import references
 
 
 def initial_weights(
@@ -34,26 +37,75 @@ def initial_weights(
     Raises:
         UsageError: if an initialiser fails, or changes the network's tensors.
     """
+    draw = _default_start(recipe, build)
+    rows, seeds = [], []
+    with torch.random.fork_rng(devices=[]), kept_generators():
+        functions = [_controlled(config, draw) for config in recipe.init]
+        for k in ids:
+            i = k % len(functions)
+            module = _initialised(recipe.init[i].name, functions[i], *draw(k))
+            seeds.append(torch_seed(recipe.population.seed, k, Purpose.INIT))
+            rows.append(WeightSpec.of(module).pack(_arrays(module)))
+    return np.stack(rows), np.array(seeds, dtype=np.uint64)
+
+
+_checked: set[Any] = set()
+
+
+def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> None:
+    """Apply each initialiser to one network; once per process, network, data and [init] table.
+
+    Args:
+        recipe: its entry i is applied to network i.
+        build: as in `initial_weights`.
+
+    Raises:
+        RecipeError: if an initialiser is unknown, does not apply to the network or raises; names the table.
+        DataError: if a file that it reads is missing or damaged; names the table.
+    """
+    draw, about = _default_start(recipe, build), recipe.to_dict()
+    for i, config in enumerate(recipe.init):
+        if config.name == "default" and config.artifact is None:
+            continue
+        where = f"init{f'.{i}' if len(recipe.init) > 1 else ''} ({config.artifact or config.name})"
+        try:
+            own = tuple(imported(name) for section, name in references(recipe) if section != "data")
+            key = json.dumps([about["network"], about["data"], about["init"][i], recipe.population.seed, i]), own
+            if key not in _checked:
+                with torch.random.fork_rng(devices=[]), kept_generators():
+                    _initialised(config.name, resolve(config), *draw(i))
+                _checked.add(key)
+        except (AnatomyError, SpecError, UsageError) as error:
+            raise RecipeError(f"{where}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        except Exception as error:
+            raise RecipeError(f"{where}: it raised {type(error).__name__}: {error}") from error
+
+
+def _default_start(
+    recipe: Recipe, build: Callable[[], torch.nn.Module]
+) -> Callable[[int], tuple[torch.nn.Module, torch.Generator]]:
+    """Network k with its default weights, and the generator that its initialiser draws from, for any k."""
     root = recipe.population.seed
 
     def draw(k: int) -> tuple[torch.nn.Module, torch.Generator]:
         seed_generators(torch_seed(root, k, Purpose.INIT))
         return build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
 
-    rows, seeds = [], []
-    with torch.random.fork_rng(devices=[]), kept_generators():
-        functions = [_controlled(config, draw) for config in recipe.init]
-        for k in ids:
-            seeds.append(torch_seed(root, k, Purpose.INIT))
-            module, generator = draw(k)
-            spec = WeightSpec.of(module)
-            initialised = functions[k % len(functions)](module, generator=generator)
-            module = initialised if isinstance(initialised, torch.nn.Module) else module
-            if lines := spec.differences(WeightSpec.of(module)):
-                name = recipe.init[k % len(functions)].name
-                raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
-            rows.append(spec.pack(_arrays(module)))
-    return np.stack(rows), np.array(seeds, dtype=np.uint64)
+    return draw
+
+
+def _initialised(
+    name: str, function: Callable[..., Any], module: torch.nn.Module, generator: torch.Generator
+) -> torch.nn.Module:
+    """The network after its initialiser, its tensors compared with those before."""
+    spec = WeightSpec.of(module)
+    found = function(module, generator=generator)
+    module = found if isinstance(found, torch.nn.Module) else module
+    if lines := spec.differences(WeightSpec.of(module)):
+        raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
+    return module
 
 
 def _controlled(

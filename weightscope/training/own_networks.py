@@ -123,7 +123,7 @@ def _inputs(recipe: Recipe, generator: torch.Generator, *batch: int) -> Tensor:
 def _check_plain(network: nn.Module, recipe: Recipe) -> None:
     name, expected = recipe.network.type, (_EXAMPLES, *_output_shape(recipe))
     inputs = _inputs(recipe, torch.Generator().manual_seed(1), _EXAMPLES)
-    what = "sequences" if recipe.data.sequences else "images"
+    what = "sequences" if isinstance(recipe.data, SequenceConfig) else "images"
     with torch.random.fork_rng(devices=[]):
         logits = _run(
             lambda: network.train()(inputs), f"{name}: the forward pass failed on {what} {tuple(inputs.shape)}"
@@ -166,7 +166,7 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
     name, generator = recipe.network.type, torch.Generator().manual_seed(2)
     batched: BatchedNetworks | StackedNetworks
-    if recipe.data.sequences:
+    if isinstance(recipe.data, SequenceConfig):
         batched = StackedNetworks(plain[0], len(plain))
     else:
         batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)

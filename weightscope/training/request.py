@@ -10,7 +10,7 @@ from weightscope._util import plugins
 from weightscope._util.environment import environment
 from weightscope.data.config import FOLDER
 from weightscope.data.folder import located
-from weightscope.data.sequence_config import TextConfig
+from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
@@ -34,9 +34,10 @@ def requested(
     """
     from weightscope import training
     from weightscope.data import load
+    from weightscope.networks import build_for
     from weightscope.training import own_networks
     from weightscope.training.devices import choose_kernels, resolve_device
-    from weightscope.training.initial_weights import resolve as resolve_init
+    from weightscope.training.initial_weights import check_initialisers
     from weightscope.training.tile_size import choose_tile
 
     if networks is not None:
@@ -46,12 +47,13 @@ def requested(
     device = str(resolved)
     own_code = own_code_hashes(recipe)
     there = manifests.read(path) if (path / manifests.NAME).exists() else None
+    if there is None and isinstance(recipe.data, TaskConfig):
+        recipe.data.check_answers()
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
     inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
-    for init in recipe.init:
-        resolve_init(init)
+    check_initialisers(recipe, lambda: build_for(recipe))
     source = load(recipe.data, data, **recipe.data.counts)
     inputs[f"data {recipe.data.name}"] = source.fingerprint
     if there is None and recipe.training.ema:

@@ -10,7 +10,7 @@ from torch import Tensor
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource
 from weightscope.data.metrics import accuracy_at
-from weightscope.data.sequences import SequenceBatch
+from weightscope.data.sequences import ScoredSequences
 from weightscope.networks.sequences.models import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.batches import hits
@@ -39,9 +39,9 @@ class SequenceBatches:
         device: torch.device,
         nets: StackedNetworks | LoopNetworks,
     ) -> None:
-        self.validation: list[SequenceBatch] = []
+        self.validation: list[ScoredSequences] = []
         if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
-            self.validation = [SequenceBatch(*(value.to(device) for value in batch)) for batch in data.part("valid")]
+            self.validation = [ScoredSequences(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.nets, self.data, self.device = nets, data.to(device), device
         self.smoothing = recipe.training.label_smoothing
         self.batch = min(recipe.training.batch_size, data.train)
@@ -56,13 +56,13 @@ class SequenceBatches:
         self.dropout = [torch.Generator(device).manual_seed(torch_seed(root, k, purpose)) for k in ids]
 
     def draw(self) -> dict[str, Tensor]:
-        """`draws` (steps, T, B, m): what `SequenceSource.sequences` turns into the sequences of each step."""
-        each = [self.data.draws(stream, self.steps * self.batch) for stream in self.streams]  # (steps B, m)
-        return {"draws": torch.stack([found.unflatten(0, (self.steps, self.batch)) for found in each], 1)}
+        """`compact` (steps, T, B, m): the sequences of each step, for `SequenceSource.expanded`."""
+        each = [self.data.draw_compact(stream, self.steps * self.batch) for stream in self.streams]  # (steps B, m)
+        return {"compact": torch.stack([found.unflatten(0, (self.steps, self.batch)) for found in each], 1)}
 
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses and accuracies (T,) of the tokens of the answers."""
-        tokens, targets = self.data.sequences(numbers["draws"])
+        tokens, targets = self.data.expanded(numbers["compact"])
         if self.dropped:  # drawn here, since those of all steps of an epoch would not fit into memory
             each = [torch.rand(self.dropped, generator=stream, device=self.device) for stream in self.dropout]
             self.nets.drop_tokens(torch.stack(each))
@@ -87,7 +87,7 @@ class SequenceBatches:
             metrics["validation_loss"], _ = self._evaluate(self.validation)
         return metrics
 
-    def _evaluate(self, batches: Sequence[SequenceBatch]) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, batches: Sequence[ScoredSequences]) -> tuple[Tensor, Tensor]:
         """Mean -log p, and the share of right tokens, over all tokens of the answers, (T,) each."""
         loss = torch.zeros(self.nets.count, device=self.device)
         right, count = torch.zeros_like(loss), 0

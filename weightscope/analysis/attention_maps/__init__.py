@@ -1,7 +1,7 @@
-"""Attention maps of a vision transformer: measured maps, maps expected from the weights, and the rank condition."""
+"""Attention maps of a Transformer: measured maps, maps expected from the weights, and the rank condition."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import count
 from weightscope.analysis.attention_maps.result import AttentionMaps, LayerMaps
-from weightscope.analysis.attention_maps.watching import Recorder, Recorders, watch
+from weightscope.analysis.attention_maps.watching import Recorder, Recorders, rotation_of, watch
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -20,38 +20,39 @@ __all__ = ["AttentionMaps", "LayerMaps", "attention_maps", "expected_map"]
 
 def attention_maps(
     model: nn.Module,
-    images: Any,
+    inputs: Any,
     *,
     filter_size: int = 3,
     batch_size: int = 32,
     forward: Callable[[nn.Module, Tensor], Any] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> AttentionMaps:
-    """Mean attention maps of a vision transformer on a batch of images, per layer and head (thesis Fig. 3.18).
+    """Mean attention maps of a Transformer on a batch of images or of sequences, per layer and head (thesis Fig. 3.18).
 
-    For every self-attention module with input X (n, d) on each image:
+    For every self-attention module with input X (n, d) on each image or sequence:
 
-        A_h = softmax(scale (X W_Q + b_Q) (X W_K + b_K)^T),      mean over images;
+        A_h = softmax(mask(scale (X W_Q + b_Q) (X W_K + b_K)^T)),      mean over images;
         expected: softmax((beta_h d I + beta_h P P^T) / sqrt(k)),  P the positions, beta_h = tr(W_Q W_K^T) / d.
 
     The maps are computed from the weights that `weightscope.anatomy` finds, and checked: applied to the values they
     must reproduce the module's output. A module that does more (relative biases, windows, masks) is an error. Modules
     whose queries and keys are rotated or normalised, or whose maps have gates or convolutions of their own, and
-    cross-attention, are skipped and listed.
+    cross-attention, are skipped and listed. Causal attention is masked, and weightscope's own rotary positions are
+    applied.
 
     The model runs in evaluation mode without gradients; modes are restored and hooks removed even after an error.
 
     Args:
         model: a network of weightscope, timm, torchvision or transformers, or any that `anatomy` supports.
-        images: (B, c, height, width), normalised as the model expects.
+        inputs: images (B, c, height, width), normalised as the model expects; or tokens (B, n) of an integer type.
         filter_size: f, odd, of the neighbourhood in `statistics` and the condition D >= k f^2.
-        batch_size: images at a time; affects memory only.
-        forward: how to call the model, `(model, images) -> anything`; `model(images)` if None.
+        batch_size: images or sequences at a time; affects memory only.
+        forward: how to call the model, `(model, inputs) -> anything`; `model(inputs)` if None.
         config: for models whose attributes do not contain the number of heads.
 
     Raises:
         AnatomyError: if the model has no attention whose map can be computed; names the reason.
-        DataError: if images do not fit the model, or an output is not finite or not reproduced by the map.
+        DataError: if inputs do not fit the model, or an output is not finite or not reproduced by the map.
         UsageError: if the model is not a module or an option is invalid.
 
     Source: thesis section 3.2.2, Fig. 3.18 and Eq. 3.19; impulse paper, Remark 1 and Proposition 1.
@@ -66,9 +67,10 @@ def attention_maps(
     if isinstance(filter_size, bool) or not isinstance(filter_size, int) or filter_size < 1 or filter_size % 2 == 0:
         raise UsageError(f"filter_size: expected an odd number, found {filter_size!r}")
     count("batch_size", batch_size)
-    batch = _checked(images)
+    batch = _checked(inputs)
+    sequences = batch.ndim == 2
     parts, skipped = _usable(model, config)
-    patch = _patch(model, batch)
+    patch = None if sequences else _patch(model, batch)
     with watch(model, parts, patch) as recorders, torch.no_grad():
         for start in range(0, len(batch), batch_size):
             _run(model, batch[start : start + batch_size], forward, recorders)
@@ -80,13 +82,16 @@ def attention_maps(
     for i, recorder in enumerate(found):
         codes, origin = _codes(model, tokens, recorder.part.width)
         layers.append(_layer(i, recorder, codes))
-    return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped)
+    of: Literal["images", "sequences"] = "sequences" if sequences else "images"
+    return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, of)
 
 
-def _checked(images: Any) -> Tensor:
-    batch = torch.as_tensor(images)
+def _checked(inputs: Any) -> Tensor:
+    batch = torch.as_tensor(inputs)
+    if batch.ndim == 2 and 0 not in batch.shape and not batch.is_floating_point():
+        return batch.long()
     if batch.ndim != 4 or 0 in batch.shape:
-        raise DataError(f"expected images (B, c, height, width), found {tuple(batch.shape)}")
+        raise DataError(f"expected images (B, c, height, width) or whole numbers (B, n), found {tuple(batch.shape)}")
     if not batch.is_floating_point():
         raise DataError(f"expected images as floats, normalised as the model expects, found {batch.dtype}")
     bad = ~batch.isfinite().flatten(1).all(1)
@@ -96,13 +101,15 @@ def _checked(images: Any) -> Tensor:
 
 
 def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[AttentionPart], dict[str, str]]:
-    reasons = {}
+    reasons, modules = {}, dict(model.named_modules(remove_duplicate=False))
     parts = attention(model, config)
     for part in parts:
         if part.kind != "self":
             reasons[part.name] = "it is cross-attention"
-        elif part.rotary or part.normalised:
-            reasons[part.name] = f"queries and keys are {'rotated by position' if part.rotary else 'normalised'}"
+        elif part.normalised:
+            reasons[part.name] = "queries and keys are normalised"
+        elif part.rotary and rotation_of(modules[part.name]) is None:
+            reasons[part.name] = "queries and keys are rotated by position"
         elif part.positional:
             reasons[part.name] = "gates or convolutions enter its map"
     usable = [part for part in parts if part.name not in reasons]
@@ -136,14 +143,16 @@ def _run(
     """One forward pass; the hooks record the maps."""
     reference = next((p for p in model.parameters() if p.is_floating_point()), batch)
     recorders.begin(len(batch))
-    inputs = batch.to(device=reference.device, dtype=reference.dtype)
+    sequences = batch.ndim == 2
+    inputs = batch.to(device=reference.device, dtype=batch.dtype if sequences else reference.dtype)
     try:
         model(inputs) if forward is None else forward(model, inputs)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         if isinstance(error, UsageError):
             raise
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(f"the model failed on images {tuple(batch.shape)}: {reason}") from error
+        what = "sequences" if sequences else "images"
+        raise DataError(f"the model failed on {what} {tuple(batch.shape)}: {reason}") from error
 
 
 def _one_layout(found: list[Recorder]) -> TokenGrid:

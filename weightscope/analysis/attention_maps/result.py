@@ -22,7 +22,7 @@ Kind = Literal["maps", "expected", "offsets", "ranks"]
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """One attention layer on a batch of B images with n tokens.
+    """One attention layer on a batch of B images or sequences with n tokens.
 
     Attributes:
         layer: index in the order in which the model calls its layers, from 0.
@@ -57,10 +57,11 @@ class AttentionMaps(Result):
     Attributes:
         layers: in the order of the model's calls.
         tokens: arrangement of the tokens: special ones first, then the grid row by row.
-        images: B.
+        images: B, number of images or sequences.
         filter_size: f, of the neighbourhood and the rank condition.
         positions: name of the position table P of Eq. 3.19; "none" without one.
         skipped: path of an attention module -> why it is left out.
+        of: what the maps are means over.
     """
 
     layers: tuple[LayerMaps, ...]
@@ -69,11 +70,22 @@ class AttentionMaps(Result):
     filter_size: int
     positions: str
     skipped: Mapping[str, str] = field(default_factory=dict)
+    of: Literal["images", "sequences"] = "images"
+
+    @property
+    def taps(self) -> int:
+        """Tokens that a filter covers: f^2 of images, f of sequences."""
+        return self.filter_size ** (2 if self.of == "images" else 1)
+
+    @property
+    def _bound(self) -> str:
+        """The right side of the rank condition."""
+        return "k f^2" if self.of == "images" else "k f"
 
     def summary(self) -> str:
         """Number of layers, heads and images."""
         heads = sum(layer.heads for layer in self.layers)
-        return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} images"
+        return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.of}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and head; see `statistics`."""
@@ -83,7 +95,8 @@ class AttentionMaps(Result):
         """One row for each layer and head.
 
         - self: mean weight of a patch token on itself;
-        - near: on the f x f tokens around it, itself included;
+        - near: on the f x f tokens around it, itself included; of sequences on the f tokens around it, or, if attention
+          is causal, on itself and the f - 1 before;
         - special: on the special tokens (class token, registers);
         - entropy: see `LayerMaps`;
         - beta: see `LayerMaps`;
@@ -108,7 +121,8 @@ class AttentionMaps(Result):
         k is the stable rank `sum s_i^2 / s_1^2` of the layer's input X (n patches, D), as in Remark 1: at most the
         rank, and dominated by the mean token, because X is not centred. By Proposition 1 any output of f x f filters
         is a mixture of channels if D >= k f^2. For attention with H heads, whose maps are shared by D/H channels each,
-        the paper splits it into two conditions: H >= f^2 different maps, and D/H >= k copies of each.
+        the paper splits it into two conditions: H >= f^2 different maps, and D/H >= k copies of each. For sequences,
+        whose filters have f taps, f takes the place of f^2.
 
         Keys: `stable_rank` (mean over images) with `low` and `high` (5 % and 95 %), `needed` (k f^2), `width` (D),
         `holds`, `share` (of images for which it holds), `largest_f` (largest odd f for which it holds, 0 for none),
@@ -116,9 +130,9 @@ class AttentionMaps(Result):
         """
         rows = []
         for layer in self.layers:
-            k, square = float(layer.stable_ranks.mean()), self.filter_size**2
+            k, square = float(layer.stable_ranks.mean()), self.taps
             low, high = np.quantile(layer.stable_ranks, [0.05, 0.95])
-            reach = math.isqrt(int(layer.width / k))
+            reach = math.isqrt(int(layer.width / k)) if self.of == "images" else int(layer.width / k)
             rows.append(
                 {
                     "layer": layer.layer,
@@ -150,8 +164,10 @@ class AttentionMaps(Result):
         """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
         f, grid = self.filter_size, self.tokens
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
-        head = f"means over heads and {self.images} images, {where}"
-        names = ["layer", "self", f"{f}x{f}", "special", "entropy", "beta", "r(3.19)", "k", f"{f * f} k", "D"]
+        where = where if self.of == "images" else f"{grid.total} tokens"
+        head = f"means over heads and {self.images} {self.of}, {where}"
+        near = f"{f}x{f}" if self.of == "images" else f"{'last' if grid.causal else 'nearest'} {f}"
+        names = ["layer", "self", near, "special", "entropy", "beta", "r(3.19)", "k", f"{self.taps} k", "D"]
         table, statistics = [], self.statistics()
         for layer, row in zip(self.layers, self.condition(), strict=True):
             mine = [s for s in statistics if s["layer"] == layer.layer]
@@ -160,7 +176,7 @@ class AttentionMaps(Result):
             cells = [f"{mean[key]:.3f}" for key in ("self", "near", "special", "entropy")]
             cells += [f"{mean['beta']:+.3f}", f"{np.mean(known):.2f}" if known else "-"]
             cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
-            table.append([str(layer.layer), *cells, "" if row["holds"] else "D < k f^2"])
+            table.append([str(layer.layer), *cells, "" if row["holds"] else f"D < {self._bound}"])
         lines = [head, "", text_table((*names, ""), table, left=(len(names),))]
         lines += ["", self.finding()]
         return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
@@ -171,8 +187,8 @@ class AttentionMaps(Result):
         good = sum(row["holds"] for row in rows)
         heads = sum(row["enough_heads"] for row in rows)
         return (
-            f"D >= k f^2 holds in {good} of {len(rows)} layers for f = {f}; "
-            f"{heads} of {len(rows)} have the f^2 = {f * f} heads that as many filters need"
+            f"D >= {self._bound} holds in {good} of {len(rows)} layers for f = {f}; "
+            f"{heads} of {len(rows)} have the {self._bound[2:]} = {self.taps} heads that as many filters need"
         )
 
     def _title(self, kind: str) -> str:
@@ -184,18 +200,22 @@ class AttentionMaps(Result):
             r = [row["expected_r"] for row in rows if row["expected_r"] is not None]
             known = f"; correlation with the real maps {np.mean(r):.2f}" if r else ""
             return f"Attention that positions alone predict (thesis Eq. 3.19){known}"
-        near, flat = np.mean([row["near"] for row in rows]), _near(self.tokens, f).sum() / self.tokens.total
+        near, mask = np.mean([row["near"] for row in rows]), _near(self.tokens, f)
+        reached = np.arange(1, len(mask) + 1) if self.tokens.causal else self.tokens.total
+        flat, around = (mask.sum(1) / reached).mean(), f"{f} × {f} tokens around a query"
+        if self.of == "sequences":
+            around = f"last {f} tokens" if self.tokens.causal else f"{f} tokens around a query"
         where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
         return (
-            f"Mean attention over {self.images} images{where}; {near:.0%} of the weight lies on the {f} × {f} tokens "
-            f"around a query (uniform attention: {flat / (self.tokens.rows * self.tokens.columns):.0%})"
+            f"Mean attention over {self.images} {self.of}{where}; {near:.0%} of the weight lies on the {around} "
+            f"(uniform attention: {flat:.0%})"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the maps."""
         grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
         return {
-            "images": self.images,
+            self.of: self.images,
             "tokens": grid,
             "filter_size": self.filter_size,
             "positions": self.positions,
@@ -214,12 +234,14 @@ class AttentionMaps(Result):
             title: instead of the finding in numbers.
 
         Raises:
-            UsageError: for an unknown kind, or if there is no position table for Eq. 3.19.
+            UsageError: for an unknown kind, `"ranks"` of sequences, or if there is no position table for Eq. 3.19.
             DataError: if layers have different numbers of heads.
         """
         from weightscope import plots
 
         choice("kind", kind, get_args(Kind))
+        if kind == "ranks" and self.of == "sequences":
+            raise UsageError("kind: 'ranks' is of images; the stable ranks of sequences are in the table")
         figure = self._ranks(title) if kind == "ranks" else self._grid(kind, title)
         if path is not None:
             plots.save(figure, path)
@@ -258,7 +280,10 @@ def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
-    """(patches, patches) bool: whether the key is in the f x f window around the query."""
+    """(patches, patches) bool: whether the key is in the f x f window around the query, or in the f last ones."""
+    if tokens.causal:
+        back = np.subtract.outer(np.arange(tokens.columns), np.arange(tokens.columns))
+        return (back >= 0) & (back < f)
     y, x = np.divmod(np.arange(tokens.rows * tokens.columns), tokens.columns)
     return (np.abs(y[:, None] - y) <= f // 2) & (np.abs(x[:, None] - x) <= f // 2)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,26 @@ from torch import Tensor, nn
 from weightscope.anatomy import AttentionPart
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import DataError
+from weightscope.networks.sequences.attention import CausalAttention, rotated
 
 _BYTES = 96 * 2**20  # of the maps of single images held at once
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, between a module's output and the recomputed one
 _HALF = 5e-2  # for half precision, in which the module rounds inner products
 
 
+def rotation_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """How a module rotates its queries and keys (B, H, n, k) by position, if it is one of weightscope's that does."""
+    return rotated if isinstance(module, CausalAttention) and module.rope else None
+
+
 class Recorder:
-    """Sums over images of one attention layer's maps.
+    """Sums over images, or sequences, of one attention layer's maps.
+
+    Args:
+        part: the module's weights.
+        n: number of tokens.
+        patches: rows and columns of the patches of images.
+        rotate: see `rotation_of`.
 
     Attributes:
         part: the module's weights.
@@ -29,8 +41,14 @@ class Recorder:
         images: number of images.
     """
 
-    def __init__(self, part: AttentionPart, n: int, patches: tuple[int, int] | None) -> None:
-        self.part = part
+    def __init__(
+        self,
+        part: AttentionPart,
+        n: int,
+        patches: tuple[int, int] | None,
+        rotate: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.part, self._rotate = part, rotate
         prefix = -1 if patches is None else n - patches[0] * patches[1]
         grid = (1, n, 0) if prefix < 0 or patches is None else (*patches, prefix)
         self.tokens = TokenGrid(*grid, causal=part.causal is True)
@@ -56,7 +74,7 @@ class Recorder:
             sums = maps.sum(0, dtype=torch.float64).cpu()
             if not bool(sums.isfinite().all()):
                 raise DataError(
-                    f"`{part.name}`: attention is not finite; do weights or images contain NaN or infinity?"
+                    f"`{part.name}`: attention is not finite; do weights or inputs contain NaN or infinity?"
                 )
             if not self._checked:
                 self._compare(some, maps, answer[start : start + step] if answer is not None else None, x.dtype)
@@ -75,6 +93,8 @@ class Recorder:
 
     def _attend(self, x: Tensor) -> Tensor:
         q, k = self._project("q", x), self._project("k", x)
+        if self._rotate is not None:
+            q, k = self._rotate(q), self._rotate(k)
         logits = (q @ k.mT).mul_(self.part.scale)
         if self.tokens.causal:
             n = x.shape[1]
@@ -163,7 +183,7 @@ class Recorders:
         number = self._calls.get(part.name, 0)
         self._calls[part.name] = number + 1
         if (part.name, number) not in self._found:
-            self._found[part.name, number] = Recorder(part, x.shape[1], self._patches)
+            self._found[part.name, number] = Recorder(part, x.shape[1], self._patches, rotation_of(module))
         recorder = self._found[part.name, number]
         if x.shape[1] != recorder.tokens.total:
             raise DataError(

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, opened
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors
 from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import Layered
 from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.population import opened
 
 P = TypeVar("P", bound=Layered)
 _PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
@@ -69,7 +70,8 @@ class Reader:
     """One model, its self-attention and its state-space layers.
 
     Args:
-        source: a path, `hf://org/name`, a `Checkpoint`, a module, a mapping of tensors, or an anatomy `NamedTensors`.
+        source: a path, `"PATH.pop::k"`, `hf://org/name`, a `Checkpoint`, a module, a mapping of tensors, or
+            an anatomy `NamedTensors`.
         config: the model's config, for sources without one.
         layers: indices of layers; None for all.
         cross: include cross-attention between streams of equal width.

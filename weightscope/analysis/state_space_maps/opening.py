@@ -7,33 +7,45 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.sources import is_population
+from weightscope.analysis.attention_maps.opening import open_network
 from weightscope.analysis.state_space_maps.computing import check_size
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
+from weightscope.anatomy import named_tensors
+from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.data import SequenceConfig, SequenceSource
 from weightscope.data.sequences.tasks import TASKS
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, UsageError
+from weightscope.networks.sequences import Mamba2Mixer, MambaMixer
 from weightscope.population import population_in
 
 _MOST_BYTES = 1 << 24  # of a file of tokens
 
 
 def open_sequences(source: str | Path, network: int | None = None) -> nn.Module:
-    """A network that takes tokens: of a population, or rebuilt from a checkpoint of Mamba or Mamba-2.
+    """A network that takes tokens: of a population, rebuilt from a checkpoint of Mamba or Mamba-2, or a Transformer.
 
     Args:
-        source: a population; or a file or folder of weights, or `hf://org/name`.
+        source: a population; a file or folder of weights, or `hf://org/name`; of a Transformer a folder of
+            transformers.
         network: index of a population's network; None for the first.
 
     Raises:
-        AnatomyError: if a checkpoint is not one of Mamba or Mamba-2.
+        AnatomyError: if a checkpoint has no state-space layer, and is no folder of transformers.
         UsageError: if `network` is given for a checkpoint.
     """
     if is_population(source):
         return population_in(source).network(network or 0)
     if network is not None:
         raise UsageError("network: expected a population with it, found one model")
+    if (Path(source) / "config.json").is_file() and not find_state_spaces(named_tensors(source)):
+        return open_network(source)[0]
     return rebuilt(source)
+
+
+def has_state_spaces(network: nn.Module) -> bool:
+    """Whether a network has layers of Mamba or Mamba-2."""
+    return any(isinstance(layer, MambaMixer | Mamba2Mixer) for layer in network.modules())
 
 
 def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:

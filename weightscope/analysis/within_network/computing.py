@@ -13,8 +13,8 @@ from weightscope._util.names import numbered
 from weightscope.analysis.within_network.layers import KroneckerShare, Layer
 from weightscope.analysis.within_network.parts import Part, Slices, find, first_part
 from weightscope.analysis.within_network.result import NetworkCovariances
-from weightscope.anatomy import opened
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.population import opened
 from weightscope.statistics.kronecker.separability import separability_test
 from weightscope.statistics.kronecker.sums import explained_variance, kronecker_sum
 from weightscope.statistics.moments import finite_rows

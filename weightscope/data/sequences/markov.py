@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import count, positive
-from weightscope.data.sequences.batch import SequenceBatch
+from weightscope.data.sequences.scoring import ScoredSequences
 from weightscope.errors import UsageError
 
 
@@ -70,7 +70,7 @@ class MarkovSource:
         """-sum_i pi_i sum_j P_ij log2 P_ij, bits per token: the smallest possible loss of a network."""
         return float(-(self.stationary[:, None] * self.transitions * np.log2(self.transitions)).sum())
 
-    def batch(self, generator: torch.Generator, batch: int, length: int) -> SequenceBatch:
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw sequences of `length` tokens (B, n), all of which are scored, on the generator's device."""
         count("batch", batch)
         count("length", length)
@@ -82,7 +82,7 @@ class MarkovSource:
         for row in chance[1:]:
             tokens.append(self._place(rows[tokens[-1]], row))
         whole = torch.stack(tokens, 1)
-        return SequenceBatch(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
+        return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
 
     def _place(self, cumulated: Tensor, chance: Tensor) -> Tensor:
         """The token whose interval of the cumulated probabilities (B, v) holds the number (B,) in [0, 1)."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data.sequence_config import MarkovConfig, Part, SequenceConfig, TaskConfig, TextConfig
-from weightscope.data.sequences.batch import SequenceBatch
 from weightscope.data.sequences.markov import MarkovSource
+from weightscope.data.sequences.scoring import ScoredSequences
 from weightscope.data.sequences.tasks import TASKS
 from weightscope.data.sequences.text import Text
 from weightscope.errors import DataError, UsageError
@@ -34,7 +34,7 @@ class SequenceSource:
     config: SequenceConfig
     corpus: Text | MarkovSource | None
     train: int
-    held_out: dict[int, tuple[SequenceBatch, ...]]
+    held_out: dict[int, tuple[ScoredSequences, ...]]
 
     @classmethod
     def of(cls, config: SequenceConfig, root: str | Path | None = None) -> "SequenceSource":
@@ -69,7 +69,7 @@ class SequenceSource:
             made.held_out[multiple] = made.part(config.held_out, multiple)
         return made
 
-    def part(self, name: Part, multiple: int = 1) -> tuple[SequenceBatch, ...]:
+    def part(self, name: Part, multiple: int = 1) -> tuple[ScoredSequences, ...]:
         """The sequences of a held-out part, batches of equal length each, on the CPU.
 
         Args:
@@ -102,14 +102,14 @@ class SequenceSource:
         """Whether each target of a training sequence is scored, (n,); the same in all."""
         return self.held_out[1][0].mask[0]
 
-    def _drawn(self, generator: torch.Generator, batch: int, length: int) -> SequenceBatch:
+    def _drawn(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         if isinstance(self.config, TaskConfig):
             return TASKS[self.config.name](generator, batch, length, self.config.vocabulary)
         assert self.corpus is not None
         return self.corpus.batch(generator, batch, length)
 
-    def draws(self, generator: torch.Generator, batch: int) -> Tensor:
-        """Draw what determines B training sequences, int32 (B, m) on the generator's device.
+    def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
+        """Draw B training sequences in a compact form, int32 (B, m) on the generator's device.
 
         Of text, which is on the device anyway, these are the places; of others the tokens themselves.
         """
@@ -118,15 +118,15 @@ class SequenceSource:
         found = self._drawn(generator, batch, self.config.length)
         return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
 
-    def sequences(self, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and targets int64 (..., n) of draws (..., m)."""
-        whole = self.corpus.windows(draws, self.config.length) if isinstance(self.corpus, Text) else draws.long()
+    def expanded(self, compact: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets int64 (..., n) of sequences in compact form (..., m)."""
+        whole = self.corpus.windows(compact, self.config.length) if isinstance(self.corpus, Text) else compact.long()
         return whole[..., :-1], whole[..., 1:]
 
     def to(self, device: torch.device) -> "SequenceSource":
         """The same with its tensors on a device."""
         held_out = {
-            multiple: tuple(SequenceBatch(*(value.to(device) for value in batch)) for batch in batches)
+            multiple: tuple(ScoredSequences(*(value.to(device) for value in batch)) for batch in batches)
             for multiple, batches in self.held_out.items()
         }
         corpus = self.corpus
@@ -164,8 +164,8 @@ def _windows(text: Text, config: TextConfig) -> int:
     return windows
 
 
-def _batched(text: Text, config: TextConfig, part: Part) -> tuple[SequenceBatch, ...]:
+def _batched(text: Text, config: TextConfig, part: Part) -> tuple[ScoredSequences, ...]:
     """The windows of a held-out part; those of equal length in one batch."""
-    windows: Iterator[SequenceBatch] = islice(text.held_out(config.length, part), config.test)
+    windows: Iterator[ScoredSequences] = islice(text.held_out(config.length, part), config.test)
     groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
-    return tuple(SequenceBatch(*map(torch.cat, zip(*group, strict=True))) for group in groups)
+    return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)

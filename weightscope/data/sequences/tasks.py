@@ -12,19 +12,19 @@ from torch import Tensor
 
 from weightscope._util.checks import count
 from weightscope._util.plugins import Registry
-from weightscope.data.sequences.batch import SequenceBatch
+from weightscope.data.sequences.scoring import ScoredSequences
 from weightscope.data.task_sizes import check_task
 
 _AT_ONCE = 1 << 24  # numbers that permutations are sorted by: 128 MiB
 
-Task = Callable[[torch.Generator, int, int, int], SequenceBatch]
+Task = Callable[[torch.Generator, int, int, int], ScoredSequences]
 
 TASKS: Registry[Task] = Registry("task")
 """Name -> `f(generator, batch, length, vocabulary)`."""
 
 
 @TASKS.register("copy", source="Jelassi et al. 2024; thesis Eq. 3.36")
-def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string: `a b c | a b c`, tokens uniform.
 
     Args:
@@ -49,7 +49,7 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 
 
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
-def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string in stack order, last token first: `a b c | c b a`; arguments and errors as `copy`."""
     _checked("copy_reversed", batch, length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
@@ -57,7 +57,7 @@ def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabular
 
 
 @TASKS.register("sort", source="thesis 3.3.3")
-def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Sort the string, whose tokens are all different: `c a b | a b c`; arguments as `copy`.
 
     Raises:
@@ -69,7 +69,7 @@ def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 
 
 @TASKS.register("associative_recall", source="Arora et al. 2024; thesis Eq. 3.37")
-def associative_recall(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+def associative_recall(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
 
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
@@ -100,7 +100,7 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
 
 
 @TASKS.register("selective_copy", source="Gu and Dao 2023, section 4.1.1")
-def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> SequenceBatch:
+def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
 
     Args:
@@ -152,10 +152,10 @@ def _permuted(generator: torch.Generator, batch: int, size: int, kept: int) -> T
     return keys.argsort(1)[:, :kept].clone()  # a view would keep all of them in memory
 
 
-def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> SequenceBatch:
+def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
     """`string | answer`, without its last token, and shifted by one."""
     separator = torch.full_like(string[:, :1], vocabulary - 1)
     whole = torch.cat([string, separator, answer], 1)
     mask = torch.zeros(whole[:, 1:].shape, dtype=torch.bool, device=whole.device)
     mask[:, string.shape[1] :] = True
-    return SequenceBatch(whole[:, :-1], whole[:, 1:], mask)
+    return ScoredSequences(whole[:, :-1], whole[:, 1:], mask)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count
-from weightscope.data.sequences.batch import SequenceBatch
+from weightscope.data.sequences.scoring import ScoredSequences
 from weightscope.errors import DataError, UsageError
 
 Unit = Literal["character", "word"]
@@ -71,7 +71,7 @@ class Text:
         """The number of characters or words, v."""
         return len(self.units)
 
-    def batch(self, generator: torch.Generator, batch: int, length: int) -> SequenceBatch:
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw windows of `length` tokens (B, n) from the training text, all of which are scored.
 
         Raises:
@@ -91,7 +91,7 @@ class Text:
         """The windows of the training text, with the token after each, (..., length + 1) from `starts` (..., 1)."""
         return _windows(self.train, first.to(self.train.device), length)
 
-    def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[SequenceBatch]:
+    def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[ScoredSequences]:
         """Consecutive windows of a held-out text, one at a time: each token but the first is scored once.
 
         Raises:
@@ -110,8 +110,8 @@ def _windows(text: Tensor, first: Tensor, length: int) -> Tensor:
     return text[first + torch.arange(length + 1, device=text.device)]
 
 
-def _scored(whole: Tensor) -> SequenceBatch:
-    return SequenceBatch(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
+def _scored(whole: Tensor) -> ScoredSequences:
+    return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
 
 
 def _files(folder: Path, unit: Unit) -> list[Path]:

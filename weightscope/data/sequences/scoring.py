@@ -1,4 +1,4 @@
-"""A batch of sequences, and what a network's logits are worth on it."""
+"""Sequences with the tokens that are scored, and what a network's logits are worth on them."""
 
 import math
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class SequenceBatch(NamedTuple):
-    """Sequences of n tokens, and the token that follows each.
+class ScoredSequences(NamedTuple):
+    """Sequences of n tokens, the token that follows each, and which of these are scored.
 
     Attributes:
         tokens: int64 (B, n).
@@ -21,12 +21,12 @@ class SequenceBatch(NamedTuple):
     mask: Tensor
 
 
-def accuracy(logits: Tensor, batch: SequenceBatch) -> float:
+def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
     """The share of the answer's tokens that are the most probable ones, logits (B, n, v)."""
     return float((logits.argmax(-1) == batch.targets)[batch.mask].float().mean())
 
 
-def cross_entropy(logits: Tensor, batch: SequenceBatch) -> Tensor:
+def cross_entropy(logits: Tensor, batch: ScoredSequences) -> Tensor:
     """The mean of -log p of the answer's tokens, in nats, logits (B, n, v)."""
     return F.cross_entropy(logits[batch.mask], batch.targets[batch.mask])
 

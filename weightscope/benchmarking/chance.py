@@ -1,0 +1,79 @@
+"""Whether an arm's accuracy is distinguishable from that of a guess."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from weightscope.data.catalog import dataset_info
+from weightscope.data.metrics import Metric
+from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.recipe import DataConfig, Recipe
+
+LEVEL = 0.05
+
+
+class Chance(NamedTuple):
+    """What a guess reaches.
+
+    Attributes:
+        accuracy: c, of a guess that does not look at the input.
+        examples: m, independent labels or tokens that accuracies are over.
+    """
+
+    accuracy: float
+    examples: int
+
+
+def chance_of(recipe: Recipe, metric: Metric) -> Chance | None:
+    """The chance level of a metric: 1 / K of K classes of images, or of K equally probable tokens of an answer.
+
+    None for metrics that are no accuracies, for text and the Markov source, and for sorting, where the best guess
+    depends on the place.
+    """
+    data = recipe.data
+    if metric.unit != "%":
+        return None
+    if isinstance(data, DataConfig):
+        info = dataset_info(data)
+        return Chance(1 / info.classes, data.validation or data.test or info.test)
+    if not isinstance(data, TaskConfig) or data.name == "sort":
+        return None
+    values, answer = data.vocabulary - 1, TASK_SIZES[data.name].answer(metric.length * data.length)
+    if data.name == "selective_copy":
+        values -= 1
+    if data.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
+        values, answer = values - values // 2, answer // 2
+    return Chance(1 / values, data.test * answer)
+
+
+def above_chance(values: np.ndarray, chance: Chance) -> float:
+    """The one-sided p-value of a mean accuracy above chance.
+
+        t = (mean - c) / sqrt(s^2 / n + c (1 - c) / m),   p = P(T > t)
+
+    for Student's T with n - 1 degrees of freedom, normal for one network. The second variance is that of the test
+    examples, which all networks share. Networks that guess are taken for better in at most 5 % of cases at p < 0.05.
+
+    Args:
+        values: accuracies (n,) of networks.
+        chance: the level c, and the number of test examples m.
+    """
+    n, (c, examples) = len(values), chance
+    variance = c * (1 - c) / examples + (float(values.var(ddof=1)) / n if n > 1 else 0.0)
+    law = stats.t(n - 1) if n > 1 else stats.norm
+    return float(law.sf((float(values.mean()) - c) / np.sqrt(variance)))
+
+
+def note(arms: list[dict[str, Any]]) -> str:
+    """One line that names the arms at chance level; empty if there are none."""
+    found = [arm for arm in arms if (arm.get("chance_p") or 0.0) >= LEVEL]
+    if not found:
+        return ""
+    named = ", ".join(dict.fromkeys(arm["init"] for arm in found))
+    levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
+    return (
+        f"not distinguishable from chance, {levels}: {named} (one-sided t-test at {100 * LEVEL:g} %: so often is a "
+        "guess taken for better)"
+    )
