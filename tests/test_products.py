@@ -183,7 +183,7 @@ def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "vit.pt")
     config = {"num_attention_heads": 3}
     sources = [model, model.state_dict(), tmp_path / "model.safetensors", Checkpoint(tmp_path / "vit.pt")]
-    found = products(*sources, config=config, labels="abcd")
+    found = products(*sources, config=config, labels=list("abcd"))
     strip = [[{**row, "source": ""} for row in found.records if row["source"] == label] for label in "abcd"]
     assert strip[0] == strip[1] == strip[2] == strip[3]
 
@@ -389,8 +389,8 @@ def test_cross_attention_is_left_out_unless_asked_for() -> None:
 
 BAD_OPTIONS = {
     "no source": (lambda: products(), "at least one model"),
-    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected 1"),
-    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 unique names"),
+    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
+    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected a list of 2 unique names"),
     "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
     "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
     "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),

@@ -313,8 +313,8 @@ def test_dead_filters_are_counted() -> None:
         ((), {}, UsageError, "at least one network"),
         (("model",), {"part": "heads"}, UsageError, "expected one of 'filters', 'mlp-rows'"),
         (("model",), {"keep": 0}, UsageError, "keep: expected an integer >= 1, found 0"),
-        (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1"),
-        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected unique names"),
+        (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1 unique"),
+        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected a list of 2 unique names"),
         (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
         (
