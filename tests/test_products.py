@@ -1,12 +1,10 @@
 """`products`: statistics from factors equal those of the formed matrices, for every family; errors; memory; the CLI."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import families
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from matplotlib.text import Text
+from programs import script
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
@@ -563,13 +562,6 @@ def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120, peak
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_study_and_its_figures_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
