@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from reporting import memory, write
+from reporting import in_own_process, memory, write
 
 from weightscope._util.environment import environment, usable_cores
 from weightscope.analysis.across_networks import joint_covariance
@@ -161,14 +159,11 @@ def error_of(path: Path, name: str, matrix: np.ndarray) -> float:
 
 
 def measure(path: Path, names: list[str], rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
-    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    settings = os.environ | dict.fromkeys(variables, str(threads))
     found: dict[str, dict[str, list[float]]] = {}
     for turn in range(rounds):
         for name in names:
-            command = [sys.executable, __file__, "--worker", name, "--path", str(path), *["--check"] * (turn == 0)]
-            output = subprocess.run(command, env=settings, check=True, capture_output=True, text=True).stdout
-            for key, value in json.loads(output).items():
+            arguments = ["--worker", name, "--path", path, *["--check"] * (turn == 0)]
+            for key, value in in_own_process(__file__, *arguments, threads=threads).items():
                 found.setdefault(name, {}).setdefault(key, []).append(value)
     return found
 

@@ -17,8 +17,6 @@ About 3 minutes and 25 GB of disk at full size, in the folder for temporary file
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from covariance import make_population, memory
-from reporting import write
+from covariance import make_population
+from reporting import in_own_process, memory, write
 from scipy.linalg import blas
 
 from weightscope._util.environment import usable_cores
@@ -96,8 +94,7 @@ def worker(name: str, path: Path) -> None:
 
 
 def measured(contender: Callable[[Path], Any], path: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--worker", contender.__name__, "--path", str(path)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return in_own_process(__file__, "--worker", contender.__name__, "--path", path)
 
 
 def row(name: str, path: Path, rounds: int) -> dict[str, Any]:

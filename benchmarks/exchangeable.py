@@ -11,8 +11,6 @@ of the process above its imports. About 3 minutes and 2 GB of disk at full size.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 from covariance import make_population
-from reporting import memory, write
+from reporting import in_own_process, memory, write
 
 from weightscope._util.environment import usable_cores
 from weightscope.analysis.across_networks import exchangeable_covariance, joint_covariance
@@ -61,8 +59,7 @@ def worker(name: str, path: Path) -> None:
 
 
 def measured(name: str, path: Path) -> dict[str, float]:
-    command = [sys.executable, __file__, "--worker", name, "--path", str(path)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return in_own_process(__file__, "--worker", name, "--path", path)
 
 
 def main() -> None:

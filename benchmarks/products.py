@@ -15,8 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from typing import Any
 
 import safetensors
 import torch
-from reporting import memory, write
+from reporting import in_own_process, memory, write
 from safetensors.torch import save_file
 
 from weightscope._util.environment import usable_cores
@@ -108,13 +106,11 @@ def worker(folder: Path, name: str, threads: int) -> None:
 
 
 def measure(folder: Path, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
-    settings = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for name in CONTENDERS:
-            command = [sys.executable, __file__, "--worker", name, "--path", str(folder), "--threads", str(threads)]
-            output = subprocess.run(command, env=settings, check=True, capture_output=True, text=True).stdout
-            for key, value in json.loads(output).items():
+            arguments = ("--worker", name, "--path", folder, "--threads", threads)
+            for key, value in in_own_process(__file__, *arguments, threads=threads).items():
                 found.setdefault(name, {}).setdefault(key, []).append(value)
     return found
 

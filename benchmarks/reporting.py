@@ -1,6 +1,9 @@
-"""Helpers of the benchmarks: memory of the process, and results with their environment as JSON."""
+"""Helpers of the benchmarks: memory, contenders in their own processes, results with their environment as JSON."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,20 @@ def memory() -> dict[str, int]:
     """Memory of this process in bytes: `VmRSS` now, `VmHWM` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Vm")}
+
+
+def in_own_process(script: str, *arguments: object, threads: int | None = None) -> dict[str, float]:
+    """The JSON that a script prints in a process of its own, so that its peak memory is that of one contender.
+
+    Args:
+        script: its file.
+        arguments: of its command line.
+        threads: of BLAS and OpenMP; None for the libraries' default.
+    """
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    settings = os.environ | ({} if threads is None else dict.fromkeys(variables, str(threads)))
+    command = [sys.executable, script, *map(str, arguments)]
+    return json.loads(subprocess.run(command, env=settings, check=True, capture_output=True, text=True).stdout)
 
 
 def write(path: Path | None, rows: list[dict[str, Any]], **about: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -191,3 +192,15 @@ def hang(folder: str) -> None:
     from weightscope.training.workers import Workers
 
     list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))
+
+
+class FakePopulation:
+    """What a benchmark needs of a population: metrics of each network."""
+
+    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
+
+    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
+        self.metrics = metrics
+
+    def __len__(self) -> int:
+        return len(self.metrics["diverged"])

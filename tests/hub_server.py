@@ -200,3 +200,11 @@ def connect(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `HF_HUB_OFFLINE=1` does."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def header_bytes(files: dict[str, bytes]) -> int:
+    """The size of config and index, and of the headers of the shards."""
+    total = sum(len(raw) for name, raw in files.items() if name.endswith(".json"))
+    return total + sum(
+        8 + int.from_bytes(raw[:8], "little") for name, raw in files.items() if name.endswith(".safetensors")
+    )

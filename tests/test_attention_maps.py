@@ -1,13 +1,12 @@
 import copy
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import families
 import numpy as np
 import pytest
 import torch
+from programs import run, script
 from torch import nn
 
 import weightscope
@@ -15,7 +14,6 @@ from weightscope import attention_maps, plots
 from weightscope.analysis.attention_maps import expected_map, watching
 from weightscope.analysis.attention_maps.opening import images_for, open_network
 from weightscope.anatomy import positions
-from weightscope.cli import main
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -404,13 +402,6 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
         found.plot(tmp_path / "x.png", "all")
 
 
-def script(path):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent.parent / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_study_and_its_figures_at_their_smallest_size(tmp_path):
     transformers = families.shims.transformers()
     settings = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 48, "patch_size": 8}
@@ -479,13 +470,6 @@ def test_bad_pictures():
 
 
 # --- the command -------------------------------------------------------------------------------------------------
-
-
-def run(*arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
 
 
 @pytest.fixture(scope="module")

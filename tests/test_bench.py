@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_training import recipe, write_population
+from fake_training import FakePopulation, recipe, write_population
 from safetensors.torch import save_file
 from scipy import stats
 
@@ -293,16 +293,6 @@ class Fake:
         losses = np.array([np.inf] + [1.0] * (n - 1))
         metrics = {"test_accuracy": accuracy, "test_loss": losses, "diverged": ~np.isfinite(losses)}
         return FakePopulation(metrics)
-
-
-class FakePopulation:
-    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
-
-    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
-        self.metrics = metrics
-
-    def __len__(self) -> int:
-        return len(self.metrics["diverged"])
 
 
 def scaled_init(module: torch.nn.Module, *, generator: torch.Generator, scale: float = 0.5) -> torch.nn.Module:

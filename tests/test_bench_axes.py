@@ -387,6 +387,18 @@ def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> Non
         plots.difference_map(mine, ("network.depth", axes[1]))
 
 
+def test_a_value_of_none_has_the_same_name_in_maps_and_along_axes() -> None:
+    numbers = [(scale, size) for scale in (None, 0.1) for size in (None, 100)]
+    rows = [
+        {"init": "a", "cell": {"network.layer_scale": scale, "data.train": size}, "difference": 0.01, "p_holm": 1.0}
+        | {"reference": "default", "pairs": 4, "numbers": {}}
+        for scale, size in numbers
+    ]
+    ax = plots.difference_map(rows, ("network.layer_scale", "data.train"))
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "none"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["100", "all"]
+
+
 def test_a_grid_of_alpha_and_beta_is_drawn_where_their_products_are(swept: BenchResult) -> None:
     """Attention paper, Fig. 3, with the accuracy of each point."""
     assert not any(name.startswith("frontier") for name in swept.figures()), "the widths are not known"

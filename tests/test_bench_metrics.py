@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_training import FakePopulation
 from pictures import bars_of, ends_of
 from scipy import stats
 
@@ -506,17 +507,7 @@ class Stub:
         bits = np.array([2.0, 2.1, 2.2, np.inf]) - better * np.array([0.10, 0.11, 0.12, 0])
         metrics = {"test_bits": bits, "test_loss": bits * np.log(2), "diverged": ~np.isfinite(bits)}
         metrics |= {f"{name}_per_epoch": metrics[name][:, None] for name in ("test_bits", "test_loss")}
-        return Population(metrics)
-
-
-class Population:
-    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
-
-    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
-        self.metrics = metrics
-
-    def __len__(self) -> int:
-        return len(self.metrics["diverged"])
+        return FakePopulation(metrics)
 
 
 @pytest.fixture

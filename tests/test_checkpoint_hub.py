@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from hub_server import COMMIT, REPOSITORY, Hub, connect, go_offline, isolate, serving
+from hub_server import COMMIT, REPOSITORY, Hub, connect, go_offline, header_bytes, isolate, serving
 from safetensors.torch import save
 
 from weightscope.anatomy import attention
@@ -66,13 +66,6 @@ def hub(monkeypatch):
     with serving(Hub(sharded())) as hub:
         connect(monkeypatch, hub.url)
         yield hub
-
-
-def header_bytes(files):
-    total = sum(len(raw) for name, raw in files.items() if name.endswith(".json"))
-    return total + sum(
-        8 + int.from_bytes(raw[:8], "little") for name, raw in files.items() if name.endswith(".safetensors")
-    )
 
 
 def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):

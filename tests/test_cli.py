@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from programs import run
 
 from weightscope.analysis.attention_products import products
 from weightscope.analysis.inspection import inspect
@@ -42,13 +43,6 @@ batch_size = 16
 networks = 12
 tile = 6
 """
-
-
-def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import REPOSITORY, Hub, connect, isolate, serving
+from programs import run
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save
@@ -512,13 +513,6 @@ def test_what_was_saved_is_what_is_loaded(artifacts):
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
-
-
-def run(*arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
 
 
 @pytest.fixture

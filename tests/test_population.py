@@ -214,7 +214,7 @@ def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
 def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
     fake.write_population(path, fake.recipe(), tiles=[0, 2])
-    with pytest.raises(DataError, match=r"expected 20 networks, found 12; missing tile 1 \(networks 8-15\); run"):
+    with pytest.raises(DataError, match=r"expected 20 networks, found 12; missing tile 1 \(networks 8 to 15\); run"):
         Population(path)
     population = Population(path, partial=True)
     assert len(population) == 12

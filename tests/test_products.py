@@ -1,12 +1,10 @@
 """`products`: statistics from factors equal those of the formed matrices, for every family; errors; memory; the CLI."""
 
-import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import families
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from matplotlib.text import Text
+from programs import script
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
@@ -183,7 +182,7 @@ def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "vit.pt")
     config = {"num_attention_heads": 3}
     sources = [model, model.state_dict(), tmp_path / "model.safetensors", Checkpoint(tmp_path / "vit.pt")]
-    found = products(*sources, config=config, labels="abcd")
+    found = products(*sources, config=config, labels=list("abcd"))
     strip = [[{**row, "source": ""} for row in found.records if row["source"] == label] for label in "abcd"]
     assert strip[0] == strip[1] == strip[2] == strip[3]
 
@@ -389,8 +388,8 @@ def test_cross_attention_is_left_out_unless_asked_for() -> None:
 
 BAD_OPTIONS = {
     "no source": (lambda: products(), "at least one model"),
-    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected 1"),
-    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected 2 unique names"),
+    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
+    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected a list of 2 unique names"),
     "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
     "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
     "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),
@@ -563,13 +562,6 @@ def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(tmp_path)]
     peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120, peak
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_study_and_its_figures_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
+from hub_server import REPOSITORY, Hub, connect, go_offline, header_bytes, isolate, serving
 from safetensors.torch import save
 
 from weightscope.analysis.attention_products import products
@@ -37,19 +37,11 @@ def hub(tmp_path, monkeypatch):
         yield hub
 
 
-def headers(files: dict[str, bytes]) -> int:
-    """Config, index, and the headers of the shards."""
-    total = sum(len(raw) for name, raw in files.items() if name.endswith(".json"))
-    return total + sum(
-        8 + int.from_bytes(raw[:8], "little") for name, raw in files.items() if name.endswith(".safetensors")
-    )
-
-
 @pytest.mark.parametrize("layers", [[1], None])
 def test_what_travels_is_the_attention_and_the_headers(hub, layers):
     found = products(SOURCE, layers=layers)
     tensors = (len(layers) if layers else LAYERS) * 4 * WIDTH * WIDTH * 2
-    assert tensors < hub.sent <= 1.05 * tensors + headers(hub.files)
+    assert tensors < hub.sent <= 1.05 * tensors + header_bytes(hub.files)
     assert found.sources[0].bytes_read == hub.sent
     assert len(hub.ranges()) == len(set(hub.ranges()))
     assert found.sources[0].commit is not None

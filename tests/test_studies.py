@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from programs import script
 
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms
 from weightscope.benchmarking.axes import axes_of
@@ -20,13 +20,6 @@ from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 
 ROOT = Path(__file__).parent.parent
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Covariances within one network: against naive versions, over families, sources, damaged weights and the command."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import families
@@ -16,13 +14,13 @@ import numpy as np
 import pytest
 import references_within as naive
 import torch
+from programs import run, script
 from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
 from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
-from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
@@ -313,8 +311,8 @@ def test_dead_filters_are_counted() -> None:
         ((), {}, UsageError, "at least one network"),
         (("model",), {"part": "heads"}, UsageError, "expected one of 'filters', 'mlp-rows'"),
         (("model",), {"keep": 0}, UsageError, "keep: expected an integer >= 1, found 0"),
-        (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1"),
-        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected unique names"),
+        (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1 unique"),
+        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected a list of 2 unique names"),
         (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
         (
@@ -419,13 +417,6 @@ def test_the_share_of_a_kronecker_product() -> None:
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
-def run(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
 
 
 @pytest.fixture
@@ -587,13 +578,6 @@ def test_curves_show_the_numbers_with_their_intervals() -> None:
 
 
 # --- the study -------------------------------------------------------------------------------------------------------
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_study_runs_on_a_small_network_of_the_same_kind(tmp_path: Path) -> None:

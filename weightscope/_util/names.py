@@ -108,6 +108,30 @@ def numbered(label: str, taken: Collection[str]) -> str:
     return name
 
 
+def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[str]:
+    """A label for each source: the given one, or where there is none its own name, numbered if it is taken.
+
+    Args:
+        names: of the sources.
+        given: labels, with None for a source's own name; None for all.
+
+    Raises:
+        UsageError: if their number is another one, or they are not unique.
+
+    Example:
+        >>> labels_of(["vit", "vit"], None)
+        ['vit', 'vit (2)']
+    """
+    asked = [None] * len(names) if given is None else given
+    fixed = [label for label in asked if label is not None]
+    if isinstance(asked, str) or len(asked) != len(names) or len(set(fixed)) != len(fixed):
+        raise UsageError(f"labels: expected a list of {len(names)} unique names, found {given!r}")
+    labels: list[str] = []
+    for name, label in zip(names, asked, strict=True):
+        labels.append(numbered(name, [*labels, *fixed]) if label is None else label)
+    return labels
+
+
 def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that `name` is probably a misspelling of."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) else []

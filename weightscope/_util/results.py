@@ -1,11 +1,17 @@
 """Base class of results: text for the terminal, records for pandas, a short `repr`, HTML for notebooks."""
 
 import html
+import math
 from abc import abstractmethod
 from typing import Any
 
 from weightscope._util.tables import html_table
 from weightscope.errors import UsageError
+
+
+def finite_or_none(value: float) -> float | None:
+    """The number, or None if it is NaN or infinite, which JSON has no form for."""
+    return float(value) if math.isfinite(value) else None
 
 
 class Result:

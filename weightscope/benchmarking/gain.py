@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from weightscope._util.checks import count, number
-from weightscope._util.results import Result
+from weightscope._util.results import Result, finite_or_none
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.tables import text_table
 from weightscope.artifacts.population_fit import PopulationFit
@@ -147,13 +147,9 @@ def choose_gain(
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
     recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
-    folder, given = Path(out), {"joint": "all", **(fitting or {})}
+    folder = Path(out)
+    fits = _fits(population, select, candidates, {"joint": "all", **(fitting or {})})
     folder.mkdir(parents=True, exist_ok=True)
-    options = dict(given.pop("options", None) or {})
-    fits = [
-        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **given)
-        for gain in candidates
-    ]
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
     trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
@@ -195,12 +191,22 @@ def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURA
         {
             "gain": float(gain),
             "n": values.shape[1],
-            **{key: float(column[i]) if np.isfinite(column[i]) else None for key, column in columns.items()},
+            **{key: finite_or_none(column[i]) for key, column in columns.items()},
             "chosen": i == chosen,
         }
         for i, gain in enumerate(gains)
     ]
     return rows, chosen
+
+
+def _fits(
+    population: Population, select: str | Sequence[str], gains: Sequence[float], fitting: dict[str, Any]
+) -> list[PopulationFit]:
+    """`exchangeable` fitted with each gain."""
+    options = dict(fitting.pop("options", None) or {})
+    return [
+        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **fitting) for gain in gains
+    ]
 
 
 def _short(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -114,32 +114,60 @@ def plan_bench(
         check_arms(arms, recipes)
     tasks = training.tasks_of(arms, recipes, folder)
     finished = {(task.path, task.tile) for task in tasks if training.done(task)}
+    left = len(tasks) - len(finished)
     number = workers or (usable_cores() if where.type == "cpu" else 1)
-    number = max(1, min(number, len(tasks) - len(finished)))
-    parts = _Parts.of(arms, recipes, number, str(where), data) if measure and len(finished) < len(tasks) else None
-    groups: dict[str, list[int]] = {}
-    for i, arm in enumerate(arms):
-        groups.setdefault(cell_key({"cell": dict(arm.cell)}), []).append(i)
-    cells, all_seconds, all_checks = [], [], 0.0
-    for key, members in groups.items():
-        mine = [(i, t) for i in members for t in tasks if t.path == folder / training.RUNS / arms[i].folder]
-        left = [(i, t) for i, t in mine if (t.path, t.tile) not in finished]
-        seconds = [parts.cells[key].tile(arms[i]) for i, _ in left] if parts else [0.0] * len(left)
-        checks = parts.cells[key].check if parts and left else 0.0
-        all_seconds += seconds
-        all_checks += checks
-        cells.append({
-            "cell": dict(arms[members[0]].cell),
-            "arms": len(members),
-            "networks": sum(arms[i].recipe.population.networks for i in members),
-            "tiles": len(mine),
-            "done": len(mine) - len(left),
-            "seconds": sum(seconds) + checks if parts or not left else None,
-        })  # fmt: skip
-    total = None
-    if parts or not all_seconds:
-        total = _makespan(all_seconds, number) + all_checks + (parts.start if parts else 0.0)
-    return BenchPlan(cells, number, total)
+    number = max(1, min(number, left))
+    parts = _Parts.of(arms, recipes, number, str(where), data) if measure and left else None
+    work: dict[str, _Work] = {}
+    for arm in arms:
+        path = folder / training.RUNS / arm.folder
+        tiles = [(path, task.tile) in finished for task in tasks if task.path == path]
+        work.setdefault(_cell_of(arm), _Work()).add(arm, tiles)
+    if parts is None:
+        return BenchPlan([each.row() for each in work.values()], number, None if left else 0.0)
+    cells = [each.row(parts.cells[key]) for key, each in work.items()]
+    seconds = [one for key, each in work.items() for one in each.seconds(parts.cells[key])]
+    checks = sum(parts.cells[key].check for key, each in work.items() if each.left)
+    return BenchPlan(cells, number, _makespan(seconds, number) + checks + parts.start)
+
+
+@dataclass
+class _Work:
+    """The tiles of a cell.
+
+    Attributes:
+        arms: of the cell.
+        left: the arm of each tile that is not on disk.
+        done: number of tiles that are.
+    """
+
+    arms: list[Arm] = field(default_factory=list)
+    left: list[Arm] = field(default_factory=list)
+    done: int = 0
+
+    def add(self, arm: Arm, tiles: Sequence[bool]) -> None:
+        """Add an arm, with whether each of its tiles is on disk."""
+        self.arms.append(arm)
+        self.left += [arm] * tiles.count(False)
+        self.done += tiles.count(True)
+
+    def seconds(self, cell: "_Cell") -> list[float]:
+        """Expected seconds of each tile that is left."""
+        return [cell.tile(arm) for arm in self.left]
+
+    def row(self, cell: "_Cell | None" = None) -> dict[str, Any]:
+        """The row of `BenchPlan.cells`, with the expected seconds if the cell was measured."""
+        seconds: float | None = None if self.left else 0.0
+        if self.left and cell is not None:
+            seconds = sum(self.seconds(cell)) + cell.check
+        return {
+            "cell": dict(self.arms[0].cell),
+            "arms": len(self.arms),
+            "networks": sum(arm.recipe.population.networks for arm in self.arms),
+            "tiles": len(self.left) + self.done,
+            "done": self.done,
+            "seconds": seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -188,7 +216,7 @@ class _Parts:
         """Measure, on as many processes as will work later."""
         first: dict[str, dict[str, Recipe]] = {}
         for arm, recipe in zip(arms, recipes, strict=True):
-            first.setdefault(cell_key({"cell": dict(arm.cell)}), {}).setdefault(_kind(arm), recipe)
+            first.setdefault(_cell_of(arm), {}).setdefault(_kind(arm), recipe)
         calls = [(key, by_init, device, data) for key, by_init in first.items()]
         calls = calls * -(-workers // len(calls))  # so that every worker is busy, as later
         asked = time.time()
@@ -197,6 +225,11 @@ class _Parts:
         for key, _, cell in found:
             cells[key] = cell.slowest(cells[key]) if key in cells else cell
         return cls(max(0.0, min(begun for _, begun, _ in found) - asked), cells)
+
+
+def _cell_of(arm: Arm) -> str:
+    """The key of an arm's cell."""
+    return cell_key({"cell": dict(arm.cell)})
 
 
 def _kind(arm: Arm) -> str:

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope._util.environment import environment
 from weightscope._util.names import unknown
+from weightscope._util.results import finite_or_none
 from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
@@ -234,14 +233,10 @@ def _rows(
             "numbers": dict(arm.numbers),
             "epochs": arm.epochs,
             "seed": k,
-            **{each.key: _finite(found[each.name][k]) for each in metrics},
+            **{each.key: finite_or_none(found[each.name][k]) for each in metrics},
             "diverged": bool(found["diverged"][k]),
-            "curve": [] if curves is None else [_finite(value) for value in curves[k]],
+            "curve": [] if curves is None else [finite_or_none(value) for value in curves[k]],
             "seconds": seconds[k],
         }
         for k in range(min(len(population), arm.recipe.population.networks))
     ]
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -90,12 +90,7 @@ def fit_init(
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     training = {key: given.pop(key) for key in _TRAINING if key in given}
     options = parsed_options(texts)
-    if gain is not None and structure != "exchangeable":
-        raise UsageError(f"--gain: for --structure exchangeable, found {structure}")
-    if gain not in (None, "auto") and not _is_gain(gain):
-        raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
-    if gain != "auto" and training:
-        raise UsageError(f"--{next(iter(training)).replace('_', '-')}: for --gain auto, found {gain or 'no gain'}")
+    _check_gain(gain, structure, training)
     curve: dict[str, Any] = {}
     if gain == "auto":
         fitting = {"joint": settings["joint"], **given, "options": options}
@@ -128,6 +123,16 @@ def _chosen(
     choice.plot(picture)
     click.echo(f"{choice.text()}\nwrote {picture}\n")
     return choice.fit, {"gain": choice.to_dict()}
+
+
+def _check_gain(gain: str | None, structure: str, training: dict[str, Any]) -> None:
+    """Raise UsageError unless --gain suits the structure, and the options of its trainings suit --gain."""
+    if gain is not None and structure != "exchangeable":
+        raise UsageError(f"--gain: for --structure exchangeable, found {structure}")
+    if gain not in (None, "auto") and not _is_gain(gain):
+        raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
+    if gain != "auto" and training:
+        raise UsageError(f"--{next(iter(training)).replace('_', '-')}: for --gain auto, found {gain or 'no gain'}")
 
 
 def _is_gain(text: str) -> bool:

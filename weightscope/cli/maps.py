@@ -20,7 +20,9 @@ from weightscope.errors import UsageError
     help="Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
 )
 @click.option("--network", type=int, help="Of a population: the network, counted from 0.  [default: 0]")
-@click.option("--images", type=Named("datasets", files=False), help="The data set of a model's folder.  [cifar10]")
+@click.option(
+    "--images", "name", type=Named("datasets", files=False), help="The data set of a model's folder.  [cifar10]"
+)
 @click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of images or sequences.")
 @click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
 @click.option(
@@ -30,20 +32,19 @@ from weightscope.errors import UsageError
     help="Of a model of sequences: numbers, a sequence in each line; or copy:20.  [a population's: its recipe's]",
 )
 @click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
-@click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data.")
+@click.option(
+    "--data", "root", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data."
+)
 @json_option
 def attention_maps(
     source: str,
     out: Path,
     kind: Literal["maps", "expected", "offsets", "ranks"],
     network: int | None,
-    images: str | None,
-    count: int,
-    size: int | None,
     tokens: str | None,
     filter_size: int,
-    data: Path | None,
     json_file: Path | None,
+    **inputs: Any,
 ) -> None:
     """Draw the mean attention maps of a Transformer's heads, and test D >= k f^2.
 
@@ -72,16 +73,16 @@ def attention_maps(
     sequences = is_population(source) and _of_sequences(source)
     note, drawing = "", {} if kind == "maps" else {"kind": kind}
     if tokens is not None or sequences:
-        if images or size or kind in ("expected", "ranks"):
+        if inputs["name"] or inputs["size"] or kind in ("expected", "ranks"):
             raise UsageError(
                 "sequences: expected no --images, --size, --kind expected and --kind ranks, which are of images"
             )
-        found = _of_tokens(source, tokens, network, count, data, filter_size, drawing)
+        found = _of_tokens(source, tokens, network, inputs["count"], inputs["root"], filter_size, drawing)
     else:
         from weightscope.analysis.attention_maps import attention_maps as compute
         from weightscope.analysis.attention_maps.opening import images_for, open_network
 
-        batch = images_for(source, name=images, count=count, size=size, root=data)
+        batch = images_for(source, **inputs)
         model, note = open_network(source, network)
         found = compute(model, batch, filter_size=filter_size)
     click.echo(found.text())
@@ -97,7 +98,7 @@ def _of_tokens(
     tokens: str | None,
     network: int | None,
     count: int,
-    data: Path | None,
+    root: Path | None,
     filter_size: int,
     drawing: dict[str, Any],
 ) -> Any:
@@ -107,7 +108,7 @@ def _of_tokens(
     from weightscope.analysis.state_space_maps.opening import has_state_spaces, held_out, open_sequences, tokens_for
 
     model = open_sequences(source, network)
-    batch = held_out(source, count, data) if tokens is None else tokens_for(tokens, model, count)
+    batch = held_out(source, count, root) if tokens is None else tokens_for(tokens, model, count)
     if not has_state_spaces(model):
         return of_attention(model, batch, filter_size=filter_size)
     if drawing:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from weightscope._util.results import finite_or_none
 from weightscope.errors import DataError
 
 
@@ -82,7 +83,7 @@ class Metric:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; an infinite bound is None."""
-        return {**asdict(self), "bounds": [bound if math.isfinite(bound) else None for bound in self.bounds]}
+        return {**asdict(self), "bounds": [finite_or_none(bound) for bound in self.bounds]}
 
 
 ACCURACY = Metric("test_accuracy", "accuracy", "%", 100.0, (0.0, 1.0), higher_is_better=True, decimals=2)

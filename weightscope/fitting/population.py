@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
@@ -68,8 +69,7 @@ def fit(
         >>> print(result.text())
         >>> result.save("digits-mlp.safetensors")
     """
-    classes, given = _requested(structure, options)
-    own = _own_permutations(source, classes, permutations)
+    asked = _Request.checked(structure, options, source, permutations)
     choice("joint", joint, get_args(Joint))
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
@@ -84,7 +84,7 @@ def fit(
         if not entries.varying.any():
             groups.append(Group(name, part, None, {}, *frozen))
             continue
-        candidates = _candidates(classes, given, fewest, (source.spec, entries.spec), own)
+        candidates = asked.candidates(fewest, source.spec, entries.spec)
         fitted = _score_all(candidates, entries, tests)
         best = best_of(name, candidates)
         groups.append(Group(name, part, fitted, best.options, *frozen))
@@ -114,67 +114,74 @@ def grouped(spec: WeightSpec, joint: Joint) -> dict[str, WeightSpec]:
     return {key: WeightSpec(spec[name] for name in names) for key, names in out.items()}
 
 
-def _requested(
-    structure: str | type[Structure] | Sequence[str | type[Structure]], options: Mapping[str, Any] | None
-) -> tuple[list[type[Structure]], dict[str, Any] | None]:
-    wanted = [structure] if isinstance(structure, str | type) else list(structure)
-    classes = list(STRUCTURES.values()) if wanted == ["auto"] else [structure_class(item) for item in wanted]
-    names = [cls.name for cls in classes]
-    if not classes:
-        raise UsageError(f"structure: expected at least one of {', '.join(STRUCTURES)}, found none")
-    if len(set(names)) < len(names):
-        raise UsageError(f"structure: expected different names, found {', '.join(names)}")
-    if options is None:
-        return classes, None
+@dataclass(frozen=True)
+class _Request:
+    """The structures to compare.
+
+    Attributes:
+        classes: the structures.
+        options: of the only one; None for the default candidates of each.
+        permutations: a specification of one's own; None for that of the tensors' names.
+    """
+
+    classes: Sequence[type[Structure]]
+    options: dict[str, Any] | None
+    permutations: PermutationSpec | None
+
+    @classmethod
+    def checked(
+        cls,
+        structure: str | type[Structure] | Sequence[str | type[Structure]],
+        options: Mapping[str, Any] | None,
+        source: WeightSamples,
+        permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None,
+    ) -> Self:
+        """The arguments of `fit` of the same names, resolved and checked."""
+        wanted = [structure] if isinstance(structure, str | type) else list(structure)
+        classes = list(STRUCTURES.values()) if wanted == ["auto"] else [structure_class(item) for item in wanted]
+        names = [item.name for item in classes]
+        if not classes:
+            raise UsageError(f"structure: expected at least one of {', '.join(STRUCTURES)}, found none")
+        if len(set(names)) < len(names):
+            raise UsageError(f"structure: expected different names, found {', '.join(names)}")
+        if options is not None:
+            _check_options(options, classes)
+        given = None if options is None else dict(options)
+        if permutations is None:
+            return cls(classes, given, None)
+        if not any(item.uses_permutations for item in classes):
+            raise UsageError(f"permutations: not used by {', '.join(names)}, only by exchangeable")
+        from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+        return cls(classes, given, permutations_of(source, permutations))
+
+    def candidates(self, networks: int, whole: WeightSpec, group: WeightSpec) -> list[Candidate]:
+        """Each structure with the given options, or with its default candidates.
+
+        Args:
+            networks: how many are fitted.
+            whole: spec of the network.
+            group: spec of the entries of the group that vary.
+        """
+        out = []
+        given: dict[str, Any] = {} if self.permutations is None else {"permutations": self.permutations}
+        for structure in self.classes:
+            own = given if structure.uses_permutations else {}
+            for chosen in [self.options] if self.options is not None else structure.candidates(networks, group.size):
+                out.append(candidate := Candidate(structure, chosen))
+                with candidate.attempt():
+                    candidate.context = structure.context(whole, group, **own)
+        return out
+
+
+def _check_options(options: Mapping[str, Any], classes: Sequence[type[Structure]]) -> None:
+    """Raise UsageError unless there is one structure, with options of these names."""
     if len(classes) != 1:
-        raise UsageError(f"options {dict(options)} need one structure by name, found {', '.join(names)}")
+        names = ", ".join(cls.name for cls in classes)
+        raise UsageError(f"options {dict(options)} need one structure by name, found {names}")
     if unknown := set(options) - set(classes[0].options):
         known = ", ".join(classes[0].options) or "none"
-        raise UsageError(f"{names[0]} has no option {', '.join(sorted(unknown))}; its options are {known}")
-    return classes, dict(options)
-
-
-def _candidates(
-    classes: Sequence[type[Structure]],
-    options: dict[str, Any] | None,
-    networks: int,
-    specs: tuple[WeightSpec, WeightSpec],
-    permutations: PermutationSpec | None,
-) -> list[Candidate]:
-    """Each structure with the given options, or with its default candidates for N networks and D entries.
-
-    Args:
-        classes: the structures.
-        options: of the only one, or None.
-        networks: how many are fitted.
-        specs: of the network, and of the entries of the group that vary.
-        permutations: of the user's own, or None.
-    """
-    out = []
-    for cls in classes:
-        own: dict[str, Any] = (
-            {"permutations": permutations} if cls.uses_permutations and permutations is not None else {}
-        )
-        for chosen in [options] if options is not None else cls.candidates(networks, specs[1].size):
-            out.append(candidate := Candidate(cls, chosen))
-            with candidate.attempt():
-                candidate.context = cls.context(*specs, **own)
-    return out
-
-
-def _own_permutations(
-    source: WeightSamples,
-    classes: Sequence[type[Structure]],
-    given: PermutationSpec | Mapping[str, Sequence[str | None]] | None,
-) -> PermutationSpec | None:
-    """The specification of one's own, checked, or None."""
-    if given is None:
-        return None
-    if not any(cls.uses_permutations for cls in classes):
-        raise UsageError(f"permutations: not used by {', '.join(cls.name for cls in classes)}, only by exchangeable")
-    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
-
-    return permutations_of(source, given)
+        raise UsageError(f"{classes[0].name} has no option {', '.join(sorted(unknown))}; its options are {known}")
 
 
 def _score_all(candidates: Sequence[Candidate], part: Entries, tests: Sequence[np.ndarray]) -> Structure:

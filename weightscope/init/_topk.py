@@ -65,10 +65,10 @@ def factors(
     return image / roots, vectors * roots
 
 
-def _gram(matrix: Tensor, blocks: int = 4) -> Tensor:
+def _gram(matrix: Tensor) -> Tensor:
     """`M^T M` (n, n) from the products on and above its block diagonal, five eighths of the work."""
     n = matrix.shape[1]
-    edges = [n * i // blocks for i in range(blocks + 1)]
+    edges = [n * i // 4 for i in range(5)]
     out = matrix.new_empty(n, n)
     for start, end in itertools.pairwise(edges):
         out[start:end, start:] = matrix[:, start:end].T @ matrix[:, start:]

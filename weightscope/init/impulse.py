@@ -41,9 +41,9 @@ def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causa
     return torch.softmax(_masked(logits) if causal else logits, dim=-1)
 
 
-def normalised(codes: Tensor, eps: float = 1e-6) -> Tensor:
+def normalised(codes: Tensor) -> Tensor:
     """Codes (N, d) after LayerNorm: rows of mean 0 and variance 1, float64; zero rows stay zero."""
-    return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=eps)
+    return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=1e-6)
 
 
 def solve(

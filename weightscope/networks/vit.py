@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.checks import choice
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, drop_paths, patchify
 from weightscope.networks.positional_attention import AttentionKind, attention_layer
@@ -152,12 +153,9 @@ class ViT(nn.Module):
         super().__init__()
         if image_size % patch_size:
             raise UsageError(f"patch_size must divide the image's {image_size} pixels, found {patch_size}")
-        if positions not in ("sinusoidal", "learned"):
-            raise UsageError(f"positions must be 'sinusoidal' or 'learned', found {positions!r}")
-        if layer_scale_on not in ("both", "attention", "skip"):
-            raise UsageError(f"layer_scale_on must be 'both', 'attention' or 'skip', found {layer_scale_on!r}")
-        if pool not in ("average", "token"):
-            raise UsageError(f"pool must be 'average' or 'token', found {pool!r}")
+        choice("positions", positions, ("sinusoidal", "learned"))
+        choice("pool", pool, ("average", "token"))
+        choice("layer_scale_on", layer_scale_on, ("both", "attention", "skip"))
         self.grid = image_size // patch_size
         self.positions, self.position_scale = positions, position_scale
         self.register_parameter("cls_token", nn.Parameter(torch.empty(1, 1, width)) if pool == "token" else None)

@@ -13,8 +13,9 @@ from weightscope.plots.evidence import heldout_scores, stripe_ratios
 from weightscope.plots.files import render, root_figure, save
 from weightscope.plots.filters import Panel, covariance_page, filter_page
 from weightscope.plots.frontier import alpha_beta_frontier
-from weightscope.plots.grids import filter_grid, matrix_grid
+from weightscope.plots.grids import matrix_grid
 from weightscope.plots.lengths import accuracy_by_length
+from weightscope.plots.mosaic import filter_grid
 from weightscope.plots.paired import paired_differences
 from weightscope.plots.products import product_grid, products_by_depth
 from weightscope.plots.scale import scale_and_structure

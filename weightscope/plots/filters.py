@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme, typography
 from weightscope.plots.grids import averaged
+from weightscope.plots.mosaic import mosaic
 
 _SIDE = 1.62  # inches of a panel; eight in a row are 14 inches wide
 _GAP, _OVER, _UNDER = 0.13, 0.22, 0.2  # inches between panels, and for the texts above and below them
@@ -140,12 +141,13 @@ def filter_page(
         if colour:
             peak = np.abs(array).reshape(len(array), -1).max(axis=1)
             array = np.moveaxis(array / np.where(peak > 0, peak, 1)[:, None, None, None], 1, -1)
-            mosaic = _tiles(array, across)
-            ax.imshow(np.where(np.isnan(mosaic), 1.0, 0.5 + 0.5 * mosaic), interpolation="nearest", aspect="equal")
+            picture = _tiles(array, across)
+            ax.imshow(np.where(np.isnan(picture), 1.0, 0.5 + 0.5 * picture), interpolation="nearest", aspect="equal")
             return "each on its own scale"
         limit = theme.colour_limit(array, 0.98)
-        mosaic = np.ma.masked_invalid(_tiles(array, across))
-        ax.imshow(mosaic, **theme.colours(limit), interpolation="nearest", aspect="equal")
+        ax.imshow(
+            np.ma.masked_invalid(_tiles(array, across)), **theme.colours(limit), interpolation="nearest", aspect="equal"
+        )
         return f"±{typography.number(limit)}"
 
     text = "zero is white; ± is the end of a panel's colours and holds 98 % of its weights"
@@ -189,15 +191,9 @@ def _factor(panel: Panel) -> int:
 
 
 def _tiles(array: np.ndarray, columns: int) -> np.ndarray:
-    """Filters (m, k, l[, 3]) side by side, separated by NaN gaps of a quarter of a pixel."""
-    k, l = array.shape[1:3]  # noqa: E741 - the papers' letter
-    across, down = min(columns, len(array)), -(-len(array) // min(columns, len(array)))
-    height, width = _FINE * k + 1, _FINE * l + 1
-    out = np.full((down * height + 1, across * width + 1, *array.shape[3:]), np.nan)
-    for index, tile in enumerate(array):
-        y, x = (index // across) * height + 1, (index % across) * width + 1
-        out[y : y + height - 1, x : x + width - 1] = tile.repeat(_FINE, axis=0).repeat(_FINE, axis=1)
-    return out
+    """Filters (m, k, l[, 3]) side by side, with NaN gaps of a quarter of a pixel between and around them."""
+    inner = mosaic(array, min(columns, len(array)), fine=_FINE)
+    return np.pad(inner, [(1, 1), (1, 1)] + [(0, 0)] * (inner.ndim - 2), constant_values=np.nan)
 
 
 def _page(
@@ -229,7 +225,6 @@ def _page(
     bottom = 0.2 + (foot.count("\n") + 1) * 1.35 * typography.SMALL / 72
     height = top + len(rows) * cell + (len(rows) - 1) * 0.06 + bottom
     figure = Figure(figsize=(width, height), dpi=theme.DPI, facecolor="white")
-    small: dict[str, Any] = {"fontsize": typography.SMALL, "ha": "center"}
     for i, row in enumerate(rows):
         y = height - top - i * (cell + 0.06) - _OVER - side
         if labels:
@@ -243,23 +238,28 @@ def _page(
                 fontweight="bold",
             )
         for j, panel in enumerate(row):
-            if panel is None:
-                continue
-            x = left + j * (side + _GAP)
-            ax = figure.add_axes((x / width, y / height, side / width, side / height))
-            ax.set_xticks([])
-            ax.set_yticks([])
-            ax.spines[:].set_visible(True)
-            ax.spines[:].set(linewidth=0.6, color=theme.MUTED)
-            under = _drawn(ax, panel, draw)
-            middle = (x + side / 2) / width
-            label = typography.wrap(panel.label, 72 * (side + 0.1)).split("\n")[0]
-            figure.text(middle, (y + side + 0.05) / height, label, va="bottom", **small)
-            figure.text(middle, (y - 0.05) / height, under, va="top", color=theme.MUTED, gid="limit", **small)
+            if panel is not None:
+                _place(figure, panel, draw, left + j * (side + _GAP), y, side)
     figure.text(left / width, 0.08 / height, foot, va="bottom", fontsize=typography.SMALL, color=theme.MUTED)
     if heading:
         figure.suptitle(heading, x=0.12 / width, y=1 - 0.08 / height, ha="left", va="top", linespacing=1.25)
     return figure
+
+
+def _place(figure: Figure, panel: Panel, draw: Callable[[Axes, Panel], str], x: float, y: float, side: float) -> None:
+    """One panel whose lower left corner is at (x, y) inches, with its label above and the text of `draw` below."""
+    width, height = figure.get_size_inches()
+    ax = figure.add_axes((x / width, y / height, side / width, side / height))
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(True)
+    ax.spines[:].set(linewidth=0.6, color=theme.MUTED)
+    under = _drawn(ax, panel, draw)
+    middle = (x + side / 2) / width
+    label = typography.wrap(panel.label, 72 * (side + 0.1)).split("\n")[0]
+    small: dict[str, Any] = {"fontsize": typography.SMALL, "ha": "center"}
+    figure.text(middle, (y + side + 0.05) / height, label, va="bottom", **small)
+    figure.text(middle, (y - 0.05) / height, under, va="top", color=theme.MUTED, gid="limit", **small)
 
 
 def _drawn(ax: Axes, panel: Panel, draw: Callable[[Axes, Panel], str]) -> str:

@@ -290,28 +290,13 @@ def difference_map(
     ax = canvas.ax
     limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
     image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
-    sure = {key for key, row in found.items() if row.get("p_holm") is not None and row["p_holm"] < LEVEL}
-    for (i, j), value in np.ndenumerate(grid):
-        if np.isfinite(value):
-            weight = "bold" if (repr(columns[j]), repr(rows[i])) in sure else "normal"
-            colour = "white" if abs(value) > 0.65 * limit else theme.INK
-            ax.text(
-                j,
-                i,
-                typography.signed(value, metric.decimals - 1),
-                ha="center",
-                va="center",
-                size=7,
-                color=colour,
-                weight=weight,
-            )
+    bold = {key for key, row in found.items() if row.get("p_holm") is not None and row["p_holm"] < LEVEL}
+    _write_numbers(ax, grid, limit, metric.decimals - 1, [[(repr(x), repr(y)) in bold for x in columns] for y in rows])
     best = np.unravel_index(np.nanargmax(metric.sign * grid), grid.shape)
     corner = float(best[1]) - 0.5, float(best[0]) - 0.5
     ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
     for axis, values, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
-        axis.set_ticks(
-            range(len(values)), ["all" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in values]
-        )
+        axis.set_ticks(range(len(values)), [_text(value, name) for value in values])
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -319,3 +304,13 @@ def difference_map(
     theme.colour_bar(ax, image, limit, label, room=72 * max(height, 1.8), beyond=False)
     canvas.finish_sized(max(width, 2.0), max(height, 1.8), title)
     return ax
+
+
+def _write_numbers(ax: Axes, grid: np.ndarray, limit: float, decimals: int, bold: Sequence[Sequence[bool]]) -> None:
+    """The finite numbers of a map in their cells, white where the colour is dark."""
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            colour = "white" if abs(value) > 0.65 * limit else theme.INK
+            weight = "bold" if bold[i][j] else "normal"
+            text = typography.signed(value, decimals)
+            ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)

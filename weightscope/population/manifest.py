@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ WEIGHTS = "weights "  # of the inputs that are sources of initialisers
 SHARDS = "shards"
 _FORMAT = "weightscope-population"
 _SCHEMA = 1
+_NAMED = 4  # tiles of a message
 # A spec takes about 60 bytes per tensor.
 _LARGEST = 64 * 2**20
 
@@ -78,6 +80,12 @@ class Manifest:
     def rows(self, tile: int) -> int:
         """The number of networks in tile `tile`: T, or fewer in the last one."""
         return min(self.tile, self.networks - tile * self.tile)
+
+    def described(self, tiles: Sequence[int]) -> str:
+        """The first few tiles with their networks, and the number of the others, for a message."""
+        first = [(t, t * self.tile, t * self.tile + self.rows(t) - 1) for t in sorted(tiles)[:_NAMED]]
+        text = ", ".join(f"tile {t} (networks {start} to {last})" for t, start, last in first)
+        return text + (f" and {len(tiles) - _NAMED} more tiles" if len(tiles) > _NAMED else "")
 
     def shorter_rows(self, tile: int) -> set[int]:
         """The numbers of networks in tile `tile` at earlier sizes of the population."""

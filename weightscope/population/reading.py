@@ -55,7 +55,7 @@ class Population(Result):
         if self._incomplete and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
-                f"{_listing(self._incomplete, self._manifest)}; run `weightscope collect` again to train them, "
+                f"{self._manifest.described(self._incomplete)}; run `weightscope collect` again to train them, "
                 "or use the others with --partial (in Python, partial=True)"
             )
 
@@ -373,13 +373,6 @@ def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:
         elif part.stop > part.start:
             runs.append(part)
     return runs
-
-
-def _listing(tiles: Sequence[int], manifest: manifests.Manifest, most: int = 4) -> str:
-    text = ", ".join(
-        f"tile {t} (networks {t * manifest.tile}-{t * manifest.tile + manifest.rows(t) - 1})" for t in tiles[:most]
-    )
-    return text + (f" and {len(tiles) - most} more tiles" if len(tiles) > most else "")
 
 
 def recipe_of(source: Recipe | str | Path) -> Recipe:

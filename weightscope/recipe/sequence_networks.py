@@ -90,5 +90,4 @@ class TransformerConfig(Section):
         return self.context if self.positions == "sinusoidal" else None
 
 
-SequenceNetworkConfig = MambaConfig | Mamba2Config | TransformerConfig
 SEQUENCE_TYPES = ("mamba", "mamba2", "transformer")

@@ -303,6 +303,18 @@ def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     return values
 
 
+def checked_root(array: Any, name: str, size: int) -> np.ndarray:
+    """A triangular root (n, n) of a covariance, as `checked`.
+
+    Raises:
+        DataError: if it is not lower triangular with a positive diagonal.
+    """
+    root = checked(array, name, (size, size))
+    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
+        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
+    return root
+
+
 def checked_names(tensors: Mapping[str, np.ndarray], required: Sequence[str], optional: Sequence[str] = ()) -> None:
     """Compare the names of stored arrays with what a structure stores.
 

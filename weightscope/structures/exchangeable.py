@@ -14,7 +14,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, invariant_parts
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.structures.amplification import Amplification, Gain, in_words, label_of
-from weightscope.structures.base import STRUCTURES, Structure, checked, checked_names, require_variation
+from weightscope.structures.base import STRUCTURES, Structure, checked_names, checked_root, require_variation
 
 _LOG_2PI = float(np.log(2.0 * np.pi))
 
@@ -67,7 +67,7 @@ class Exchangeable(Structure):
         if len(factors) != len(permutations.types):
             raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
         self.factors = tuple(
-            _factor(array, f"factor.{i}", kind.copies)
+            checked_root(array, f"factor.{i}", kind.copies)
             for i, (array, kind) in enumerate(zip(factors, permutations.types, strict=True))
         )
 
@@ -263,13 +263,6 @@ def mean_vector(
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
     return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
-
-
-def _factor(array: np.ndarray, name: str, size: int) -> np.ndarray:
-    root = checked(array, name, (size, size))
-    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
-        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
-    return root
 
 
 def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:

@@ -14,6 +14,9 @@ from weightscope.structures.principal import principal_mean_rows
 # likelihood is unbounded (Heywood cases).
 _FLOOR = 0.005
 
+_TOLERANCE = 1e-7  # nats per number, of one step of EM
+_STEPS = 2000  # at most
+
 
 @STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")
 class LowRank(AffineGaussian):
@@ -56,9 +59,7 @@ class LowRank(AffineGaussian):
         return cls(spec, mean, noise * scale**2, factor * scale[:, None], parameters, diagnostics)
 
 
-def _factor_analysis(
-    root: np.ndarray, rank: int, *, tolerance: float = 1e-7, max_steps: int = 2000
-) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+def _factor_analysis(root: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Factors (D, r) and noise variances (D,) from P (m, D) with P^T P = S, a correlation matrix about the mean."""
     size = root.shape[1]
     variance = np.sum(root**2, axis=0)  # the diagonal of S
@@ -68,7 +69,7 @@ def _factor_analysis(
     factor = directions.T * np.sqrt(np.maximum(spectrum[:rank] - left, _FLOOR * left))
     noise = np.maximum(variance - np.sum(factor**2, axis=1), _FLOOR * variance)
     previous, steps, converged = -np.inf, 0, False
-    while steps < max_steps and not converged:
+    while steps < _STEPS and not converged:
         steps += 1
         scaled = factor / noise[:, None]
         precision = np.eye(rank) + factor.T @ scaled  # (r, r)
@@ -78,7 +79,7 @@ def _factor_analysis(
         cross = root.T @ scores  # (D, r)
         quadratic = np.sum(variance / noise) - np.sum(projected * scores)
         value = -0.5 * (np.log(noise).sum() + np.linalg.slogdet(precision)[1] + quadratic) / size
-        converged = bool(value - previous < tolerance)
+        converged = bool(value - previous < _TOLERANCE)
         previous = value
         if not converged:
             factor = np.linalg.solve(spread + scores.T @ scores, cross.T).T

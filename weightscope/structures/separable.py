@@ -9,14 +9,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.kronecker.factorisation import tensor_normal
 from weightscope.structures.base import (
     Structure,
-    checked,
     checked_data,
     checked_names,
+    checked_root,
     fit_mean,
     require_variation,
 )
@@ -74,7 +73,10 @@ class Separable(Structure):
         super().__init__(spec, mean, parameters, diagnostics)
         self.arrays = self.arrays_of(spec)
         self.roots = tuple(
-            tuple(_root(root, f"{axis}.{i}", d) for axis, root, d in zip(self.axes, roots, array.shape, strict=True))
+            tuple(
+                checked_root(root, f"{axis}.{i}", d)
+                for axis, root, d in zip(self.axes, roots, array.shape, strict=True)
+            )
             for i, (array, roots) in enumerate(zip(self.arrays, zip(*factors, strict=True), strict=True))
         )
 
@@ -163,10 +165,3 @@ def _along(roots: Sequence[np.ndarray], values: np.ndarray, apply: Any) -> np.nd
         front = np.moveaxis(values, axis, 0)
         values = np.moveaxis(apply(root, front.reshape(len(root), -1)).reshape(front.shape), 0, axis)
     return values
-
-
-def _root(array: np.ndarray, name: str, size: int) -> np.ndarray:
-    root = checked(array, name, (size, size))
-    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
-        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
-    return root

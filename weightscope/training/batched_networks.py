@@ -99,19 +99,20 @@ class _NormResidual(nn.Module):
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
-        self.first, self.norm = layers[:-1], layers[-1]
-        before = [layer for layer in self.first if not isinstance(layer, nn.Identity)]
-        conv = before[0] if len(before) == 1 else None
-        one = isinstance(conv, Conv2d) and conv.depthwise and conv.kernels == "c" and "bias" in conv.leaves
-        self._mixing: list[Conv2d] = [conv] if one else []  # computed with the norm as one function; in `first`, too
+        self.first: Any = layers[:-1]
+        self.norm: Any = layers[-1]
+        before: list[Any] = [layer for layer in self.first.children() if not isinstance(layer, nn.Identity)]
+        conv = before[0]
+        fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise and "bias" in conv.leaves
+        self._mixing = before if fits and conv.kernels == "c" else []  # one function with the norm; in `first`, too
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self._mixing and self.norm.training and not self.norm.calibrating):
             return self.norm(self.first(x), x)
-        conv, inner = self._mixing[0], x.permute(1, 2, 3, 0)
-        filters, norm = (converted(weight_and_bias(layer), x, "c") for layer in (conv, self.norm))
-        gain, shift = (value.reshape(-1) for value in norm)
-        eps, dilation = self.norm.layer.eps, conv.layer.dilation[0]
+        conv, norm, inner = self._mixing[0], self.norm, x.permute(1, 2, 3, 0)
+        filters, pair = (converted(weight_and_bias(layer), x, "c") for layer in (conv, norm))
+        gain, shift = (value.reshape(-1) for value in pair)
+        eps, dilation = norm.layer.eps, conv.layer.dilation[0]
         y = functions.convmixer_mixing(inner, filters_of(*filters), (gain, shift), eps, dilation=dilation, kernels="c")
         return y.permute(3, 0, 1, 2)
 

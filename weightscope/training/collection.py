@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -247,14 +247,8 @@ def _failure(errors: Mapping[int, Exception], path: Path, manifest: Manifest) ->
     kind = DataError if isinstance(error, DataError) else Resumable
     why = str(error) if died or isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
     advice = "with fewer workers if memory is short" if died else "when the cause is gone"
-    where, kept = _named(list(errors), manifest), _kept(path, manifest)
+    where, kept = manifest.described(list(errors)), _kept(path, manifest)
     return kind(f"{why}, in {where}: {kept}; run the same command again, {advice}")
-
-
-def _named(tiles: Sequence[int], manifest: Manifest, most: int = 4) -> str:
-    size = manifest.tile
-    names = [f"tile {t} (networks {t * size} to {t * size + manifest.rows(t) - 1})" for t in sorted(tiles)[:most]]
-    return ", ".join(names) + (f" and {len(tiles) - most} more tiles" if len(tiles) > most else "")
 
 
 def _sweep(path: Path) -> None:

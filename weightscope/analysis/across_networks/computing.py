@@ -136,16 +136,14 @@ def joint_covariance(
                 f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
             )
         return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
-    chunks = ahead(usable_chunks(source, coordinates.reads.names, chunk))
     moments = Moments(coordinates.spec.size, device=device, precision=precision)
-    diverged = 0
-    for rows, out in chunks:
-        diverged += out
-        moments.update(coordinates(rows))
-    mean, n, variance = moments.mean, moments.n, moments.variance()
+    passes = _Passes(source, coordinates, chunk)
+    for rows in passes():
+        moments.update(rows)
+    mean, n, excluded = moments.mean, moments.n, passes.diverged + moments.excluded
+    diagnostics = _diagnostics(precision, fold_norms, moments.variance(), n)
     matrix = (moments.covariance if kind == "covariance" else moments.correlation)(destroy=True)
-    diagnostics = _diagnostics(precision, fold_norms, variance, n)
-    return PopulationCovariance(matrix, mean, n, diverged + moments.excluded, coordinates.spec, kind, diagnostics)
+    return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
 
 
 def eigenpairs(
@@ -186,13 +184,13 @@ def eigenpairs(
 class _Passes:
     """The coordinates of all usable networks; each call is one more pass over the data."""
 
-    def __init__(self, source: WeightSamples, coordinates: Coordinates) -> None:
-        self._source, self._coordinates = source, coordinates
+    def __init__(self, source: WeightSamples, coordinates: Coordinates, chunk: int = BLOCK) -> None:
+        self._source, self._coordinates, self._chunk = source, coordinates, chunk
         self.diverged = 0
 
     def __call__(self) -> Iterator[np.ndarray]:
         self.diverged = 0
-        for rows, out in ahead(usable_chunks(self._source, self._coordinates.reads.names, BLOCK)):
+        for rows, out in ahead(usable_chunks(self._source, self._coordinates.reads.names, self._chunk)):
             self.diverged += out
             yield self._coordinates(rows)
 

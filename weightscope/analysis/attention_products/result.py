@@ -1,6 +1,6 @@
 """Statistics of attention products: rows, a table for each model, a figure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -9,7 +9,7 @@ import numpy as np
 
 from weightscope._util.checks import choice
 from weightscope._util.names import unverified
-from weightscope._util.results import Result
+from weightscope._util.results import Result, finite_or_none
 from weightscope._util.tables import text_table
 from weightscope.errors import UsageError
 
@@ -115,6 +115,36 @@ class ProductsResult(Result):
     corners: dict[Key, np.ndarray]
     sources: list[SourceInfo]
     options: dict[str, Any]
+
+    def append(
+        self,
+        place: Row,
+        statistics: Mapping[str, float],
+        about: Row,
+        spectrum: np.ndarray | None,
+        corner: np.ndarray | None,
+        biases: Mapping[str, float] | None = None,
+    ) -> None:
+        """Append one product.
+
+        Args:
+            place: the columns `source` to `rank`.
+            statistics: of the product; NaN if they are undefined.
+            about: the columns `rotary`, `normalised` and `layer_scale`.
+            spectrum: singular values (r,), if they are known.
+            corner: upper left entries, if they are kept.
+            biases: more columns, on the biases.
+        """
+        numbers = {name: finite_or_none(value) for name, value in statistics.items()}
+        beta = numbers["beta"]
+        sign = None if beta is None else (beta > 0) - (beta < 0)
+        norm = None if spectrum is None else float(spectrum[0])
+        row = place | numbers | {"sign": sign, "spectral_norm": norm, "finite": beta is not None} | about
+        row |= {name: finite_or_none(value) for name, value in (biases or {}).items()}
+        self.records.append(row)
+        self.spectra.append(spectrum)
+        if corner is not None:
+            self.corners[Key(*(row[key] for key in Key._fields))] = corner
 
     def rows(self) -> list[Row]:
         """The records: one row for each product."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.checks import count
-from weightscope._util.names import numbered
+from weightscope._util.names import labels_of
 from weightscope.analysis.within_network.layers import KroneckerShare, Layer
 from weightscope.analysis.within_network.parts import Part, Slices, find, first_part
 from weightscope.analysis.within_network.result import NetworkCovariances
@@ -75,7 +75,7 @@ def covariance_within(
     if not sources:
         raise UsageError("expected at least one network, found none")
     count("keep", keep)
-    names = _labels(sources, labels)
+    names = labels_of([_own_label(source) for source in sources], labels)
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
     for source, label in zip(sources, names, strict=True):
@@ -139,19 +139,6 @@ def _examples(samples: np.ndarray, most: int, seed: int) -> np.ndarray:
     if len(samples) <= most:
         return samples
     return samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
-
-
-def _labels(sources: Sequence[Any], labels: Sequence[str | None] | None) -> list[str]:
-    """A name for each network; derived names are numbered where they are equal."""
-    if isinstance(labels, str) or (labels is not None and len(labels) != len(sources)):
-        raise UsageError(f"labels: expected a list of {len(sources)}, found {labels!r}")
-    given = [label for label in labels or () if label is not None]
-    if len(set(given)) != len(given):
-        raise UsageError(f"labels: expected unique names, found {', '.join(given)}")
-    names: list[str] = []
-    for source, label in zip(sources, labels or [None] * len(sources), strict=True):
-        names.append(numbered(_own_label(source), [*names, *given]) if label is None else label)
-    return names
 
 
 def _own_label(source: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weightscope._util.results import finite_or_none
 from weightscope.statistics.kronecker.separability import SeparabilityTest
 from weightscope.statistics.slices import Focus, SliceMoments
 
@@ -106,7 +107,7 @@ class Layer:
         }
         if (m := self.moments) is not None:
             out |= {"n": m.n, "excluded": m.excluded, "dead": m.dead}
-            out |= {key: value if math.isfinite(value) else None for key, value in self.statistics.items()}
+            out |= {key: finite_or_none(value) for key, value in self.statistics.items()}
         return out
 
     def to_dict(self) -> dict[str, Any]:
