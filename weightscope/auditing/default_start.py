@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from weightscope.anatomy import ModuleTensors, NamedTensors
 
 
-def default_start(source: NamedTensors, name: str) -> Tensor | None:
+def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:
     """The value that the constructor of a module gives a tensor, by `reset_parameters` of a copy of its owner.
 
     Args:
         source: of the tensor.
         name: of the tensor.
+        seed: of the draw, where the start is random.
 
     Returns:
         The value; None if it is not known: tensors without a module, or a module without `reset_parameters`.
@@ -28,7 +29,7 @@ def default_start(source: NamedTensors, name: str) -> Tensor | None:
         return None
     fresh = _alone(owner)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         fresh.reset_parameters()  # type: ignore[operator]
     value: Tensor = getattr(fresh, attribute)
     return value.detach()

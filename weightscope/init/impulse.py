@@ -53,7 +53,7 @@ def solve(
     head_width: int,
     *,
     scale: float | None = None,
-    iterations: int = 50,
+    iterations: int = 100,
     shared_key: bool = False,
 ) -> dict[Offset, tuple[Tensor, Tensor]]:
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
