@@ -16,14 +16,17 @@ from PIL import Image
 from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
+from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.gain import _short
 from weightscope.data import SourceConfig, images, load, locations
 from weightscope.data.catalog import dataset_info
+from weightscope.data.metrics import ACCURACY
 from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
+from weightscope.training.request import with_classes
 
 OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
@@ -354,7 +357,18 @@ def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> N
     first = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **OPTIONS)
     again = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **(OPTIONS | {"workers": 2}))
     assert [run["accuracy"] for run in first.runs] == [run["accuracy"] for run in again.runs]
+    assert [row["chance"] for row in first.arms] == [1 / 3] * 4
     assert _short(recipe(), None, None, None)[1]["train"] == 18 - 3, "a fifth of the training images is held back"
+
+
+def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> None:
+    classes_in(tmp_path / "elsewhere" / "pets", each=8)
+    mine = with_classes(recipe(), tmp_path / "elsewhere")
+    test = len(load(mine.data, tmp_path / "elsewhere").test_labels)
+    assert chance_of(mine, ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
+    for held, count in (("test", 2), ("validation", 5)):
+        assert chance_of(mine.replace({f"data.{held}": count}), ACCURACY) == (1 / 3, count)
+    assert chance_of(mine, ACCURACY) is None, "the folder is not there"
 
 
 def test_registered_data_are_resized_too(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
             return PermutationSpec(views, _heads_of(views) | heads)
         if len(strangers) < len(nearest[1]):
             nearest = name, strangers
-    like = f"nearest is {nearest[0]}, without " if nearest[0] else ""
+    like = f"nearest is {nearest[0]}, without " if nearest[0] else "this network: "
     raise AnatomyError(
         f"no permutation specification for this network, there are those of {', '.join(ARCHITECTURES)}: "
         f"{like}{listing(nearest[1], 4)}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})"

@@ -1,14 +1,17 @@
 """Whether an arm's accuracy is distinguishable from that of a guess."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
 from weightscope.data.catalog import dataset_info
+from weightscope.data.config import FOLDER
 from weightscope.data.metrics import Metric
 from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.errors import DataError
 from weightscope.recipe import DataConfig, Recipe
 
 LEVEL = 0.05
@@ -26,18 +29,23 @@ class Chance(NamedTuple):
     examples: int
 
 
-def chance_of(recipe: Recipe, metric: Metric) -> Chance | None:
+def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
     """The chance level of a metric: 1 / K of K classes of images, or of K equally probable tokens of an answer.
 
     None for metrics that are no accuracies, for text and the Markov source, and for sorting, where the best guess
-    depends on the place.
+    depends on the place; and for a folder of images that is no longer there to be counted.
+
+    Args:
+        recipe: of the networks, with the classes of a folder (`with_classes`).
+        metric: that is compared.
+        root: the folder that is searched first for a folder of images.
     """
     data = recipe.data
     if metric.unit != "%":
         return None
     if isinstance(data, DataConfig):
-        info = dataset_info(data)
-        return Chance(1 / info.classes, data.validation or data.test or info.test)
+        examples = data.validation or data.test or _test_images(data, root)
+        return Chance(1 / dataset_info(data).classes, examples) if examples else None
     if not isinstance(data, TaskConfig) or data.name == "sort":
         return None
     values, answer = data.vocabulary - 1, TASK_SIZES[data.name].answer(metric.length * data.length)
@@ -46,6 +54,16 @@ def chance_of(recipe: Recipe, metric: Metric) -> Chance | None:
     if data.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
         values, answer = values - values // 2, answer // 2
     return Chance(1 / values, data.test * answer)
+
+
+def _test_images(data: DataConfig, root: str | Path | None) -> int:
+    """The number of all test images; 0 for those of a folder that is missing."""
+    if data.name != FOLDER:
+        return dataset_info(data).test
+    try:
+        return dataset_info(data.model_copy(update={"classes": None}), root).test  # without classes, it is counted
+    except DataError:
+        return 0
 
 
 def above_chance(values: np.ndarray, chance: Chance) -> float:

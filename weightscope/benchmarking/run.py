@@ -103,8 +103,9 @@ def bench(
             runs += _rows(arm, population, seconds, metric, metrics)
             device = population.environment
     about = {**environment(), **device, "recipe": recipe.to_dict()}
-    levels = {cell_key({"cell": dict(a.cell)}): chance_of(r, metric) for a, r in zip(arms, complete, strict=True)}
-    chances = {cell: level for cell, level in levels.items() if level is not None}
+    levels = [chance_of(recipe, metric, options.get("data")) for recipe in complete]
+    cells = [cell_key({"cell": dict(arm.cell)}) for arm in arms]
+    chances = {cell: level for cell, level in zip(cells, levels, strict=True) if level is not None}
     result = BenchResult(runs, summarise(runs, metric, chances), about, metric, metrics)
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")

@@ -18,12 +18,18 @@ from weightscope.anatomy import (
     positions,
 )
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.population import opened
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
+
+
+def opened(source: Any) -> Any:
+    """`weightscope.population.opened`; imported here: it needs h5py and pydantic, which other initialisers do not."""
+    from weightscope.population import opened
+
+    return opened(source)
 
 
 def tensors(source: Any) -> Mapping[str, Any]:

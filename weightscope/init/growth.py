@@ -17,7 +17,6 @@ from weightscope.init._family_names import Source, places
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.selection import Layout, found_parts, included
 from weightscope.networks.layers import SumLinear
-from weightscope.population import opened
 
 DEPTHS = ("identity", "stack")
 
@@ -73,7 +72,7 @@ def net2net_(
     number("noise", noise, least=0)
     everything = _trained.weights(module)
     wanted = included(module, everything, components, exclude)
-    small = opened(source)
+    small = _trained.opened(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
     _refuse_other_heads(module, small)

@@ -18,7 +18,6 @@ from weightscope.init._counterparts import counterparts, end_to_end, spaced
 from weightscope.init._family_names import Place, Source
 from weightscope.init._position_tables import PositionTable, interpolated, selected_tokens
 from weightscope.init.registry import INITIALISERS
-from weightscope.population import opened
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -141,7 +140,7 @@ def matched(
     """
     everything = _trained.weights(student)
     wanted = included(student, everything, components, exclude)
-    teacher = opened(teacher)
+    teacher = _trained.opened(teacher)
     source = Source(_trained.tensors(teacher))
     layout = Layout(student, teacher, source)
     for name, place in counterparts(wanted, everything, source, layers).items():
