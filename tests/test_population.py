@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fake_training as fake
 import h5py
@@ -128,6 +129,22 @@ def test_shards_are_the_same_bytes_when_written_again(folder: Path, tmp_path: Pa
     assert set(files(folder)) == {"population.json"} | {
         f"shards/0000{t}.h5{end}" for t in range(3) for end in ("", ".sha256")
     }
+
+
+def test_shards_are_the_same_bytes_whenever_handles_of_arrays_are_closed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that look at stack frames, such as the profiler of a Dask worker, keep handles."""
+    create, kept = h5py.Group.create_dataset, []
+
+    def keeping(*args: Any, **options: Any) -> h5py.Dataset:
+        kept.append(create(*args, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(h5py.Group, "create_dataset", keeping)
+    fake.write_population(tmp_path / "b.pop", fake.recipe())
+    assert len(kept) >= 6
+    assert files(tmp_path / "b.pop") == files(folder)
 
 
 def test_a_shard_is_what_the_format_says(folder: Path) -> None:

@@ -72,20 +72,25 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
-        h5.create_dataset(
-            "weights",
-            data=np.ascontiguousarray(trained.weights[:rows], dtype="<f4"),
-            chunks=(min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None,
-            fillvalue=np.float32("nan"),
-            track_times=False,
-        )
-        h5.create_dataset("seed", data=np.asarray(trained.seeds[:rows], dtype="<u8"), track_times=False)
+        weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
+        chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
+        _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
+        _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
         group = h5["metrics"]
         for name in sorted(trained.metrics):
             values = np.asarray(trained.metrics[name])[:rows]
             fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
-            group.create_dataset(name, data=values, fillvalue=fill, track_times=False)
+            _write(group, name, values, fillvalue=fill)
     return file.getvalue()
+
+
+def _write(group: h5py.Group, name: str, values: np.ndarray, **options: Any) -> None:
+    """Write an array, now: where it lies in the file must not depend on when Python closes its handle.
+
+    HDF5 gives chunks their places when the array is closed. A thread that looks at stack frames, such as the profiler
+    of a Dask worker, keeps handles for longer.
+    """
+    group.create_dataset(name, data=values, track_times=False, **options).id.flush()
 
 
 def expected_bytes(manifest: Manifest) -> int:
