@@ -8,8 +8,7 @@ import ctypes
 import sys
 from functools import cache
 
-# From glibc's malloc.h. Large blocks come from the heap, too: those with a mapping of their own are unmapped when they
-# are freed. The heap is never trimmed.
+# From glibc's malloc.h: blocks are never mapped by themselves, which would be unmapped when freed, and never trimmed.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER, _NONE = -1, 0
 
