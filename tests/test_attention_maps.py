@@ -607,7 +607,7 @@ def test_tokens_that_do_not_fit_and_pictures_that_sequences_do_not_have():
         with pytest.raises(UsageError, match=message):
             attention_maps(network, tokens)
     found = attention_maps(network, torch.zeros(1, 4, dtype=torch.int64))
-    for kind, message in (("ranks", "'ranks' is of images"), ("expected", "needs the model's position table")):
+    for kind, message in (("ranks", "'ranks' is for images"), ("expected", "needs the model's position table")):
         with pytest.raises(UsageError, match=message):
             found.plot(kind=kind)
 

@@ -7,11 +7,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from programs import run
 
 from weightscope import plots
 from weightscope.artifacts import load_artifact
 from weightscope.benchmarking.gain import choose_gain, curve_of
-from weightscope.cli import main
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.population import Population
@@ -109,14 +109,13 @@ def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
 def test_the_command_takes_a_number_or_chooses_one(
     population: Population, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(*arguments: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(["fit-init", str(population.path), *arguments])
-        return int(stopped.value.code or 0), "".join(capsys.readouterr())
+    def fit_init(*arguments: str) -> tuple[int, str]:
+        code, *text = run("fit-init", population.path, *arguments, capsys=capsys)
+        return code, "".join(text)
 
     out = tmp_path / "a.safetensors"
     common = ["--structure", "exchangeable", "--joint", "all", "--select", "stages.*", "-o", str(out)]
-    code, text = run(*common, "--gain", "12")
+    code, text = fit_init(*common, "--gain", "12")
     assert code == 0, text
     assert "gain 12: " in text
     assert "correlations beyond 4 standard errors" in text
@@ -124,7 +123,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     assert load_artifact(out).groups[0].options == {"gain": 12}
     file = tmp_path / "a.json"
     budget = ["--gain-seeds", "2", "--gain-epochs", "1", "--workers", "1", "--device", "cpu"]
-    code, text = run(*common, "--gain", "auto", *budget, "--json", str(file))
+    code, text = fit_init(*common, "--gain", "auto", *budget, "--json", str(file))
     assert code == 0, text
     curve = json.loads(file.read_text())["gain"]["curve"]
     assert [row["gain"] for row in curve] == [0, 1, 3, 10, 30]
@@ -135,7 +134,7 @@ def test_the_command_takes_a_number_or_chooses_one(
         ([*common, "--gain-seeds", "3"], "--gain-seeds: for --gain auto, found no gain"),
         ([*common, "--gain", "-1"], "gain: expected a number >= 0"),
     ):
-        code, text = run(*arguments)
+        code, text = fit_init(*arguments)
         assert code != 0
         assert message in text
 

@@ -328,8 +328,8 @@ def test_a_tensor_of_which_some_entries_never_vary_is_a_reason_not_a_crash() -> 
     assert reasons == {
         "diagonal": None,
         "exchangeable": "`in`: expected all of (6, 4) to vary, found 23 entries that do; the others are equal in "
-        "all networks (training has not moved them from equal values), so units that exchange them have no "
-        "common distribution; leave this tensor out of the selection",
+        "all networks, so the distribution is not invariant under permutations of units; leave this tensor out of the "
+        "selection",
     }
 
 

@@ -13,9 +13,9 @@ import pytest
 import references_sequences as reference
 import torch
 from plain import train_sequences_alone
+from programs import run
 
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope.cli import main
 from weightscope.data import SequenceSource, load
 from weightscope.data.sequence_config import SEQUENCE_NAMES, TaskConfig
 from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
@@ -53,10 +53,8 @@ def recipe(**changes: object) -> Recipe:
 
 def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of an error, whose exit code is that of wrong input or, 3, of data."""
-    with pytest.raises(SystemExit) as stopped:
-        main([str(a) for a in arguments])
-    _, err = capsys.readouterr()
-    assert stopped.value.code == (3 if "--data" in arguments and "data.length" not in err else 2), err
+    code, _, err = run(*arguments, capsys=capsys)
+    assert code == (3 if "--data" in arguments and "data.length" not in err else 2), err
     assert err.count("\n") == 1, err
     return err
 

@@ -34,9 +34,9 @@ def test_it_is_the_largest_power_of_two_that_fits():
 
 @pytest.mark.parametrize(("kernels", "tile"), [("torch", 128), ("triton", 64)])
 def test_on_a_gpu_it_follows_from_two_small_tiles(kernels, tile, monkeypatch):
+    """40 MB and 3 MB for each network; of 1 GB free, 80 % are used. A graph and the evaluation take both at once."""
     if kernels == "triton":
         pytest.importorskip("triton")
-    """40 MB and 3 MB for each network; of 1 GB free, 80 % are used. A graph and the evaluation take both at once."""
     data = load("digits", train=64, test=20)
     runs = []
 

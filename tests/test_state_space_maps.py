@@ -8,6 +8,7 @@ import pytest
 import shims
 import torch
 from matplotlib.text import Text
+from programs import run
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.threads import single_threaded
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
 from weightscope.analysis.state_space_maps.opening import tokens_for
-from weightscope.cli import main
 from weightscope.data.sequences import TASKS
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_
@@ -163,12 +163,6 @@ def test_wrong_input_is_a_one_line_error():
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    return end.value.code or 0
-
-
 def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_path, capsys):
     plan = {
         "network": {"type": "mamba", "width": 8, "depth": 2, "state": 3, "layers": ["default", "attention"]},
@@ -180,18 +174,18 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     found = collect(plan, tmp_path / "a.pop", **given)
     path, numbers = str(found.path), tmp_path / "maps.json"
     out = ["-o", str(tmp_path / "x.png"), "--json", str(numbers)]
-    assert _run("attention-maps", path, "--network", "1", "--count", "4", *out) == 0
-    assert "1 state-space layers on 4 sequences of 6 tokens" in capsys.readouterr().out
+    code, text, _ = run("attention-maps", path, "--network", "1", "--count", "4", *out, capsys=capsys)
+    assert (code, "1 state-space layers on 4 sequences of 6 tokens" in text) == (0, True)
     drawn = TASKS["copy"](torch.Generator().manual_seed(torch_seed(0, 1, Purpose.HELD_OUT)), 10, 3, 6).tokens
     assert json.loads(numbers.read_text()) == state_space_maps(found.network(1), drawn[:4]).to_dict()
-    assert _run("attention-maps", path, "--tokens", "copy:5", *out) == 0
-    assert "of 10 tokens" in capsys.readouterr().out
+    code, text, _ = run("attention-maps", path, "--tokens", "copy:5", *out, capsys=capsys)
+    assert (code, "of 10 tokens" in text) == (0, True)
     for arguments, message in (
-        (("--size", "3"), "sequences: expected no --images, --size, --kind expected and --kind ranks"),
-        (("--kind", "offsets"), "--kind: expected maps of a state-space model"),
+        (("--size", "3"), "sequences: --images, --size, --kind expected and --kind ranks are for images only"),
+        (("--kind", "offsets"), "--kind: expected maps for a network with state-space layers, found offsets"),
     ):
-        assert _run("attention-maps", path, *arguments, *out) == 2
-        assert message in capsys.readouterr().err
+        code, _, err = run("attention-maps", path, *arguments, *out, capsys=capsys)
+        assert (code, message in err) == (2, True)
 
 
 def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
@@ -199,8 +193,8 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
     model, figure, numbers = (tmp_path / name for name in ("model.safetensors", "maps.png", "maps.json"))
     save_file({name: value for name, value in network.state_dict().items() if name != "lm_head.weight"}, model)
     command = ["attention-maps", str(model), "--tokens", "copy:6", "--count", "3"]
-    assert _run(*command, "-o", str(figure), "--json", str(numbers)) == 0
-    assert "3 state-space layers on 3 sequences of 12 tokens" in capsys.readouterr().out
+    code, text, _ = run(*command, "-o", figure, "--json", numbers, capsys=capsys)
+    assert (code, "3 state-space layers on 3 sequences of 12 tokens" in text) == (0, True)
     tokens = TASKS["copy"](torch.Generator().manual_seed(0), 3, 6, 9).tokens
     assert json.loads(numbers.read_text()) == state_space_maps(network, tokens).to_dict()
     assert figure.stat().st_size > 1000
@@ -231,8 +225,8 @@ def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):
     if isinstance(tokens, bytes):
         file.write_bytes(tokens)
         tokens = str(file)
-    assert _run("attention-maps", str(model), "--tokens", tokens, "-o", str(tmp_path / "x.png")) in (2, 3)
-    error = capsys.readouterr().err
+    code, _, error = run("attention-maps", model, "--tokens", tokens, "-o", tmp_path / "x.png", capsys=capsys)
+    assert code in (2, 3)
     assert re.search(message, error), error
     assert error.count("\n") == 1
     assert not (tmp_path / "x.png").exists()

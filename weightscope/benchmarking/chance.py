@@ -1,4 +1,4 @@
-"""Whether an arm's accuracy is distinguishable from that of a guess."""
+"""Chance level of an accuracy, and the test whether networks are above it."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ LEVEL = 0.05
 
 
 class Chance(NamedTuple):
-    """What a guess reaches.
+    """The chance level of a metric.
 
     Attributes:
-        accuracy: c, of a guess that does not look at the input.
-        examples: m, independent labels or tokens that accuracies are over.
+        accuracy: c, expected of predictions that do not depend on the input.
+        examples: m, number of independent labels or tokens over which an accuracy is taken.
     """
 
     accuracy: float
@@ -32,12 +32,12 @@ class Chance(NamedTuple):
 def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
     """The chance level of a metric: 1 / K of K classes of images, or of K equally probable tokens of an answer.
 
-    None for metrics that are no accuracies, for text and the Markov source, and for sorting, where the best guess
-    depends on the place; and for a folder of images that is no longer there to be counted.
+    None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
+    depends on its place in the answer, and for a folder of images that cannot be read any more to count its test part.
 
     Args:
         recipe: of the networks, with the classes of a folder (`with_classes`).
-        metric: that is compared.
+        metric: the metric that is compared.
         root: the folder that is searched first for a folder of images.
     """
     data = recipe.data
@@ -72,7 +72,7 @@ def above_chance(values: np.ndarray, chance: Chance) -> float:
         t = (mean - c) / sqrt(s^2 / n + c (1 - c) / m),   p = P(T > t)
 
     for Student's T with n - 1 degrees of freedom, normal for one network. The second variance is that of the test
-    examples, which all networks share. Networks that guess are taken for better in at most 5 % of cases at p < 0.05.
+    examples, which all networks share. Networks at chance level have p < 0.05 in at most about 5 % of cases.
 
     Args:
         values: accuracies (n,) of networks.
@@ -80,8 +80,8 @@ def above_chance(values: np.ndarray, chance: Chance) -> float:
     """
     n, (c, examples) = len(values), chance
     variance = c * (1 - c) / examples + (float(values.var(ddof=1)) / n if n > 1 else 0.0)
-    law = stats.t(n - 1) if n > 1 else stats.norm
-    return float(law.sf((float(values.mean()) - c) / np.sqrt(variance)))
+    null = stats.t(n - 1) if n > 1 else stats.norm
+    return float(null.sf((float(values.mean()) - c) / np.sqrt(variance)))
 
 
 def note(arms: list[dict[str, Any]]) -> str:
@@ -91,7 +91,4 @@ def note(arms: list[dict[str, Any]]) -> str:
         return ""
     named = ", ".join(dict.fromkeys(arm["init"] for arm in found))
     levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
-    return (
-        f"not distinguishable from chance, {levels}: {named} (one-sided t-test at {100 * LEVEL:g} %: so often is a "
-        "guess taken for better)"
-    )
+    return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"

@@ -98,9 +98,8 @@ def linear_probe(
     recipe = _without_training(recipe_of(recipe))
     if not isinstance(recipe.data, DataConfig):
         raise UsageError(
-            f"data.name: expected images for a linear probe, whose classifier sees one vector of each, found "
-            f"{recipe.data.name}; for sequences, `bench --frozen` with a pattern of the blocks' tensors trains what "
-            "is around them only"
+            f"data.name: expected images for a linear probe, found {recipe.data.name}; to train only what is around "
+            "the blocks of a network for sequences, use `bench --frozen` with a pattern of the blocks' tensors"
         )
     return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
 

@@ -74,9 +74,7 @@ def attention_maps(
     note, drawing = "", {} if kind == "maps" else {"kind": kind}
     if tokens is not None or sequences:
         if inputs["name"] or inputs["size"] or kind in ("expected", "ranks"):
-            raise UsageError(
-                "sequences: expected no --images, --size, --kind expected and --kind ranks, which are of images"
-            )
+            raise UsageError("sequences: --images, --size, --kind expected and --kind ranks are for images only")
         found = _of_tokens(source, tokens, network, inputs["count"], inputs["root"], filter_size, drawing)
     else:
         from weightscope.analysis.attention_maps import attention_maps as compute
@@ -112,7 +110,7 @@ def _of_tokens(
     if not has_state_spaces(model):
         return of_attention(model, batch, filter_size=filter_size)
     if drawing:
-        raise UsageError("--kind: expected maps of a state-space model, the others are of attention")
+        raise UsageError(f"--kind: expected maps for a network with state-space layers, found {drawing['kind']}")
     return state_space_maps(model, batch)
 
 

@@ -105,7 +105,7 @@ class TaskConfig(SequenceConfig):
         Recipes are not refused when they are read, since populations of them may exist.
 
         Raises:
-            RecipeError: with the smallest vocabulary that is none of these.
+            RecipeError: if it is; names the smallest vocabulary that is not.
         """
         for multiple in self.lengths:
             least = TASK_SIZES[self.name].varied(multiple * self.length)

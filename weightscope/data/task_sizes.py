@@ -17,7 +17,7 @@ class TaskSize(NamedTuple):
     Attributes:
         answer: tokens of the answer.
         vocabulary: the fewest tokens, the separator included.
-        varied: the fewest tokens with which not all sequences have the same answer.
+        varied: the fewest tokens, the separator included, with which sequences have different answers.
         why: what needs so many, for messages; takes the length and this number.
         step: what the length is a multiple of: the tokens of a pair, 2, or 1.
     """

@@ -93,14 +93,14 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     r = float(np.clip(found.covariance[i, j] / scale, -1, 1))
     known = np.isfinite(found.errors[i, j])
     error = found.errors[i, j] if known else (1 - r**2) / sqrt(found.samples - 3)
-    law = stats.t(found.networks - 1) if known else stats.norm
+    null = stats.t(found.networks - 1) if known else stats.norm
     if abs(r) > 1 - 1e-12:
         return r, (r, r), copysign(inf, r), 0.0
     step = error / (1 - r**2)  # of atanh r
     centre = atanh(r)
     z = centre / step if step > 0 else copysign(inf, r)
-    half = float(law.isf(0.025)) * step
-    return r, (tanh(centre - half), tanh(centre + half)), z, float(2 * law.sf(abs(z)))
+    half = float(null.isf(0.025)) * step
+    return r, (tanh(centre - half), tanh(centre + half)), z, float(2 * null.sf(abs(z)))
 
 
 def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:

@@ -86,8 +86,8 @@ class Exchangeable(Structure):
                 whole = network[tensor.name].shape
                 raise UsageError(
                     f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do; the "
-                    "others are equal in all networks (training has not moved them from equal values), so units "
-                    "that exchange them have no common distribution; leave this tensor out of the selection"
+                    "others are equal in all networks, so the distribution is not invariant under permutations of "
+                    "units; leave this tensor out of the selection"
                 )
         if permutations is None:
             from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch

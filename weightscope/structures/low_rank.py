@@ -14,8 +14,8 @@ from weightscope.structures.principal import principal_mean_rows
 # likelihood is unbounded (Heywood cases).
 _FLOOR = 0.005
 
-_TOLERANCE = 1e-7  # nats per number, of one step of EM
-_STEPS = 2000  # at most
+_TOLERANCE = 1e-7  # gain in log-likelihood of one EM step, in nats per weight, below which it has converged
+_STEPS = 2000  # of EM, at most
 
 
 @STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")

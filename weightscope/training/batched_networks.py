@@ -104,7 +104,8 @@ class _NormResidual(nn.Module):
         before: list[Any] = [layer for layer in self.first.children() if not isinstance(layer, nn.Identity)]
         conv = before[0]
         fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise and "bias" in conv.leaves
-        self._mixing = before if fits and conv.kernels == "c" else []  # one function with the norm; in `first`, too
+        # A list, so that the convolution is registered once, in `first`; one function computes it and the norm.
+        self._mixing = before if fits and conv.kernels == "c" else []
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self._mixing and self.norm.training and not self.norm.calibrating):

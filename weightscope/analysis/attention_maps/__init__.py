@@ -31,14 +31,14 @@ def attention_maps(
 
     For every self-attention module with input X (n, d) on each image or sequence:
 
-        A_h = softmax(mask(scale (X W_Q + b_Q) (X W_K + b_K)^T)),      mean over images;
+        A_h = softmax(mask(scale (X W_Q + b_Q) (X W_K + b_K)^T)),      mean over images or sequences;
         expected: softmax((beta_h d I + beta_h P P^T) / sqrt(k)),  P the positions, beta_h = tr(W_Q W_K^T) / d.
 
     The maps are computed from the weights that `weightscope.anatomy` finds, and checked: applied to the values they
-    must reproduce the module's output. A module that does more (relative biases, windows, masks) is an error. Modules
-    whose queries and keys are rotated or normalised, or whose maps have gates or convolutions of their own, and
-    cross-attention, are skipped and listed. Causal attention is masked, and weightscope's own rotary positions are
-    applied.
+    must reproduce the module's output. Causal attention is masked, and the rotary positions of weightscope's own
+    networks are applied. A module that does more (relative biases, windows, other masks) is an error. Modules whose
+    queries and keys are normalised, or rotated in another library, or whose maps have gates or convolutions of their
+    own, and cross-attention, are skipped and listed.
 
     The model runs in evaluation mode without gradients; modes are restored and hooks removed even after an error.
 
@@ -82,8 +82,8 @@ def attention_maps(
     for i, recorder in enumerate(found):
         codes, origin = _codes(model, tokens, recorder.part.width)
         layers.append(_layer(i, recorder, codes))
-    of: Literal["images", "sequences"] = "sequences" if sequences else "images"
-    return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, of)
+    kind: Literal["images", "sequences"] = "sequences" if sequences else "images"
+    return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, kind)
 
 
 def _checked(inputs: Any) -> Tensor:
@@ -91,7 +91,9 @@ def _checked(inputs: Any) -> Tensor:
     if batch.ndim == 2 and 0 not in batch.shape and not batch.is_floating_point():
         return batch.long()
     if batch.ndim != 4 or 0 in batch.shape:
-        raise DataError(f"expected images (B, c, height, width) or whole numbers (B, n), found {tuple(batch.shape)}")
+        raise DataError(
+            f"expected images (B, c, height, width) or tokens (B, n) of an integer type, found {tuple(batch.shape)}"
+        )
     if not batch.is_floating_point():
         raise DataError(f"expected images as floats, normalised as the model expects, found {batch.dtype}")
     bad = ~batch.isfinite().flatten(1).all(1)

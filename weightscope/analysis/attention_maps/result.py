@@ -61,7 +61,7 @@ class AttentionMaps(Result):
         filter_size: f, of the neighbourhood and the rank condition.
         positions: name of the position table P of Eq. 3.19; "none" without one.
         skipped: path of an attention module -> why it is left out.
-        of: what the maps are means over.
+        inputs: what the maps are means over, "images" or "sequences".
     """
 
     layers: tuple[LayerMaps, ...]
@@ -70,22 +70,22 @@ class AttentionMaps(Result):
     filter_size: int
     positions: str
     skipped: Mapping[str, str] = field(default_factory=dict)
-    of: Literal["images", "sequences"] = "images"
+    inputs: Literal["images", "sequences"] = "images"
 
     @property
     def taps(self) -> int:
         """Tokens that a filter covers: f^2 of images, f of sequences."""
-        return self.filter_size ** (2 if self.of == "images" else 1)
+        return self.filter_size ** (2 if self.inputs == "images" else 1)
 
     @property
-    def _bound(self) -> str:
-        """The right side of the rank condition."""
-        return "k f^2" if self.of == "images" else "k f"
+    def _taps(self) -> str:
+        """The formula of `taps`."""
+        return "f^2" if self.inputs == "images" else "f"
 
     def summary(self) -> str:
         """Number of layers, heads and images."""
         heads = sum(layer.heads for layer in self.layers)
-        return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.of}"
+        return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.inputs}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and head; see `statistics`."""
@@ -132,7 +132,7 @@ class AttentionMaps(Result):
         for layer in self.layers:
             k, square = float(layer.stable_ranks.mean()), self.taps
             low, high = np.quantile(layer.stable_ranks, [0.05, 0.95])
-            reach = math.isqrt(int(layer.width / k)) if self.of == "images" else int(layer.width / k)
+            reach = math.isqrt(int(layer.width / k)) if self.inputs == "images" else int(layer.width / k)
             rows.append(
                 {
                     "layer": layer.layer,
@@ -164,9 +164,9 @@ class AttentionMaps(Result):
         """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
         f, grid = self.filter_size, self.tokens
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
-        where = where if self.of == "images" else f"{grid.total} tokens"
-        head = f"means over heads and {self.images} {self.of}, {where}"
-        near = f"{f}x{f}" if self.of == "images" else f"{'last' if grid.causal else 'nearest'} {f}"
+        where = where if self.inputs == "images" else f"{grid.total} tokens"
+        head = f"means over heads and {self.images} {self.inputs}, {where}"
+        near = f"{f}x{f}" if self.inputs == "images" else f"{'last' if grid.causal else 'nearest'} {f}"
         names = ["layer", "self", near, "special", "entropy", "beta", "r(3.19)", "k", f"{self.taps} k", "D"]
         table, statistics = [], self.statistics()
         for layer, row in zip(self.layers, self.condition(), strict=True):
@@ -176,7 +176,7 @@ class AttentionMaps(Result):
             cells = [f"{mean[key]:.3f}" for key in ("self", "near", "special", "entropy")]
             cells += [f"{mean['beta']:+.3f}", f"{np.mean(known):.2f}" if known else "-"]
             cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
-            table.append([str(layer.layer), *cells, "" if row["holds"] else f"D < {self._bound}"])
+            table.append([str(layer.layer), *cells, "" if row["holds"] else f"D < k {self._taps}"])
         lines = [head, "", text_table((*names, ""), table, left=(len(names),))]
         lines += ["", self.finding()]
         return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
@@ -187,8 +187,8 @@ class AttentionMaps(Result):
         good = sum(row["holds"] for row in rows)
         heads = sum(row["enough_heads"] for row in rows)
         return (
-            f"D >= {self._bound} holds in {good} of {len(rows)} layers for f = {f}; "
-            f"{heads} of {len(rows)} have the {self._bound[2:]} = {self.taps} heads that as many filters need"
+            f"D >= k {self._taps} holds in {good} of {len(rows)} layers for f = {f}; "
+            f"{heads} of {len(rows)} have the {self._taps} = {self.taps} heads that as many filters need"
         )
 
     def _title(self, kind: str) -> str:
@@ -203,11 +203,11 @@ class AttentionMaps(Result):
         near, mask = np.mean([row["near"] for row in rows]), _near(self.tokens, f)
         reached = np.arange(1, len(mask) + 1) if self.tokens.causal else self.tokens.total
         flat, around = (mask.sum(1) / reached).mean(), f"{f} × {f} tokens around a query"
-        if self.of == "sequences":
+        if self.inputs == "sequences":
             around = f"last {f} tokens" if self.tokens.causal else f"{f} tokens around a query"
         where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
         return (
-            f"Mean attention over {self.images} {self.of}{where}; {near:.0%} of the weight lies on the {around} "
+            f"Mean attention over {self.images} {self.inputs}{where}; {near:.0%} of the weight lies on the {around} "
             f"(uniform attention: {flat:.0%})"
         )
 
@@ -215,7 +215,7 @@ class AttentionMaps(Result):
         """JSON types, without the maps."""
         grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
         return {
-            self.of: self.images,
+            self.inputs: self.images,
             "tokens": grid,
             "filter_size": self.filter_size,
             "positions": self.positions,
@@ -240,8 +240,8 @@ class AttentionMaps(Result):
         from weightscope import plots
 
         choice("kind", kind, get_args(Kind))
-        if kind == "ranks" and self.of == "sequences":
-            raise UsageError("kind: 'ranks' is of images; the stable ranks of sequences are in the table")
+        if kind == "ranks" and self.inputs == "sequences":
+            raise UsageError("kind: 'ranks' is for images; the stable ranks of sequences are in the table")
         figure = self._ranks(title) if kind == "ranks" else self._grid(kind, title)
         if path is not None:
             plots.save(figure, path)
@@ -280,7 +280,7 @@ def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
-    """(patches, patches) bool: whether the key is in the f x f window around the query, or in the f last ones."""
+    """(patches, patches) bool: whether the key is in the f x f window around the query, or one of the f last tokens."""
     if tokens.causal:
         back = np.subtract.outer(np.arange(tokens.columns), np.arange(tokens.columns))
         return (back >= 0) & (back < f)

@@ -23,7 +23,9 @@ _Found = tuple[FactoredProduct, dict[str, Tensor]]
 _Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 
-def append_attention(out: ProductsResult, reader: Reader, label: str, options: Options, bad: dict[str, int]) -> None:
+def append_attention(
+    out: ProductsResult, reader: Reader, label: str, options: Options, nonfinite: dict[str, int]
+) -> None:
     """Append the products of a model's attention modules to a result.
 
     Args:
@@ -31,17 +33,17 @@ def append_attention(out: ProductsResult, reader: Reader, label: str, options: O
         reader: of the model.
         label: of the model.
         options: of `products`.
-        bad: number of entries of each tensor that are NaN or infinite; counted here.
+        nonfinite: number of entries of each tensor that are NaN or infinite; counted here.
     """
     table = _Table.for_parts(reader.parts, options)
     scaled: dict[str, bool] = {}
     for part in reader.parts:
         norm = gain_before(reader.source, part) if options.fold_norms else (None, None)
-        _queries_keys(table, reader, part, options, norm, bad)
+        _queries_keys(table, reader, part, options, norm, nonfinite)
         name = layer_scale(reader.source, part)
         scale = reader.source.get(name).double().flatten().cpu() if name and options.fold_scales else None
         scaled[part.name] = name is not None
-        _values_outputs(table, part, options, norm, scale, bad)
+        _values_outputs(table, part, options, norm, scale, nonfinite)
         reader.forget()
     for i, (part, name, head, rank) in enumerate(table.keys):
         place = {"source": label, "name": part.name, "kind": part.kind, "layer": part.layer, "head": head, "part": name}

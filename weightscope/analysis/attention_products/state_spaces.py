@@ -16,7 +16,9 @@ def output_input_product(part: SSMPart) -> FactoredProduct:
     return FactoredProduct(part.read("C").cpu().unflatten(0, sizes).mT, part.read("B").cpu().unflatten(0, sizes).mT)
 
 
-def append_state_space(out: ProductsResult, part: SSMPart, label: str, options: Options, bad: dict[str, int]) -> None:
+def append_state_space(
+    out: ProductsResult, part: SSMPart, label: str, options: Options, nonfinite: dict[str, int]
+) -> None:
     """Append the products of one state-space layer, one for each group, to a result.
 
     Args:
@@ -24,7 +26,7 @@ def append_state_space(out: ProductsResult, part: SSMPart, label: str, options: 
         part: the layer.
         label: of the model.
         options: of `products`.
-        bad: number of entries of each tensor that are NaN or infinite; counted here.
+        nonfinite: number of entries of each tensor that are NaN or infinite; counted here.
     """
     product = output_input_product(part)
     spectra = None
@@ -33,7 +35,7 @@ def append_state_space(out: ProductsResult, part: SSMPart, label: str, options: 
     if not bool(product.finite.all()):
         for letter in ("B", "C"):
             name, found = part.parameters[letter][0], int((~part.read(letter).isfinite()).sum())
-            bad |= {name: bad.get(name, 0) + found} if found else {}
+            nonfinite |= {name: nonfinite.get(name, 0) + found} if found else {}
     statistics = {name: values.tolist() for name, values in product.statistics().items()}
     corners = None if options.clip is None else product.corner(options.clip).float().numpy()
     for group in range(part.groups):

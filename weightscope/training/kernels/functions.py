@@ -164,7 +164,7 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
 def convmixer_mixing(
     x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
-    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers; statistics of the batch; torch's and C only.
+    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch.
 
     Args:
         x: (C, H, W, B); C counts the channels of all networks.
@@ -172,7 +172,7 @@ def convmixer_mixing(
         norm: gain and shift, (C,) each.
         eps: added to the variance.
         dilation: the distance between taps, in pixels.
-        kernels: the backend.
+        kernels: the backend, "torch" or "c".
 
     Returns:
         (C, H, W, B).
@@ -280,7 +280,7 @@ class _NormMlp(torch.autograd.Function):
 
 
 class _ConvNeXtBlocks(torch.autograd.Function):
-    """Blocks of equal sizes as one function of kernels in C."""
+    """All blocks of equal sizes, for kernels that take several at once (C)."""
 
     @staticmethod
     def forward(ctx: Any, kernels: ModuleType, x: Tensor, eps: float, keep: bool, *rest: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class _ConvNeXtBlocks(torch.autograd.Function):
 
 
 class _ConvNeXtBlock(torch.autograd.Function):
-    """One block as kernels for a GPU."""
+    """One block, for kernels that take one at a time (Triton)."""
 
     @staticmethod
     def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:

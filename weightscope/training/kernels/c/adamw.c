@@ -2,7 +2,7 @@
 
 #include "common.h"
 
-/* weights, gradient, first, second (T, D); trained (D), 1 or 0; rate, decay, clip (T); numbers: rates' factor,
+/* weights, gradient, first, second (T, D); trained (D), 1 or 0; rate, decay, clip (T); scalars: the rates' factor,
    1 / (1 - b1^t), 1 / sqrt(1 - b2^t). */
 int adamw_step(REAL *weights, const REAL *gradient, REAL *first, REAL *second, const REAL *trained, const REAL *rate,
                const REAL *decay, const REAL *clip, const REAL *scalars, long networks, long size, double b1, double b2,

@@ -1,6 +1,4 @@
-/* Whole blocks of ConvNeXts and the spatial mixing of ConvMixers.
-
-   Consecutive ConvNeXt blocks, x + W2 gelu(W1 norm(conv(x)) + b1) + b2 each.
+/* Consecutive ConvNeXt blocks, x + W2 gelu(W1 norm(conv(x)) + b1) + b2 each.
 
    A network at a time, and of its batch as many images as the cache holds, go through all blocks; so between two blocks
    nothing is read from memory. The input of each block and the output of its convolution are kept for the backward pass,
@@ -8,7 +6,7 @@
 
 #include "common.h"
 
-#define WEIGHTS 8            /* of a block: weight and bias of the convolution, the norm, fc1 and fc2 */
+#define WEIGHTS 8         /* of a block: weight and bias of the convolution, the norm, fc1 and fc2 */
 #define CACHED (1L << 20) /* bytes that one array of a group of images may take */
 
 int depthwise_forward(const REAL *, const REAL *, const REAL *, REAL *, long, long, long, long, long, long);
@@ -92,35 +90,5 @@ int blocks_backward(const REAL *grad, const REAL *const *weights, const REAL *ke
       bring(g, grad_x + t * size * batch, size, batch, first, count);
     }
   free(memory);
-  return failed;
-}
-
-int gelu_norm_forward(const REAL *, const REAL *, const REAL *, const REAL *, REAL *, REAL *, REAL *, long, long, double);
-int gelu_norm_backward(const REAL *, const REAL *, const REAL *, const REAL *, const REAL *, REAL *, REAL *, REAL *, long, long);
-
-/* The spatial mixing of a ConvMixer, y = x + norm(gelu(conv(x))), channel by channel; inner (C, H, W, B) is conv(x). */
-int mixing_forward(const REAL *x, const REAL *w, const REAL *bias, const REAL *gain, const REAL *shift, REAL *inner, REAL *y,
-                   REAL *means, REAL *scales, long channels, long height, long width, long batch, long k, long dilation,
-                   double eps) {
-  const long size = height * width * batch;
-  for (long c = 0; c < channels; c++, x += size, inner += size, y += size)
-    if (depthwise_forward(x, w + c * k * k, bias + c, inner, 1, height, width, batch, k, dilation) ||
-        gelu_norm_forward(inner, gain + c, shift + c, x, y, means + c, scales + c, 1, size, eps))
-      return 1;
-  return 0;
-}
-
-/* All gradients, given grad, the gradient of y. */
-int mixing_backward(const REAL *x, const REAL *w, const REAL *inner, const REAL *gain, const REAL *means, const REAL *scales,
-                    const REAL *grad, REAL *grad_x, REAL *grad_w, REAL *grad_bias, REAL *grad_gain, REAL *grad_shift,
-                    long channels, long height, long width, long batch, long k, long dilation) {
-  const long size = height * width * batch;
-  REAL *middle = numbers(size); /* the gradient of inner */
-  int failed = !middle;
-  for (long c = 0; c < channels && !failed; c++, x += size, inner += size, grad += size, grad_x += size)
-    failed = gelu_norm_backward(inner, gain + c, means + c, scales + c, grad, middle, grad_gain + c, grad_shift + c, 1, size) ||
-             depthwise_backward(x, w + c * k * k, middle, grad, grad_x, grad_w + c * k * k, grad_bias + c, 1, height, width,
-                                batch, k, dilation);
-  free(middle);
   return failed;
 }
