@@ -483,7 +483,7 @@ def test_the_command_looks_into_one_network_of_a_population(tmp_path: Path, caps
     code, out, err = run(*arguments, "--part", "filters", "--network", 3, capsys=capsys)
     assert code == 0, err
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["labels"] == ["a.pop 3"]
+    assert found["labels"] == ["a.pop::3"]
     (layer,) = covariance_within(population.network(3)).layers
     assert found["rows"][0]["spread"] == layer.focus.spread
     assert run(*arguments, "--network", 8, capsys=capsys)[0] == 2

@@ -70,7 +70,9 @@ class _WithOldOptions(click.Command):
     type=Named("initialisers"),
     help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
-@click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
+@click.option(
+    "--network", type=int, help="Look within this network of a population, counted from 0.  [default, with --part: 0]"
+)
 @click.option(
     "--keep", type=int, help="Within networks: keep matrices of at most this many coordinates.  [default: 1024]"
 )
