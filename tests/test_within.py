@@ -460,7 +460,7 @@ def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.Capture
         (("--fold-norms", "--means"), 2, "fold_norms: applies to a population"),
         (("--network", "1"), 2, "network: selects within a population's folder"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
-        (("--picture", "heads"), 2, "picture: expected one of 'maps'"),
+        (("--picture", "heads"), 2, "not one of 'maps', 'depth', 'samples'"),
         (("nothing.pth",), 3, "no such file"),
     ],
 )

@@ -62,7 +62,11 @@ class _WithOldOptions(click.Command):
     type=Named("parts", files=False),
     help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
 )
-@click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
+@click.option(
+    "--picture",
+    type=click.Choice(["maps", "depth", "samples"]),
+    help="Of layers within networks.  [default: maps of one network, depth of several]",
+)
 @click.option(
     "--init",
     "inits",
