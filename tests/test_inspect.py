@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 
 import weightscope
-from weightscope.analysis.inspection import inspect
+from weightscope.analysis.inspection import CheckpointContents, inspect
 from weightscope.errors import DataError
 from weightscope.networks import ViT
 from weightscope.population import Population
@@ -116,6 +116,7 @@ def test_a_checkpoint_says_which_parts_are_recognised_and_counts_its_layers(tmp_
     save_torch(ViT(8, 4, 8, 11, 2, 3).state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
     found = inspect(str(tmp_path))
+    assert isinstance(found, CheckpointContents)
     assert found.parts["attention modules"] == found.parts["MLPs"] == 11
     assert "recognised attention modules: 11, MLPs: 11, patch embeddings: 1" in found.text()
     biases = [name for name, _, _ in found.tensors if name.endswith("norm1.bias")]
