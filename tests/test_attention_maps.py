@@ -455,6 +455,12 @@ def test_rank_condition_draws_means_and_bounds():
     assert sorted(float(y[0]) for y in lines[1:]) == pytest.approx([36 / 25, 4])
 
 
+def test_labels_of_bounds_are_within_the_axes():
+    ax = plots.rank_condition([[1.0, 2.0]], 16, filter_sizes=(3, 5))
+    low, high = ax.get_ylim()
+    assert all(low < text.xy[1] < high for text in ax.texts)
+
+
 def test_bad_pictures():
     good = np.full((1, 1, 4, 4), 0.25)
     with pytest.raises(DataError, match="negative or non-finite"):

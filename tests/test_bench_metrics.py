@@ -346,6 +346,9 @@ def test_scale_and_structure_follow_the_direction() -> None:
     assert label == "difference of test cross entropy on the same seed (bits per token), 8 seeds; lower is better"
     drawn = [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)]
     assert drawn == pytest.approx([result.arms[2]["difference"], result.arms[1]["beyond_scale"]])
+    lengths = [{**row, "epochs": epochs} for epochs in (1, 2) for row in result.arms]
+    ax = plots.scale_and_structure(lengths, metric=BITS)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a, 1 epoch", "a, 2 epochs"]
 
 
 def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:

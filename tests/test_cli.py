@@ -373,7 +373,11 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("covariance", "none.pop"), 2, "expected a population's folder"),
+        (
+            ("covariance", "none.pop"),
+            2,
+            "none.pop: expected a population's folder, made by `weightscope collect`, found no such",
+        ),
         (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
         (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
         *([] if torch.cuda.is_available() else [(("covariance", "TINY", "--device", "cuda"), 2, "torch finds no GPU")]),
@@ -385,6 +389,7 @@ def test_another_recipe_shows_the_difference(folder: Path, capsys: pytest.Captur
         (("list", "initialiser"), 2, "no kind of entry 'initialiser'; did you mean 'initialisers'?"),
         (("covariance", "TINY", "--kind", "correlations"), 2, "'covariance', 'correlation'"),
         (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "kind: applies to a population"),
+        (("covariance", "a.pt", "--picture", "map"), 2, "'maps', 'depth', 'samples'"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -38,6 +38,13 @@ def test_too_few_networks_are_refused(tmp_path: Path) -> None:
         run_demo(tmp_path, networks=3)
 
 
+def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(UsageError, match="seeds: expected an integer >= 2, found 1"):
+        run_demo(tmp_path, networks=16, epochs=1, seeds=1, say=lines.append)
+    assert not lines
+
+
 def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
     demo = Recipe.load(ROOT / "weightscope/demo/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network

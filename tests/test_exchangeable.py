@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
+from safetensors.torch import save_file
 from scipy import stats
 
 from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
@@ -286,6 +288,17 @@ def test_mimetic_attention_is_two_entries_of_the_table() -> None:
     for block in (0, 1):
         assert found[f"blocks.{block}.attn.qkv.weight[q]", f"blocks.{block}.attn.qkv.weight[k]"].z > 50
         assert found[f"blocks.{block}.attn.qkv.weight[v]", f"blocks.{block}.attn.proj.weight"].z < -50
+
+
+def test_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Such a file lists its tensors in alphabetical order, layer 10 before layer 2."""
+    vit = ViT(8, 4, 4, 11, 1, 3)
+    save_file(vit.state_dict(), tmp_path / "vit.safetensors")
+    found = covariance(tmp_path / "vit.safetensors", exchangeable=True)
+    order = [view.name for view in found.types[0].kind.views if view.name.endswith("norm1.bias")]
+    assert order == [f"blocks.{i}.norm1.bias" for i in range(11)]
+    figure = found.plot().figure
+    assert any(text.get_text().endswith("from 1 network") for text in figure.findobj(Text))
 
 
 def test_fit_compares_it_over_a_whole_network() -> None:

@@ -1,16 +1,20 @@
 """`inspect`: the contents of populations, artifacts and checkpoints."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_training as fake
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 import weightscope
-from weightscope.analysis.inspection import inspect
+from weightscope.analysis.inspection import CheckpointContents, inspect
 from weightscope.errors import DataError
+from weightscope.networks import ViT
 from weightscope.population import Population
 
 
@@ -105,3 +109,36 @@ def test_contents_are_results(tmp_path: Path) -> None:
     assert contents.rows() == [{"name": "a.weight", "shape": "2x3", "type": "float32"}]
     assert "1 tensors, 6 weights" in contents.text()
     assert contents.text() == inspect(weightscope.Checkpoint(tmp_path / "a.safetensors")).text()
+
+
+def test_a_checkpoint_says_which_parts_are_recognised_and_counts_its_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_torch(ViT(8, 4, 8, 11, 2, 3).state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    found = inspect(str(tmp_path))
+    assert isinstance(found, CheckpointContents)
+    assert found.parts["attention modules"] == found.parts["MLPs"] == 11
+    assert "recognised attention modules: 11, MLPs: 11, patch embeddings: 1" in found.text()
+    biases = [name for name, _, _ in found.tensors if name.endswith("norm1.bias")]
+    assert biases == [f"blocks.{i}.norm1.bias" for i in range(11)]
+    save_file({"a.weight": np.zeros((2, 3), np.float32)}, tmp_path / "a.safetensors")
+    assert "recognised no parts" in inspect(str(tmp_path / "a.safetensors")).text()
+
+
+@pytest.mark.parametrize("read", [inspect, weightscope.verify])
+def test_a_folder_with_an_artifact_is_not_a_model(tmp_path: Path, read: Callable[[str], object]) -> None:
+    (tmp_path / "demo").mkdir()
+    save_file({"x": np.zeros(2)}, tmp_path / "demo" / "fitted.safetensors", metadata={"weightscope": "{}"})
+    with pytest.raises(DataError, match=r"found the artifact .*; give its file: .*fitted.safetensors"):
+        read(str(tmp_path / "demo"))
+
+
+def test_what_is_not_a_model_is_named(tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    with pytest.raises(DataError, match=r"found a population; give one of its networks: .*a.pop::0"):
+        weightscope.products(tmp_path / "a.pop")
+    save_file({"x": np.zeros(2)}, tmp_path / "fit.safetensors", metadata={"weightscope": "{}"})
+    with pytest.raises(DataError, match="expected a model, found the artifact of an initialiser"):
+        weightscope.products(tmp_path / "fit.safetensors")
+    with pytest.raises(DataError, match="expected a model, found the artifact of an initialiser"):
+        weightscope.audit(tmp_path / "fit.safetensors", "mimetic_attention")

@@ -73,6 +73,18 @@ def test_the_catalogue_is_a_result() -> None:
     assert max(map(len, catalogue().text().splitlines())) <= 110
 
 
+def test_paths_are_not_broken_and_folders_are_named() -> None:
+    text = catalogue("datasets").text()
+    assert "`cifar-10-batches-bin/data_batch_1.bin`" in text
+    assert "one of these" not in text
+    assert "./data" in text
+
+
+def test_recipes_are_in_alphabetical_order() -> None:
+    names = [entry.name for entry in catalogue("recipes").entries]
+    assert names == sorted(names)
+
+
 def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'recipes'"):
         catalogue("recipe")

@@ -48,6 +48,22 @@ def test_blocks_are_ruled_off_at_their_borders_and_named() -> None:
     assert ax.get_ylim() == (100, 0), "the first row is on top"
 
 
+def test_borders_leave_room_for_the_values_between_them() -> None:
+    """A line at each of 200 tensors with one coordinate would cover all of their values."""
+    blocks = {"w": slice(0, 1000), **{f"blocks.{i}.bias": slice(1000 + i, 1001 + i) for i in range(200)}}
+    ax = plots.covariance_map(np.eye(1200), blocks)
+    lines = [line for line in ax.lines if line.get_gid() == "border" and line.get_xdata()[0] == 0]
+    borders = sorted(line.get_ydata()[0] for line in lines)
+    assert 1000 in borders
+    assert np.diff(borders).min() >= 0.004 * 1200
+
+
+def test_standardised_means_are_named() -> None:
+    matrix, blocks = np.corrcoef(spd(12)), {"w": slice(0, 12)}
+    ax = plots.covariance_map(matrix, blocks, kind="correlation", groups={"w": np.arange(12) % 3})
+    assert "covariances of standardised group means" in ax.get_xlabel().replace("\n", " ")
+
+
 def test_the_picture_shows_the_matrix_itself_when_it_fits() -> None:
     matrix = spd(30)
     shown = plots.covariance_map(matrix, {"w": slice(0, 30)}).images[0].get_array()
@@ -170,7 +186,7 @@ def test_constant_coordinates_of_a_correlation_are_grey() -> None:
     image = ax.images[0]
     assert np.ma.getmaskarray(image.get_array()).sum() == 11
     assert to_hex(image.cmap.get_bad()) == theme.GREY
-    assert "1 constant ones are grey" in ax.get_xlabel()
+    assert "1 constant one is grey" in ax.get_xlabel()
 
 
 def broken(change: Callable[[np.ndarray], None]) -> np.ndarray:

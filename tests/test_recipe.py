@@ -166,8 +166,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot read the recipe"):
         Recipe.load(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xff\n")
-    with pytest.raises(RecipeError, match="cannot read the recipe"):
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*: expected a TOML file in UTF-8"):
         Recipe.load(tmp_path / "latin.toml")
+
+
+def test_a_folder_that_is_no_population_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"bench: expected a \.toml file, .* found another folder"):
+        Recipe.load("bench")
+
+
+def test_a_recipe_is_not_taken_for_an_initialiser(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[network]\ntype = "vit"\n[data]\nname = "digits"\n')
+    with pytest.raises(RecipeError, match=r"the keys of an \[init\] table, with `name` .*, found network, data"):
+        InitConfig.load(tmp_path / "a.toml")
 
 
 def test_differences_show_both_values() -> None:

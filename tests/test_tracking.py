@@ -251,7 +251,7 @@ def test_the_text_of_an_overwrite():
     text = str(t.overwritten[0])
     assert text.startswith("`blocks.1.attn.qkv.weight`, set by mimetic_attention_, was overwritten by ")
     assert "in by_init, called from" in text
-    assert text.endswith("(100% changed)")
+    assert text.endswith("(100 % changed)")
 
 
 def test_bad_input():

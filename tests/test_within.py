@@ -460,7 +460,7 @@ def test_the_command_compares(file: Path, tmp_path: Path, capsys: pytest.Capture
         (("--fold-norms", "--means"), 2, "fold_norms: applies to a population"),
         (("--network", "1"), 2, "network: selects within a population's folder"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
-        (("--picture", "heads"), 2, "picture: expected one of 'maps'"),
+        (("--picture", "heads"), 2, "not one of 'maps', 'depth', 'samples'"),
         (("nothing.pth",), 3, "no such file"),
     ],
 )
@@ -483,7 +483,7 @@ def test_the_command_looks_into_one_network_of_a_population(tmp_path: Path, caps
     code, out, err = run(*arguments, "--part", "filters", "--network", 3, capsys=capsys)
     assert code == 0, err
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["labels"] == ["a.pop 3"]
+    assert found["labels"] == ["a.pop::3"]
     (layer,) = covariance_within(population.network(3)).layers
     assert found["rows"][0]["spread"] == layer.focus.spread
     assert run(*arguments, "--network", 8, capsys=capsys)[0] == 2

@@ -30,7 +30,7 @@ def recipes() -> dict[str, ShippedRecipe]:
         'Tiny ConvNeXts on scikit-learn's handwritten digits, ...'
     """
     found = {}
-    for path in sorted(_FOLDER.glob("*.toml")):
+    for path in sorted(_FOLDER.glob("*.toml"), key=lambda path: path.stem):
         with path.open(encoding="utf-8") as file:
             first = file.readline()
         found[path.stem] = ShippedRecipe(path, first.removeprefix("#").strip() if first.startswith("#") else "")
@@ -48,6 +48,8 @@ def recipe_path(source: str | Path) -> Path:
     path = Path(source)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
+    if path.is_dir():
+        raise RecipeError(f"{path}: expected a .toml file, a population or the name of a recipe, found another folder")
     shipped = recipes()
     if str(source) not in shipped:
         raise RecipeError(unknown("recipe", str(source), shipped, "the path of a .toml file"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from weightscope.errors import UsageError
 
 POPULATION_FILE = "population.json"
+ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds a fitted initialiser
 
 
 def is_population(source: object) -> bool:

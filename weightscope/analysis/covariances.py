@@ -90,13 +90,14 @@ def _population(source: Any) -> Any:
 
 def _one_network(source: Any) -> WeightArray:
     """The floating-point tensors of one network as a population of one, whose channels are the samples."""
+    from weightscope.anatomy.tensors import numbered  # torch
     from weightscope.population import opened  # h5py
 
     if isinstance(source, list | tuple):
         raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")
     found: Any = opened(source)
     tensors = found.state_dict() if hasattr(found, "state_dict") else found
-    chosen = {name: tensors[name] for name in tensors}
+    chosen = {name: tensors[name] for name in numbered(tensors)}
     chosen = {
         name: value.detach().double().cpu().numpy() for name, value in chosen.items() if value.is_floating_point()
     }
@@ -114,4 +115,4 @@ def _network(source: Any, index: int | None) -> tuple[Any, str | None]:
     if not hasattr(population, "network"):
         raise UsageError(f"expected a population's folder, found {type(source).__name__}: it has no networks to build")
     name = Path(source).name if isinstance(source, str | Path) else "network"
-    return population.network(index or 0), f"{name} {index or 0}"
+    return population.network(index or 0), f"{name}::{index or 0}"

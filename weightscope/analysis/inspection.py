@@ -3,7 +3,7 @@
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from weightscope._util import toml
 from weightscope._util.names import unverified
 from weightscope._util.results import Result
-from weightscope._util.sources import is_population
+from weightscope._util.sources import is_population, population_member
 from weightscope._util.tables import text_table
 from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
 from weightscope.artifacts.format import KEY
@@ -56,16 +56,18 @@ def inspect(
         return population_contents(Path(str(source)))
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
-    from weightscope.checkpoint import Checkpoint  # torch, which a population does not need
+    from weightscope.anatomy import inventory  # torch, which a population does not need
+    from weightscope.anatomy.tensors import numbered
+    from weightscope.checkpoint import Checkpoint
 
-    found = opened(source)
-    checkpoint = found if isinstance(found, Checkpoint) else Checkpoint(found)  # of a population's network
-    label = str(checkpoint.source if found is checkpoint else source)
+    member = population_member(source) is not None
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(opened(source) if member else source)
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
-    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in checkpoint.names)
+    names = numbered(checkpoint.names)
+    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
-    return CheckpointContents(label, tuple(rows), *facts)
+    return CheckpointContents(str(source if member else checkpoint.source), tuple(rows), *facts, inventory(checkpoint))
 
 
 class TensorRow(NamedTuple):
@@ -247,6 +249,7 @@ class CheckpointContents(Result):
         skipped: name -> why it is not among the weights.
         config: the model's `config.json`; empty without one.
         unverified: files at the hub that were not compared with their hash, since only byte ranges were read.
+        parts: kind -> number of the parts that initialisers and analyses recognise.
     """
 
     source: str
@@ -254,6 +257,7 @@ class CheckpointContents(Result):
     skipped: dict[str, str]
     config: dict[str, Any]
     unverified: tuple[str, ...] = ()
+    parts: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Source, number of tensors and of weights."""
@@ -269,9 +273,10 @@ class CheckpointContents(Result):
         return asdict(self)
 
     def text(self) -> str:
-        """Counts, the table of tensors, and what was skipped."""
+        """Counts, recognised parts, the table of tensors, and what was skipped."""
         table = text_table(("tensor", "shape", "type"), (tuple(row.values()) for row in self.rows()))
-        lines = [self.summary()]
+        found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
+        lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])

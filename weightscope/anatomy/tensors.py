@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, DataError
 
@@ -287,6 +288,14 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """The names as they are or, if in alphabetical order as in safetensors files, with `layer.2` before `layer.10`."""
+    given = list(names)
+    if given != sorted(given):
+        return given
+    return sorted(given, key=lambda name: [(int(p) if p.isdigit() else -1, p) for p in re.split(r"(\d+)", name)])
+
+
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:
     """The `NamedTensors` of anything that is a model.
 
@@ -316,5 +325,17 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
 
 
 def opened(model: Model) -> nn.Module | Mapping[str, Any] | NamedTensors:
-    """The `Checkpoint` at a path or `hf://org/name`; any other model as it is."""
-    return Checkpoint(model) if isinstance(model, str | Path) else model
+    """The `Checkpoint` at a path or `hf://org/name`; any other model as it is.
+
+    Raises:
+        DataError: if it cannot be read, or is the artifact of an initialiser.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    found = Checkpoint(model)
+    if ARTIFACT_KEY in found.metadata:
+        raise DataError(
+            f"{model}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "
+            "load_init applies it to a model"
+        )
+    return found

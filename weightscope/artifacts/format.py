@@ -22,9 +22,10 @@ from safetensors.numpy import save as to_bytes
 from weightscope._util import atomic
 from weightscope._util.regular import open_regular
 from weightscope._util.results import Result
+from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.errors import DataError
 
-KEY = "weightscope"  # of the header in the file's metadata
+KEY = ARTIFACT_KEY  # of the header in the file's metadata
 DIGEST = "sha256"  # of the digest
 VERSION = 1
 

@@ -43,7 +43,8 @@ class Overwrite:
     changed: float
 
     def __str__(self) -> str:
-        return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({self.changed:.0%} changed)"
+        changed = f"{100 * self.changed:.0f} % changed"
+        return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({changed})"
 
 
 @dataclass(frozen=True)

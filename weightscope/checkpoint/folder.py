@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
 from weightscope.checkpoint.checks import FileCheck, blob_hash, kind, mismatch, mismatch_error
 from weightscope.checkpoint.entries import TORCH, Entry, FileEntry, Store
 from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
@@ -148,12 +149,21 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
             if found:
                 name = found[0]
                 break
+    if name is None and POPULATION_FILE in names:
+        where = folder.where
+        raise DataError(f"{where}: expected a model, found a population; give one of its networks: {where}::0")
     if name is None:
         raise DataError(
             f"{folder.where}: expected {CANDIDATES[0]}, {CANDIDATES[1]} or another checkpoint, found "
             f"{', '.join(sorted(names)[:6]) or 'no files'}"
         )
-    return _open(folder, name, folder.where, key, CONFIG in names)
+    store = _open(folder, name, folder.where, key, CONFIG in names)
+    if ARTIFACT_KEY in store.metadata and folder.commit is None:
+        file = Path(folder.where, name)
+        raise DataError(
+            f"{folder.where}: expected a model, found the artifact of an initialiser; give its file: {file}"
+        )
+    return store
 
 
 def plain(name: Any) -> bool:

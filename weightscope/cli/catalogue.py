@@ -16,6 +16,7 @@ from weightscope._util.results import Result
 from weightscope.errors import UsageError
 
 _WIDTH = 110
+_DATA_FOLDERS = "./data, WEIGHTSCOPE_DATA or the folder of --data"
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class Catalogue(Result):
         for kind in dict.fromkeys(entry.kind for entry in self.entries):
             lines += ([""] if lines else []) + [kind]
             for entry in (entry for entry in self.entries if entry.kind == kind):
-                lines += textwrap.wrap(entry.signature, _WIDTH, initial_indent="  ", subsequent_indent=" " * 8)
+                lines += _wrapped(entry.signature, "  ", " " * 8)
                 for text in (entry.description, f"source: {entry.source}" if entry.source else ""):
-                    lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+                    lines += _wrapped(text, " " * 6, " " * 6)
         return "\n".join(lines)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -111,6 +112,11 @@ def catalogue(kind: str | None = None) -> Catalogue:
     if kind is not None and kind not in KINDS:
         raise UsageError(unknown("kind of entry", kind, KINDS))
     return Catalogue(tuple(entry for name in ([kind] if kind else KINDS) for entry in KINDS[name]()))
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    """Lines of `_WIDTH`, not broken at hyphens: those of paths and names would look like part of the text."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def _initialisers() -> Iterator[Entry]:
@@ -160,7 +166,8 @@ def _datasets() -> Iterator[Entry]:
         info = dataset_info(name)
         text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
         text += f"{info.train:,} training and {info.test:,} test images"
-        yield Entry("datasets", name, text, {}, source=info.how_to_get)
+        where = info.how_to_get.replace("one of these", _DATA_FOLDERS)  # which an error lists before it
+        yield Entry("datasets", name, text, {}, source=where)
     yield from _sequences()
 
 

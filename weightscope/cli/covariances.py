@@ -62,7 +62,11 @@ class _WithOldOptions(click.Command):
     type=Named("parts", files=False),
     help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
 )
-@click.option("--picture", help="Within networks: maps, depth or samples.  [default: maps of one, depth of several]")
+@click.option(
+    "--picture",
+    type=click.Choice(["maps", "depth", "samples"]),
+    help="Of layers within networks.  [default: maps of one network, depth of several]",
+)
 @click.option(
     "--init",
     "inits",
@@ -70,7 +74,9 @@ class _WithOldOptions(click.Command):
     type=Named("initialisers"),
     help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
 )
-@click.option("--network", type=int, help="Look within this network of a population, counted from 0.")
+@click.option(
+    "--network", type=int, help="Look within this network of a population, counted from 0.  [default, with --part: 0]"
+)
 @click.option(
     "--keep", type=int, help="Within networks: keep matrices of at most this many coordinates.  [default: 1024]"
 )

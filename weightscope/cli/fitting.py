@@ -41,7 +41,7 @@ _TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")
     type=float,
     default=0.2,
     show_default=True,
-    help="Fraction of networks held out to choose the structure.",
+    help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed that selects the held-out networks.")
 @click.option("--gain", help="Of exchangeable: factor of its correlations, or auto: chosen by short trainings.")

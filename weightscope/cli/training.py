@@ -12,9 +12,9 @@ from weightscope.errors import UsageError
 
 @click.command()
 @out_option("Folder for everything.", "weightscope-demo")
-@click.option("--networks", type=int, default=256, show_default=True, help="Size of the population.")
+@click.option("--networks", type=int, default=256, show_default=True, help="Size of the population, at least 16.")
 @click.option("--epochs", type=int, default=12, show_default=True, help="Epochs of the population's training.")
-@click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark.")
+@click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark, at least 2.")
 @training_options
 def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
     """The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.

@@ -60,6 +60,7 @@ def run_demo(
         Resumable: if interrupted.
     """
     count("networks", networks, least=SMALLEST_POPULATION)
+    count("seeds", seeds, least=2)  # of a paired comparison
     out = Path(out)
     if out.suffix == ".pop" or (out / "shards").is_dir():
         raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")

@@ -178,6 +178,9 @@ def rank_condition(
     x = np.arange(len(values))
     ax.vlines(x, low, high, color=theme.PALETTE[0], linewidth=1.4)
     ax.plot(x, means, marker=theme.MARKERS[0], color=theme.PALETTE[0], linewidth=1.2)
+    bounds = [width / f**2 for f in filter_sizes]
+    ax.set_yscale("log")
+    ax.set_ylim(0.7 * min([*low, *bounds]), 1.4 * max([*high, *bounds]))
     for f in filter_sizes:
         ax.axhline(width / f**2, color=theme.MUTED, linewidth=1.0, linestyle=(0, (4, 2)))
         ax.annotate(
@@ -191,10 +194,8 @@ def rank_condition(
             color=theme.MUTED,
             annotation_clip=False,
         )
-    ax.set_yscale("log")
-    bounds = [width / f**2 for f in filter_sizes]
-    ax.set_ylim(max(0.8, 0.7 * min([*low, *bounds])), 1.4 * max([*high, *bounds]))
-    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500) if ax.get_ylim()[0] <= t <= ax.get_ylim()[1]]
+    bottom, top = ax.get_ylim()
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if bottom <= t <= top]
     ax.set_yticks(ticks, [str(t) for t in ticks])
     ax.minorticks_off()
     ax.set_xticks(x)

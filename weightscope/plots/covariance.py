@@ -14,6 +14,7 @@ from weightscope.plots.tensor_names import merged, short_names
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
+_CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
 _LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 
 
@@ -94,7 +95,7 @@ def covariance_map(
     label = f"{unit}; ±{typography.number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
     remark = _label_blocks(canvas, names, bounds)
-    text = _caption(pooled, missing, remark, diagonal if groups is not None else None)
+    text = _caption(pooled, missing, remark, kind, diagonal if groups is not None else None)
     ax.set_xlabel(typography.wrap(text, _points(canvas)), fontsize=typography.SMALL, color=theme.MUTED)
     canvas.finish_sized(_SIDE, _SIDE, title)
     return ax
@@ -181,10 +182,12 @@ def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int
     groups = merged(names, max(1, int(size / gap)))
     short, remark = short_names([label for label, _, _ in groups])
     starts = {bounds[a][0] for _, a, _ in groups}
-    for (start, stop), (_, previous) in zip(bounds[1:], bounds, strict=False):
+    drawn = _clear_borders([start for start, _ in bounds[1:]], starts, size)
+    for (start, stop), (before, _) in zip(bounds[1:], bounds, strict=False):
+        if start not in drawn:
+            continue
         # Heavier lines would cover blocks of a few pixels.
-        wide = min(stop - start, start - bounds[bounds.index((start, stop)) - 1][0]) > 0.012 * size
-        heavy = wide and previous in starts
+        heavy = min(stop - start, start - before) > 0.012 * size and start in starts
         style: dict[str, Any] = {"color": theme.INK, "lw": 0.8 if heavy else 0.3, "alpha": 1.0 if heavy else 0.55}
         ax.axhline(start, gid="border", **style)
         ax.axvline(start, gid="border", **style)
@@ -205,6 +208,15 @@ def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int
     return remark
 
 
+def _clear_borders(borders: list[int], labelled: set[int], size: int) -> set[int]:
+    """The borders to draw, those of labelled blocks first: lines next to one another would cover what is between."""
+    drawn: set[int] = set()
+    for border in sorted(borders, key=lambda start: start not in labelled):
+        if all(abs(border - other) >= _CLEAR * size for other in drawn):
+            drawn.add(border)
+    return drawn
+
+
 def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
     """A thin line from the middle of a block to its label."""
     outwards, along = [0, -0.4 * _LEADER, -_LEADER], [centre, centre, place]
@@ -213,15 +225,16 @@ def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
     ax.add_line(Line2D(x, y, transform=transform, color=theme.MUTED, lw=0.6, clip_on=False, gid="leader"))
 
 
-def _caption(pooled: Pooled, missing: np.ndarray, remark: str, grouped: str | None) -> str:
+def _caption(pooled: Pooled, missing: np.ndarray, remark: str, kind: str, grouped: str | None) -> str:
     text = f"{len(missing):,} coordinates"
     if grouped is not None:
         pairs = "group means" if grouped == "show" else "pairs of different coordinates"
+        pairs = "standardised " * (kind == "correlation") + pairs
         text += f" in {len(pooled.cells):,} groups; cells are covariances of {pairs}"
     elif pooled.factor > 1:
         text += f"; each cell is a mean over {pooled.factor} × {pooled.factor}"
-    if missing.any():
-        text += f"; {int(missing.sum()):,} constant ones are grey"
+    if constant := int(missing.sum()):
+        text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
     return f"{text}; {remark}" if remark else text
 
 

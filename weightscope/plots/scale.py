@@ -92,7 +92,7 @@ def _named(row: Mapping[str, Any], *, several: bool) -> str:
     cell = [
         f"{key.rpartition('.')[2]}={'all' if value is None else value}" for key, value in row.get("cell", {}).items()
     ]
-    return ", ".join([row["init"], *cell, *([f"{row['epochs']} epochs"] if several else [])])
+    return ", ".join([row["init"], *cell, *([f"{row['epochs']} epoch{'s' * (row['epochs'] != 1)}"] if several else [])])
 
 
 def _bar(ax: Axes, y: float, row: Mapping[str, Any], part: int, metric: Metric) -> tuple[str, str]:

@@ -180,7 +180,7 @@ def _lines(summary: Sequence[Row], axis: str) -> tuple[dict[str, list[Row]], dic
         name = ", ".join(
             [initialiser_without(row, axis), *(f"{k.rpartition('.')[2]}={_text(v, k)}" for k, v in others.items())]
         )
-        name += f", {row['epochs']} epochs" if several else ""
+        name += f", {row['epochs']} epoch{'s' * (row['epochs'] != 1)}" if several else ""
         (lines if axis in place else flat).setdefault(name, []).append(row)
         if axis in place and place[axis] not in values:
             values.append(place[axis])

@@ -359,7 +359,8 @@ def population_in(folder: str | Path, *, partial: bool = False) -> Population:
         DataError: as `Population`.
     """
     if not Path(folder).is_dir():
-        raise UsageError(f"expected a population's folder, made by `weightscope collect`, found {folder}")
+        found = "a file" if Path(folder).exists() else "no such folder"
+        raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")
     return Population(folder, partial=partial)
 
 

@@ -88,7 +88,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """The values of a TOML file; raises RecipeError."""
     try:
         text = read_regular(path, _LARGEST).decode("utf-8-sig")  # some editors begin a file with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
+    except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {reason(error)}") from error
     return parse_toml(text, str(path))
 

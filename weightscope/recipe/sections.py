@@ -242,6 +242,9 @@ class InitConfig(BaseModel):
             RecipeError: if the file cannot be read or is invalid.
         """
         values = read_toml(path)
+        if not values.keys() & {"name", "artifact"}:
+            found = ", ".join(values) or "no keys"
+            raise RecipeError(f"{path}: expected the keys of an [init] table, with `name` or `artifact`, found {found}")
         try:
             return cls.model_validate(values)
         except ValidationError as error:

@@ -164,7 +164,8 @@ class ExchangeableCovariance(Result):
 
         found = self._chosen(groups)
         kind = found.kind
-        title = f"Correlation over {_label(kind.groups)}: {found.samples:,} samples from {self.n} networks"
+        networks = f"{self.n} network{'s' if self.n > 1 else ''}"
+        title = f"Correlation over {_label(kind.groups)}: {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan

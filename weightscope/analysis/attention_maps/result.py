@@ -178,7 +178,7 @@ class AttentionMaps(Result):
             cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
             table.append([str(layer.layer), *cells, "" if row["holds"] else f"D < k {self._taps}"])
         lines = [head, "", text_table((*names, ""), table, left=(len(names),))]
-        lines += ["", self.finding()]
+        lines += ["", _columns(f, near, self.inputs), "", self.finding()]
         return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
 
     def finding(self) -> str:
@@ -207,8 +207,8 @@ class AttentionMaps(Result):
             around = f"last {f} tokens" if self.tokens.causal else f"{f} tokens around a query"
         where = ", the query in the middle" if kind == "offsets" else ": queries down, keys across"
         return (
-            f"Mean attention over {self.images} {self.inputs}{where}; {near:.0%} of the weight lies on the {around} "
-            f"(uniform attention: {flat:.0%})"
+            f"Mean attention over {self.images} {self.inputs}{where}; {100 * near:.0f} % of the weight lies on the "
+            f"{around} (uniform attention: {100 * flat:.0f} %)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -277,6 +277,19 @@ def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
     if len({m.shape for m in maps}) != 1:
         raise DataError("expected the same number of heads in all layers, found different ones; draw layers separately")
     return np.stack(maps)
+
+
+def _columns(f: int, near: str, of: str) -> str:
+    """What the columns of the table are."""
+    where = f"the {f} x {f} tokens around it" if of == "images" else f"the {near} tokens"
+    return "\n".join(
+        (
+            f"self, {near}: share of a query's attention on itself, and on {where}; special: on special tokens",
+            "entropy: of the attention, 1 if uniform; beta: mean of the diagonal of W_Q W_K^T",
+            "r(3.19): correlation with the map that positions alone predict",
+            "k: stable rank of the layer's input; D: its width",
+        )
+    )
 
 
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
