@@ -511,6 +511,20 @@ def test_the_command_runs_a_network_of_a_population(folder, capsys):
     assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(wanted.to_dict()))
 
 
+def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
+    import transformers
+
+    def fails(*_, **__):
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'ViTModel'.") from error
+
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
+    with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
+        open_network(folder / "hf")
+
+
 def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     arguments = (folder / "hf", "--images", "digits", "--count", "4", "-o", folder / "places.png", "--kind", "offsets")
     code, text, _ = run("attention-maps", *arguments, "--json", folder / "hf.json", capsys=capsys)

@@ -54,7 +54,8 @@ def open_network(source: str | Path, network: int | None = None) -> tuple[nn.Mod
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )
     except ImportError as error:
-        raise UsageError(f"{source}: transformers cannot import the model's class: {_brief(error)}") from error
+        reason = _brief(_first_cause(error))
+        raise UsageError(f"{source}: transformers cannot import the model's class: {reason}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{source}: transformers cannot read the model: {_brief(error)}") from error
     finally:
@@ -63,7 +64,14 @@ def open_network(source: str | Path, network: int | None = None) -> tuple[nn.Mod
     return model, f"{source}: the file lacks {missing}, which have random values of seed 0" if missing else ""
 
 
-def _brief(error: Exception) -> str:
+def _first_cause(error: BaseException) -> BaseException:
+    """What an import failed of; transformers' own error says only that it did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _brief(error: BaseException) -> str:
     return " ".join(str(error).split())[:150]
 
 
