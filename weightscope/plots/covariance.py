@@ -15,6 +15,7 @@ from weightscope.plots.tensor_names import merged, short_names
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
+_PALE = 0.02  # of the colour limit: what nobody tells from white
 _LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 
 
@@ -96,6 +97,8 @@ def covariance_map(
     theme.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
     remark = _label_blocks(canvas, names, bounds)
     text = _caption(pooled, missing, remark, kind, diagonal if groups is not None else None)
+    if groups is not None and kind == "covariance":
+        text += _pale(pooled, limit)
     ax.set_xlabel(typography.wrap(text, _points(canvas)), fontsize=typography.SMALL, color=theme.MUTED)
     canvas.finish_sized(_SIDE, _SIDE, title)
     return ax
@@ -236,6 +239,14 @@ def _caption(pooled: Pooled, missing: np.ndarray, remark: str, kind: str, groupe
     if constant := int(missing.sum()):
         text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
     return f"{text}; {remark}" if remark else text
+
+
+def _pale(pooled: Pooled, limit: float) -> str:
+    """What the caption says if a few large cells leave half of them white; nothing for zeros, which are."""
+    half = float(np.median(np.abs(pooled.cells[np.isfinite(pooled.cells)])))
+    if not 0 < half < _PALE * limit:
+        return ""
+    return f"; half of the cells are within ±{typography.number(half)} and look white: see their correlations"
 
 
 def block_form(matrix: Any, k: int) -> np.ndarray:
