@@ -157,6 +157,31 @@ def test_what_does_not_fit_is_refused():
 
 
 @needs_compiler
+@pytest.mark.parametrize("kernels", ["torch", "c"])
+def test_shapes_that_a_kernel_would_read_beyond_are_refused(kernels):
+    x, gain, filters, bias = (torch.ones(*shape) for shape in ((2, 3, 5), (2, 3), (6, 3, 3), (6,)))
+    weights = (torch.ones(2, 4, 3), torch.ones(2, 4)), (torch.ones(2, 3, 4), gain)
+    images = torch.ones(6, 4, 4, 2)
+    for wrong in (gain[:1], gain[:, :2], gain[0]):
+        for norm in ((wrong, gain), (gain, wrong)):
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.layer_norm(x, norm, 1e-6, kernels=kernels)
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.gelu_batch_norm(x, norm, 1e-6, kernels=kernels)
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.convmixer_mixing(images, (filters, bias), norm, 1e-6, kernels=kernels)
+    with pytest.raises(ValueError, match="residual"):
+        functions.gelu_batch_norm(x, (gain, gain), 1e-6, x[:1, :, :1], kernels=kernels)
+    with pytest.raises(ValueError, match="expected x"):
+        functions.norm_mlp(x[..., None], (gain, gain), *weights, 1e-6, kernels=kernels)
+    block = (torch.ones(7, 3, 3), torch.ones(7)), (gain, gain), *weights
+    with pytest.raises(ValueError, match="as many channels"):
+        functions.convnext_blocks(torch.ones(7, 4, 4, 2), (block,), 1e-6, kernels=kernels)
+    with pytest.raises(ValueError, match="queries"):
+        functions.attention(torch.ones(2, 2, 2, 4, 5, 3), kernels=kernels)
+
+
+@needs_compiler
 def test_a_second_derivative_is_refused():
     x, weight, bias = (draw(*s, dtype=torch.float64).requires_grad_() for s in ((2, 3, 3, 2), (2, 3, 3), (2,)))
     y = functions.depthwise_conv2d(x, weight, bias, kernels="c").square().sum()
