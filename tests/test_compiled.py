@@ -1,10 +1,13 @@
 """The compiled kernels against torch's operations, values and gradients, and how they are compiled."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -370,6 +373,34 @@ def test_two_processes_may_compile_at_once(fresh):
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
     (fresh / "cache").write_text("a file where the folder should be")
+    assert build.library() is not None
+
+
+@needs_compiler
+def test_a_cache_without_space_is_no_obstacle(fresh, monkeypatch):
+    folder = tempfile.TemporaryDirectory
+
+    def full(dir, prefix):
+        if fresh in Path(dir).parents:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return folder(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    assert build.library() is not None
+
+
+@needs_compiler
+def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkeypatch):
+    build.library()
+    (file,) = (fresh / "cache" / "weightscope").iterdir()
+    content = build._content
+
+    def removed(path):
+        file.unlink(missing_ok=True)
+        return content(path)
+
+    monkeypatch.setattr(build, "_content", removed)
+    build._built.cache_clear()
     assert build.library() is not None
 
 
