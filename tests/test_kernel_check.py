@@ -61,6 +61,13 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     ),
     "wrong only without gradients": ("convnext", "out, 1, c, m", "out, 1, c, kept ? m : 1", "convnext_blocks, forward"),
     "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "layer_norm, forward differs"),
+    "a norm without eps": (
+        "convnext",
+        "square[u] / (REAL)c + eps",
+        "square[u] / (REAL)c",
+        "layer_norm, forward differs",
+    ),
+    "a batch norm without eps": ("convmixer", "positions + eps)", "positions)", "gelu_batch_norm, forward differs"),
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "convmixer_mixing, forward differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
     "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "attention, forward differs"),

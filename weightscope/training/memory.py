@@ -19,14 +19,15 @@ _MAPPED, _LARGE = 65_536, 32 << 20
 def keep_freed_memory() -> bool:
     """Keep freed blocks for reuse; returns whether it took effect, which needs glibc."""
     library = _glibc()
-    kept = library and library.mallopt(_M_MMAP_MAX, _NONE)
-    return bool(kept and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    if library is None or not library.mallopt(_M_MMAP_MAX, _NONE):
+        return False
+    return bool(library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
 def return_freed_memory() -> None:
     """End `keep_freed_memory`: freed blocks go back to the system, now and from now on."""
     library = _glibc()
-    if library:
+    if library is not None:
         library.mallopt(_M_MMAP_MAX, _MAPPED)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE)
