@@ -1,10 +1,13 @@
 """The compiled kernels against torch's operations, values and gradients, and how they are compiled."""
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +157,31 @@ def test_what_does_not_fit_is_refused():
         functions.norm_mlp(y, *pairs, 0.0, kernels="c")
     with pytest.raises(UsageError, match="'c' on a CPU"):
         BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernels", ["torch", "c"])
+def test_shapes_that_a_kernel_would_read_beyond_are_refused(kernels):
+    x, gain, filters, bias = (torch.ones(*shape) for shape in ((2, 3, 5), (2, 3), (6, 3, 3), (6,)))
+    weights = (torch.ones(2, 4, 3), torch.ones(2, 4)), (torch.ones(2, 3, 4), gain)
+    images = torch.ones(6, 4, 4, 2)
+    for wrong in (gain[:1], gain[:, :2], gain[0]):
+        for norm in ((wrong, gain), (gain, wrong)):
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.layer_norm(x, norm, 1e-6, kernels=kernels)
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.gelu_batch_norm(x, norm, 1e-6, kernels=kernels)
+            with pytest.raises(ValueError, match="gain and shift"):
+                functions.convmixer_mixing(images, (filters, bias), norm, 1e-6, kernels=kernels)
+    with pytest.raises(ValueError, match="residual"):
+        functions.gelu_batch_norm(x, (gain, gain), 1e-6, x[:1, :, :1], kernels=kernels)
+    with pytest.raises(ValueError, match="expected x"):
+        functions.norm_mlp(x[..., None], (gain, gain), *weights, 1e-6, kernels=kernels)
+    block = (torch.ones(7, 3, 3), torch.ones(7)), (gain, gain), *weights
+    with pytest.raises(ValueError, match="as many channels"):
+        functions.convnext_blocks(torch.ones(7, 4, 4, 2), (block,), 1e-6, kernels=kernels)
+    with pytest.raises(ValueError, match="queries"):
+        functions.attention(torch.ones(2, 2, 2, 4, 5, 3), kernels=kernels)
 
 
 @needs_compiler
@@ -345,6 +373,34 @@ def test_two_processes_may_compile_at_once(fresh):
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
     (fresh / "cache").write_text("a file where the folder should be")
+    assert build.library() is not None
+
+
+@needs_compiler
+def test_a_cache_without_space_is_no_obstacle(fresh, monkeypatch):
+    folder = tempfile.TemporaryDirectory
+
+    def full(dir, prefix):
+        if fresh in Path(dir).parents:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return folder(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    assert build.library() is not None
+
+
+@needs_compiler
+def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkeypatch):
+    build.library()
+    (file,) = (fresh / "cache" / "weightscope").iterdir()
+    content = build._content
+
+    def removed(path):
+        file.unlink(missing_ok=True)
+        return content(path)
+
+    monkeypatch.setattr(build, "_content", removed)
+    build._built.cache_clear()
     assert build.library() is not None
 
 

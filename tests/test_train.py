@@ -1,5 +1,8 @@
 """The trainer: equal to training each network alone with torch's own parts, and the tile rule."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,8 @@ from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import own_networks, spec_of, train_tile
+from weightscope.training import memory, own_networks, spec_of, train_tile
+from weightscope.training.devices import one_thread
 from weightscope.training.engine import TileRun, swept
 from weightscope.training.image_batches import smooth
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
@@ -361,3 +365,23 @@ def test_smoothed_targets_are_distributions() -> None:
     targets = smooth(torch.tensor([[0, 3]]), 0.1, 5)
     torch.testing.assert_close(targets.sum(-1), torch.ones(1, 2))
     assert targets[0, 1, 3] == pytest.approx(0.92)
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(memory._glibc() is None, reason="no glibc")
+def test_freed_memory_is_kept_while_networks_train_and_returned_after():
+    def freed() -> int:
+        array = np.ones(5_000_000)  # 40 MB
+        before = resident()
+        del array
+        return before - resident()
+
+    memory.return_freed_memory()
+    assert freed() > 3e7
+    with one_thread():
+        assert freed() < 1e7
+    assert freed() > 3e7

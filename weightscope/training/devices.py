@@ -19,7 +19,7 @@ from weightscope.training import kernel_check
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.c import build
 from weightscope.training.kernels.functions import Kernels
-from weightscope.training.memory import keep_freed_memory
+from weightscope.training.memory import keep_freed_memory, return_freed_memory
 
 _log = logging.getLogger(__name__)
 _LONGEST = 240  # characters; a shard's texts have at most 256
@@ -172,3 +172,4 @@ def one_thread() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
+        return_freed_memory()

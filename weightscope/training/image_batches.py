@@ -17,8 +17,8 @@ from weightscope.training.kernels import functions
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.random_numbers import RandomNumbers
 
-_EVALUATION_IMAGES = 250
-_CALIBRATION_BATCHES = 8
+EVALUATION_IMAGES = 250
+CALIBRATION_BATCHES = 8
 
 
 class ImageBatches:
@@ -98,13 +98,13 @@ class ImageBatches:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
         """Return `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm."""
-        calibration = self.images[: self.batch * _CALIBRATION_BATCHES].split(self.batch)
+        calibration = self.images[: self.batch * CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()
         loss = torch.zeros(self.nets.count, device=self.device)
         correct = torch.zeros_like(loss)
-        for start in range(0, len(self.test_images), _EVALUATION_IMAGES):
-            part = slice(start, start + _EVALUATION_IMAGES)
+        for start in range(0, len(self.test_images), EVALUATION_IMAGES):
+            part = slice(start, start + EVALUATION_IMAGES)
             images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
             logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
             loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)

@@ -1,9 +1,10 @@
 """Compiled kernels against torch's, on a recipe's own shapes.
 
 A kernel may be wrong on a machine where it has never run. So before a population uses compiled kernels, every call that
-the recipe's network makes is recorded (`functions.recorded`), repeated by both backends on random numbers of the same
-shapes, values and gradients, and compared with torch's in float64. The step of AdamW and, on a GPU, the loading of
-images are compared as well.
+the recipe's network makes in training, in the calibration of BatchNorm and in the evaluation, with batches of the sizes
+that occur, is recorded (`functions.recorded`), repeated by both backends on random numbers of the same shapes, values
+and in training gradients, and compared with torch's in float64. The step of AdamW and, on a GPU, the loading of images
+are compared as well.
 """
 
 import json
@@ -25,19 +26,22 @@ from weightscope.errors import UsageError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.image_batches import CALIBRATION_BATCHES, EVALUATION_IMAGES
 from weightscope.training.images import fused, load_images
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.optimiser import BatchedAdamW
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
-"""The largest error of each value or gradient, relative to the largest entry of its tensor: some hundred roundings."""
+"""The largest error of each value or gradient, relative to the largest entry of its network: some hundred roundings."""
 
 _NETWORKS = 2  # so that a kernel that mixes them up is found
+_SCALES = (1.0, 1 / 32)  # of their activations and vectors: eps has an effect on small variances only ...
+_CANCELS = "convmixer_mixing"  # ... where almost nothing remains of the gradient of this one's bias
 _TIME = 600  # seconds for a check in a process of its own
 _RATES, _DECAYS, _STEPS = (0.1, 0.01), (0.1, 0.0), 3
 
-Plan = list[list[Any]]  # [name, shapes or settings, options], in types of JSON
+Plan = list[list[Any]]  # [name, shapes or settings, options, with gradients], in types of JSON
 
 
 class WrongKernel(UsageError):
@@ -45,7 +49,7 @@ class WrongKernel(UsageError):
 
 
 def plan(recipe: Recipe, kernels: Kernels) -> Plan:
-    """The distinct calls of compiled functions that a training step of the recipe makes, of two networks.
+    """The distinct calls of compiled functions that training and evaluation of the recipe make, of two networks.
 
     Tensors are replaced by their shapes. Nothing is compiled or launched: torch computes the recorded functions.
 
@@ -54,25 +58,35 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     """
     if isinstance(recipe.network, OwnNetworkConfig):
         own_networks.check(recipe, "torch")
-    info, batch = dataset_info(recipe.images), recipe.training.batch_size
-    if recipe.data.train is not None:
-        batch = min(batch, recipe.data.train)
+    info, data = dataset_info(recipe.images), recipe.data
+    batch = min(recipe.training.batch_size, data.train or info.train or recipe.training.batch_size)
     with torch.random.fork_rng(devices=[]):
         batched = BatchedNetworks(networks.build_for(recipe), _NETWORKS, kernels=kernels)
-    with functions.recorded() as calls, torch.no_grad():
-        for training in (True, False):  # BatchNorm has another form in evaluation
-            batched.train(training)
-            batched(torch.zeros(_NETWORKS, batch, info.channels, info.size, info.size))
-    found: Plan = [["adamw", [_NETWORKS, batched.spec.size], {"betas": list(recipe.training.betas)}]]
+    found: Plan = [["adamw", [_NETWORKS, batched.spec.size], {"betas": list(recipe.training.betas)}, True]]
+    shape = [_NETWORKS, batch, info.channels, info.size, info.size]
     if kernels == "triton" and fused(recipe):
-        shape = [_NETWORKS, batch, info.channels, info.size, info.size]
         augmentation = recipe.images.augment.model_dump(mode="json")
-        found.append(["load_images", shape, {"augment": augmentation, "mixup": recipe.training.mixup > 0}])
-    for name, args, options in calls:
-        entry = [name, _shapes(args), options]
-        if entry not in found:
-            found.append(entry)
+        found.append(["load_images", shape, {"augment": augmentation, "mixup": recipe.training.mixup > 0}, False])
+    with torch.no_grad():
+        with functions.recorded() as trained:
+            batched.train()(torch.zeros(shape))
+        with functions.recorded() as evaluated:
+            images = min(data.train or info.train or batch, batch * CALIBRATION_BATCHES)
+            batched.calibrate([torch.zeros(size, *shape[2:]) for size in _sizes(images, batch)])
+            batched.eval()
+            for size in _sizes(data.test or info.test or 2 * EVALUATION_IMAGES - 1, EVALUATION_IMAGES):
+                batched(torch.zeros(size, *shape[2:]))
+    for calls, gradients in ((trained, True), (evaluated, False)):
+        for name, shapes, options in calls:
+            entry = [name, shapes, options, gradients]
+            if entry not in found:
+                found.append(entry)
     return found
+
+
+def _sizes(images: int, batch: int) -> list[int]:
+    """The distinct sizes of the batches of so many images."""
+    return sorted({min(images, batch), images % batch} - {0})
 
 
 def check(calls: Plan, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
@@ -94,27 +108,21 @@ def check(calls: Plan, kernels: Kernels, device: torch.device, dtype: torch.dtyp
 def check_here(calls: Plan, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
     """`check` in this process."""
     special: dict[str, Callable[..., None]] = {"adamw": _check_adamw, "load_images": _check_images}
-    for name, shapes, options in calls:
+    for name, shapes, options, gradients in calls:
         try:
             if name in special:
                 special[name](shapes, kernels, device, dtype, **options)
             else:
-                _check_function(name, shapes, options, kernels, device, dtype)
+                with torch.set_grad_enabled(gradients):
+                    _check_function(name, shapes, options, kernels, device, dtype)
         except WrongKernel:
             raise
         except Exception as error:  # whatever a compiler, a driver or a kernel may raise
             raise WrongKernel(f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _shapes(args: Any) -> Any:
-    """Tensors replaced by {"shape": ...}, tuples by lists."""
-    if isinstance(args, Tensor):
-        return {"shape": list(args.shape)}
-    return [_shapes(item) for item in args] if isinstance(args, tuple) else args
-
-
 def _drawn(args: Any, make: Callable[[list[int]], Tensor]) -> Any:
-    """The inverse of `_shapes`, with random numbers."""
+    """Shapes, as `functions.recorded` has them, replaced by random numbers."""
     if isinstance(args, dict):
         return make(args["shape"])
     return tuple(_drawn(item, make) for item in args) if isinstance(args, list) else args
@@ -127,11 +135,13 @@ def _check_function(
     given: list[Tensor] = []
 
     def make(shape: list[int]) -> Tensor:
-        """Activations come first, and `more` of gelu_batch_norm last; matrices and filters keep them of order one."""
+        """Activations come first, and `more` of gelu_batch_norm last; matrices and filters keep their order."""
         value = torch.randn(shape, generator=generator)
         activations = not given or (name == "gelu_batch_norm" and len(shape) > 2)
         if not activations and len(shape) > 2:
             value /= shape[-1] ** 0.5
+        elif dtype != torch.bfloat16 and name != _CANCELS:
+            value.view(_NETWORKS, -1).mul_(torch.tensor(_SCALES)[:, None])
         value = value.to(device, torch.float32 if kernels == "triton" and not activations else dtype)
         given.append(value.requires_grad_())
         return value
@@ -141,9 +151,11 @@ def _check_function(
     exact = [value.detach().double().requires_grad_() for value in given]
     again = iter(exact)
     theirs = function(*_drawn(shapes, lambda shape: next(again)), kernels="torch", **options)
+    _compare(f"{name}, forward", ours, theirs, dtype)
+    if not torch.is_grad_enabled():
+        return
     direction = torch.randn(ours.shape, generator=generator).to(device, ours.dtype)
     gradients = torch.autograd.grad(ours, given, direction), torch.autograd.grad(theirs, exact, direction.double())
-    _compare(f"{name}, forward", ours, theirs, dtype)
     for found, expected in zip(*gradients, strict=True):
         _compare(f"{name}, gradient {tuple(found.shape)}", found, expected, dtype)
 
@@ -152,7 +164,8 @@ def _compare(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> 
     with torch.no_grad():
         error = float("inf")
         if found.shape == expected.shape:
-            error = float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+            difference, exact = (v.reshape(_NETWORKS, -1).abs().amax(1) for v in (found.double() - expected, expected))
+            error = float((difference / exact.clamp(min=1e-6)).max())
     if not error <= TOLERANCE[dtype]:  # NaN is not
         raise WrongKernel(f"{what} differs from torch's by {error:.1e} of the largest value")
 

@@ -50,13 +50,16 @@ def backend(kernels: Kernels) -> ModuleType:
     return triton
 
 
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # name, positional and keyword arguments without `kernels`
+Call = tuple[str, Any, dict[str, Any]]  # name, positional and keyword arguments without `kernels`
 _recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """The calls of this module's functions within the block, which torch computes whatever `kernels` they name."""
+    """The calls of this module's functions within the block, which torch computes whatever `kernels` they name.
+
+    In the arguments, {"shape": [...]} takes the place of tensors and lists that of tuples.
+    """
     calls: list[Call] = []
     token = _recorded.set(calls)
     try:
@@ -65,12 +68,18 @@ def recorded() -> Iterator[list[Call]]:
         _recorded.reset(token)
 
 
+def _shapes(args: Any) -> Any:
+    if isinstance(args, Tensor):
+        return {"shape": list(args.shape)}
+    return [_shapes(item) for item in args] if isinstance(args, tuple) else args
+
+
 def _recordable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
         calls = _recorded.get()
         if calls is not None and kernels != "torch":
-            calls.append((function.__name__, args, options))
+            calls.append((function.__name__, _shapes(args), options))
             kernels = "torch"
         return function(*args, kernels=kernels, **options)
 
@@ -120,6 +129,7 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
         (T, c, P).
     """
     _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
+    _check_norm(x, norm)
     if kernels == "torch":
         return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
     return _NormMlp.apply(backend(kernels), x, *norm, *fc1, *fc2, eps)
@@ -143,9 +153,10 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
         (T c, H, W, B).
     """
     for filters, norm, fc1, fc2 in blocks:
-        networks = len(norm[0])
         _check_filters(x, *filters)
-        _check_mlp((networks, len(x) // networks), norm, fc1, fc2, eps)
+        _check_mlp((len(norm[0]), fc1[0].shape[-1]), norm, fc1, fc2, eps)
+        if norm[0].numel() != len(x):
+            raise ValueError(f"expected as many channels as norms have entries, found {len(x)} and {norm[0].numel()}")
     if kernels == "c":
         if len({(block[0][0].shape, block[2][0].shape) for block in blocks}) != 1:
             raise ValueError("expected blocks of equal sizes")
@@ -178,6 +189,7 @@ def convmixer_mixing(
         (C, H, W, B).
     """
     _check_filters(x, *filters)
+    _check_norm(x.flatten(1)[None], (norm[0][None], norm[1][None]))
     if kernels == "torch":
         inner = depthwise_conv2d(x, *filters, dilation=dilation).reshape(1, len(x), -1)
         return gelu_batch_norm(
@@ -189,6 +201,7 @@ def convmixer_mixing(
 @_recordable
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
+    _check_norm(x, norm)
     if kernels == "torch":
         return pytorch.normalise(x, norm, 1, eps)
     return _LayerNorm.apply(backend(kernels), x, *norm, eps)
@@ -205,6 +218,7 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
         more: (T, c, P), the residual.
         kernels: the backend.
     """
+    _check_norm(x, norm, more)
     if kernels == "torch":
         y = pytorch.normalise(F.gelu(x), norm, 2, eps)
         return y if more is None else y + more
@@ -222,6 +236,8 @@ def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
     Returns:
         (T, H, d, N, B).
     """
+    if qkv.ndim != 6 or qkv.shape[1] != 3:
+        raise ValueError(f"expected queries, keys and values (T, 3, H, d, N, B), found {tuple(qkv.shape)}")
     if kernels == "torch":
         q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).unbind(0)  # each (T, H, B, N, d)
         return F.scaled_dot_product_attention(q, k, v).permute(0, 1, 4, 3, 2)
@@ -230,16 +246,18 @@ def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
 
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     channels, k = x.shape[0], weight.shape[-1]
-    if (
-        x.ndim != 4
-        or weight.shape != (channels, k, k)
-        or k % 2 == 0
-        or (bias is not None and bias.shape != (channels,))
-    ):
+    sound = x.ndim == 4 and weight.shape == (channels, k, k) and k % 2 == 1
+    if not sound or (bias is not None and bias.shape != (channels,)):
         raise ValueError(
             f"expected images (C, H, W, B), odd square kernels (C, k, k) and biases (C,), found {tuple(x.shape)}, "
             f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
+
+
+def _check_norm(x: Tensor, norm: Pair, more: Tensor | None = None) -> None:
+    found = [tuple(value.shape) for value in (x, *norm, *([] if more is None else [more]))]
+    if x.ndim != 3 or found != [found[0], found[0][:2], found[0][:2], found[0]][: len(found)]:
+        raise ValueError(f"expected x (T, c, P), gain and shift (T, c) and a residual (T, c, P), found {found}")
 
 
 def _check_mlp(sizes: tuple[int, int], norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> None:

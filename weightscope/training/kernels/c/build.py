@@ -52,7 +52,11 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
         full = [*command, *_FLAGS, *machine, *_TYPES[real]]
         identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (_folder, _temporary_folder):
-            found, errors = _load_or_compile(folder(), identity, full)
+            try:
+                found, errors = _load_or_compile(folder(), identity, full)
+            except OSError as error:  # no space left, or another process has removed what it found damaged
+                errors = str(error)
+                continue
             if found is not None:
                 return found, identity
             if errors:
