@@ -207,6 +207,7 @@ def test_collect_ends_with_a_screen_not_more(folder: Path, capsys: pytest.Captur
         (("covariance", "TINY", "--kind", "corelation"), "'correlation'"),
         (("fit-init", "TINY", "-o", "x.safetensors", "--structure", "diagnal"), "did you mean 'diagonal'"),
         (("audit", "vit.pt", "--init", "mimetic_mpl"), "did you mean 'mimetic_mlp'"),
+        (("audit", "vit.pt", "--init", "mimetic_mlp(b=3"), "expected NAME or NAME(NUMBER=VALUE, ...)"),
     ],
 )
 def test_a_typing_error_gets_its_nearest_match_in_a_short_line(

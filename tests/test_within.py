@@ -563,6 +563,14 @@ def test_filters_are_drawn_at_their_places() -> None:
     assert image.mask[:, 9].all()
 
 
+@pytest.mark.parametrize("top", [1.1, 1.48, 4.0, 30.0, 5e4])
+def test_a_logarithmic_axis_has_ticks_for_every_spread(top: float) -> None:
+    curve = plots.Curve("a", np.arange(3), {"y": np.array([1.0, 1.05, top])}, {})
+    ax = plots.depth_curves([curve], [plots.Statistic("y", "y", log=True)]).axes[0]
+    low, high = ax.get_ylim()
+    assert sum(low <= tick <= high for tick in ax.get_yticks()) >= 2
+
+
 def test_curves_show_the_numbers_with_their_intervals() -> None:
     found = covariance_within(ConvNeXt((8, 16), (2, 1)), labels=["a"])
     values = {"relative_spread": [x.focus.relative_spread for x in found.layers]}

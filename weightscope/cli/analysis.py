@@ -174,7 +174,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
 
     model = opened(source)
     name, parameters = init, {}
-    if init is not None and (init.endswith((".toml", ")"))):
+    if init is not None and (init.endswith(".toml") or "(" in init):
         config = labelled(init)[1]
         name, parameters = config.name, config.parameters
     report = run(model, name, **{"strict": not no_strict, **parameters})

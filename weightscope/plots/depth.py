@@ -136,7 +136,9 @@ def _scale(ax: Axes, statistic: Statistic, drawn: Sequence[np.ndarray]) -> None:
         return
     ax.set_yscale("log")
     ax.set_ylim(positive.min() / 1.25, positive.max() * 1.25)
-    ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if positive.max() < 200 * positive.min() else (1.0,)))
+    spread = positive.max() / positive.min()
+    logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if spread < 200 else (1.0,))
+    ax.yaxis.set_major_locator(MaxNLocator(4) if spread < 5 else logarithmic)  # 1, 2 and 5 may leave one tick or none
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: typography.number(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
 

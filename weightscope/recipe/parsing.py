@@ -96,9 +96,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def explain(errors: Sequence[Any], model: type[BaseModel]) -> str:
-    """Pydantic's errors about a model as `path: what is allowed, found what`, joined; the first few of them."""
-    lines = [_explain(error, model) for error in errors[:_MOST_ERRORS]]
-    more = len(errors) - len(lines)
+    """Pydantic's errors about a model as `path: what is allowed, found what`, joined; the first few of them.
+
+    Which keys a section has may depend on its name, so they are not judged where that is wrong.
+    """
+    misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+    told = [error for error in errors if error["type"] != "extra_forbidden" or error["loc"][:-1] not in misnamed]
+    lines = [_explain(error, model) for error in told[:_MOST_ERRORS]]
+    more = len(told) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
 
 
