@@ -4,7 +4,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from weightscope._util.checks import count
 from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.structures.affine import AffineGaussian
@@ -48,8 +47,8 @@ class LowRank(AffineGaussian):
             rank: r, at least 1, smaller than N and D.
         """
         rows = checked_data(data, spec)
-        if not 0 < count("rank", rank) < min(rows.shape):
-            raise UsageError(f"rank: expected 1 to {min(rows.shape) - 1} for {rows.shape} data, found {rank}")
+        if not isinstance(rank, int) or not 0 < rank < min(rows.shape):
+            raise UsageError(f"rank: expected 1 to {min(rows.shape) - 1} for {rows.shape} data, found {rank!r}")
         mean, parameters, kinds = fit_mean(rows, spec)
         rows = rows - mean
         scale = np.sqrt(np.mean(rows**2, axis=0))
