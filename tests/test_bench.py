@@ -22,6 +22,8 @@ from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms
 from weightscope.benchmarking.chance import Chance, above_chance, chance_of
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval, paired
+from weightscope.data import load
+from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fitting.population import fit
@@ -459,14 +461,46 @@ def test_guesses_are_called_better_than_chance_as_rarely_as_stated() -> None:
     assert above_chance(np.array([0.3]), level) < 0.05
 
 
+def test_few_networks_far_above_chance_are_told_from_it() -> None:
+    """With n - 1 degrees of freedom, two networks were less evidence than one."""
+    assert above_chance(np.array([0.118, 0.119]), Chance(0.1, 10_000)) < 1e-6
+
+
+def test_one_network_that_guesses_few_labels_is_rarely_called_better() -> None:
+    level, values = Chance(0.05, 20), np.arange(21) / 20
+    called = [above_chance(values[k : k + 1], level) < 0.05 for k in range(21)]
+    assert stats.binom.pmf(np.arange(21), 20, 0.05)[called].sum() < 0.08
+
+
+def one_class_of_three() -> tuple[np.ndarray, ...]:
+    images, labels = np.random.default_rng(0).integers(256, size=(20, 1, 8, 8), dtype=np.uint8), np.arange(20) % 3
+    return images, labels, images[:10], np.where(np.arange(10) < 7, 1, labels[:10])
+
+
+def one_class() -> tuple[np.ndarray, ...]:
+    images, *_ = one_class_of_three()
+    return images, np.zeros(20, dtype=int), images, np.zeros(20, dtype=int)
+
+
+def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
+    recipes = [
+        RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}
+        for f in (one_class_of_three, one_class)
+    ]
+    found = [chance_of(Recipe.parse(recipe), ACCURACY) for recipe in recipes]
+    assert found == [(one_class_of_three()[3].tolist().count(1) / 10, 10), None]
+
+
 def test_arms_at_chance_are_named_in_one_line(tmp_path: Path) -> None:
     """A network that is not trained guesses; the level is that of the data, and is in the JSON."""
     still = RECIPE.replace({"training.learning_rate": 0.0, "training.weight_decay": 0.0})
     result = bench(still, ["default", "kaiming_uniform"], tmp_path, workers=1, device="cpu", progress=False)
+    level = float(load(still.data, **still.data.counts).test_labels.bincount().max()) / still.data.test
     lines = [line for line in result.text().splitlines() if "chance" in line]
-    assert lines == ["not distinguishable from chance (10 %): default, kaiming_uniform (one-sided t-test at 5 %)"]
+    where = f"({100 * level:.3g} %)"
+    assert lines == [f"not distinguishable from chance {where}: default, kaiming_uniform (one-sided t-test at 5 %)"]
     written = json.loads((tmp_path / "results.json").read_text())["summary"]
-    assert [(row["chance"], row["chance_p"] > 0.05) for row in written] == [(0.1, True)] * 2
+    assert [(row["chance"], row["chance_p"] > 0.05) for row in written] == [(level, True)] * 2
     assert "chance" not in BenchResult(result.runs, summarise(result.runs)).text()
 
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from weightscope.data.catalog import dataset_info
-from weightscope.data.config import FOLDER
 from weightscope.data.metrics import Metric
 from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.task_sizes import TASK_SIZES
@@ -30,58 +28,58 @@ class Chance(NamedTuple):
 
 
 def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
-    """The chance level of a metric: 1 / K of K classes of images, or of K equally probable tokens of an answer.
+    """The chance level of a metric: the share of the most frequent class among the images of the evaluation, or 1 / K
+    of K equally probable tokens of an answer.
 
     None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
-    depends on its place in the answer, and for a folder of images that cannot be read any more to count its test part.
+    depends on its place in the answer, for data that are no longer there, and where every answer is the same.
 
     Args:
         recipe: of the networks, with the classes of a folder (`with_classes`).
         metric: the metric that is compared.
-        root: the folder that is searched first for a folder of images.
+        root: the folder that is searched first for the data.
     """
+    from weightscope.data import load  # imports torch, which results do not need
+
     data = recipe.data
     if metric.unit != "%":
         return None
     if isinstance(data, DataConfig):
-        examples = data.validation or data.test or _test_images(data, root)
-        return Chance(1 / dataset_info(data).classes, examples) if examples else None
-    if not isinstance(data, TaskConfig) or data.name == "sort":
+        try:
+            labels = load(data, root, **data.counts).test_labels
+        except DataError:
+            return None
+        level = Chance(int(labels.bincount().max()) / len(labels), len(labels))
+    elif isinstance(data, TaskConfig) and data.name != "sort":
+        values, answer = data.vocabulary - 1, TASK_SIZES[data.name].answer(metric.length * data.length)
+        if data.name == "selective_copy":
+            values -= 1
+        if data.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
+            values, answer = values - values // 2, answer // 2
+        level = Chance(1 / values, data.test * answer)
+    else:
         return None
-    values, answer = data.vocabulary - 1, TASK_SIZES[data.name].answer(metric.length * data.length)
-    if data.name == "selective_copy":
-        values -= 1
-    if data.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
-        values, answer = values - values // 2, answer // 2
-    return Chance(1 / values, data.test * answer)
-
-
-def _test_images(data: DataConfig, root: str | Path | None) -> int:
-    """The number of all test images; 0 for those of a folder that is missing."""
-    if data.name != FOLDER:
-        return dataset_info(data).test
-    try:
-        return dataset_info(data.model_copy(update={"classes": None}), root).test  # without classes, it is counted
-    except DataError:
-        return 0
+    return level if level.accuracy < 1 else None
 
 
 def above_chance(values: np.ndarray, chance: Chance) -> float:
-    """The one-sided p-value of a mean accuracy above chance.
+    """The one-sided p-value of a mean accuracy above chance, not corrected for the number of arms.
 
-        t = (mean - c) / sqrt(s^2 / n + c (1 - c) / m),   p = P(T > t)
+        a = c (1 - c) / m,   b = s^2 / n,   t = (mean - c - 1 / (2 m)) / sqrt(a + b),   p = P(T > t)
 
-    for Student's T with n - 1 degrees of freedom, normal for one network. The second variance is that of the test
-    examples, which all networks share. Networks at chance level have p < 0.05 in at most about 5 % of cases.
+    for Student's T with (n - 1) (a + b)^2 / b^2 degrees of freedom (Satterthwaite 1946), normal for one network. a is
+    the variance due to the test examples, which all networks share, and 1 / (2 m) the correction for continuity.
+    Networks at chance level have p < 0.05 in at most about 5 % of cases, and in up to 7 % where m c < 10.
 
     Args:
         values: accuracies (n,) of networks.
-        chance: the level c, and the number of test examples m.
+        chance: the level c < 1, and the number of test examples m.
     """
     n, (c, examples) = len(values), chance
-    variance = c * (1 - c) / examples + (float(values.var(ddof=1)) / n if n > 1 else 0.0)
-    null = stats.t(n - 1) if n > 1 else stats.norm
-    return float(null.sf((float(values.mean()) - c) / np.sqrt(variance)))
+    shared, own = c * (1 - c) / examples, float(values.var(ddof=1)) / n if n > 1 else 0.0
+    freedom = (n - 1) * (shared + own) ** 2 / own**2 if own > 0 else np.inf
+    excess = float(values.mean()) - c - 0.5 / examples
+    return float(stats.t.sf(excess / np.sqrt(shared + own), freedom))
 
 
 def note(arms: list[dict[str, Any]]) -> str:

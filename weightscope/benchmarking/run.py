@@ -20,7 +20,7 @@ from weightscope._util.sources import is_population
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder, plan_arms
 from weightscope.benchmarking.axes import Axis, point_text
-from weightscope.benchmarking.chance import chance_of
+from weightscope.benchmarking.chance import Chance, chance_of
 from weightscope.benchmarking.inits import Init
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import cell_key, summarise
@@ -103,13 +103,21 @@ def bench(
             runs += _rows(arm, population, seconds, metric, metrics)
             device = population.environment
     about = {**environment(), **device, "recipe": recipe.to_dict()}
-    levels = [chance_of(recipe, metric, options.get("data")) for recipe in complete]
-    cells = [cell_key({"cell": dict(arm.cell)}) for arm in arms]
-    chances = {cell: level for cell, level in zip(cells, levels, strict=True) if level is not None}
+    chances = _chances(arms, complete, metric, options.get("data"))
     result = BenchResult(runs, summarise(runs, metric, chances), about, metric, metrics)
     atomic.make_folder(folder)
     atomic.write(folder / "results.json", json.dumps(result.to_dict(), indent=1, allow_nan=False).encode() + b"\n")
     return result
+
+
+def _chances(
+    arms: Sequence[Arm], recipes: Sequence[Recipe], metric: Metric, root: str | Path | None
+) -> dict[str, Chance]:
+    """The chance level of each cell that has one; each data set is read once."""
+    keys = [recipe.data.model_dump_json() for recipe in recipes]
+    levels = {key: chance_of(recipe, metric, root) for key, recipe in dict(zip(keys, recipes, strict=True)).items()}
+    cells = {cell_key({"cell": dict(arm.cell)}): levels[key] for arm, key in zip(arms, keys, strict=True)}
+    return {cell: level for cell, level in cells.items() if level is not None}
 
 
 def planned(recipe: Recipe | str | Path, **given: Any) -> tuple[Recipe, list[Arm]]:
