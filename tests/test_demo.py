@@ -7,7 +7,7 @@ from pathlib import Path
 import fake_training as fake
 import pytest
 
-from weightscope.demo.run import run_demo
+from weightscope.cli.demo import run_demo
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 
@@ -46,7 +46,7 @@ def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path: Path) ->
 
 
 def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
-    demo = Recipe.load(ROOT / "weightscope/demo/demo.toml")
+    demo = Recipe.load(ROOT / "weightscope/cli/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
 
 
