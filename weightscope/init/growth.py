@@ -11,10 +11,8 @@ from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._common import M, normal, put
-from weightscope.init._counterparts import counterparts
-from weightscope.init._family_names import Source, places
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import Source, counterparts, places
+from weightscope.init.base import INITIALISERS, M, normal, put
 from weightscope.init.selection import Layout, found_parts, included
 from weightscope.networks.layers import SumLinear
 
