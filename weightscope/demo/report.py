@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from weightscope import plots
-from weightscope.analysis.across_networks import ExchangeableCovariance, PopulationCovariance
+from weightscope.analysis.across_networks import PopulationCovariance
+from weightscope.analysis.exchangeable import ExchangeableCovariance
 from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import BenchResult
 from weightscope.population import Population

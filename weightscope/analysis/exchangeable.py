@@ -13,8 +13,7 @@ from weightscope._util.results import Result
 from weightscope._util.tables import text_table
 from weightscope._util.threads import single_threaded
 from weightscope.errors import UsageError
-from weightscope.statistics.correlated_pairs import Pair, correlated_pairs
-from weightscope.statistics.exchangeable import ExchangeableMoments, TypeCovariance
+from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
