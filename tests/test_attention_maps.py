@@ -13,7 +13,7 @@ import weightscope
 from weightscope import attention_maps, plots
 from weightscope.analysis import attention_maps as maps_module
 from weightscope.analysis.attention_maps import expected_map
-from weightscope.analysis.runnable import images_for, open_network
+from weightscope.analysis.runnable import images_for, runnable_transformer
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
@@ -523,7 +523,7 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
     with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
-        open_network(folder / "hf")
+        runnable_transformer(folder / "hf")
 
 
 def test_the_command_runs_a_folder_of_transformers(folder, capsys):
@@ -532,7 +532,7 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     assert code == 0
     assert "warning:" in text
     assert "the file lacks `embeddings.cls_token`, which have random values" in text
-    model, note = open_network(folder / "hf")
+    model, note = runnable_transformer(folder / "hf")
     assert "cls_token" in note
     batch = images_for(folder / "hf", name="digits", count=4)
     data = load("digits", train=1, test=4)

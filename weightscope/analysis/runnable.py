@@ -26,7 +26,7 @@ from weightscope.population import Population, population_in
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for folders without a preprocessor config
 
 
-def open_network(source: str | Path, network: int | None = None) -> tuple[nn.Module, str]:
+def runnable_transformer(source: str | Path, network: int | None = None) -> tuple[nn.Module, str]:
     """A network that can be run, and a note on tensors that its file lacks; empty if it has all.
 
     Args:
@@ -91,7 +91,7 @@ def images_for(
     to the size of its config, and normalised by its preprocessor_config.json or by the numbers of ImageNet.
 
     Args:
-        source: as in `open_network`.
+        source: as in `runnable_transformer`.
         name: of the data set; None for the population's own, or CIFAR-10.
         count: B.
         size: S in pixels; None for the population's, or the one in the config.
@@ -131,7 +131,7 @@ def _stated(file: Path) -> Mapping[str, Any]:
 _MOST_BYTES = 1 << 24  # of a file of tokens
 
 
-def open_sequences(source: str | Path, network: int | None = None) -> nn.Module:
+def runnable_sequence_model(source: str | Path, network: int | None = None) -> nn.Module:
     """A network that takes tokens: of a population, rebuilt from a checkpoint of Mamba or Mamba-2, or a Transformer.
 
     Args:
@@ -148,7 +148,7 @@ def open_sequences(source: str | Path, network: int | None = None) -> nn.Module:
     if network is not None:
         raise UsageError("network: expected a population with it, found one model")
     if (Path(source) / "config.json").is_file() and not find_state_spaces(named_tensors(source)):
-        return open_network(source)[0]
+        return runnable_transformer(source)[0]
     return rebuilt(source)
 
 

@@ -21,7 +21,7 @@ from weightscope._util.tables import text_table
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed, strides
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.population import opened
+from weightscope.population import open_network
 from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum
 from weightscope.statistics.moments import finite_rows
@@ -734,7 +734,7 @@ def covariance_within(
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
     for source, label in zip(sources, names, strict=True):
-        network = opened(source)
+        network = open_network(source)
         try:
             part = first_part(network, config) if part is None else part
             slices = find(network, part, config)
