@@ -27,7 +27,7 @@ from weightscope.init.convolution import PRESETS, covariance_root, relative_dept
 from weightscope.init.impulse import attention_map, impulse_matrix, normalised
 from weightscope.init.positions import table_codes
 from weightscope.init.residual import zero_matrix
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 from weightscope.networks.sequences import CausalTransformer
 
 SIX = 6.0  # standard errors

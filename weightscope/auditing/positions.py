@@ -22,7 +22,7 @@ from weightscope.errors import AnatomyError
 from weightscope.init.impulse import PENALTY, attention_map, impulse_matrix, normalised, span
 from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
 from weightscope.init.positions import table_codes
-from weightscope.networks.positions import TEMPERATURE
+from weightscope.networks.layers import TEMPERATURE
 
 DISTANCE = (0.0, 0.01)
 PEAKS = (0.95, 1.0)

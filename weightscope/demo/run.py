@@ -14,7 +14,7 @@ from weightscope.analysis.across_networks import covariance_across, exchangeable
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.inits import Init
-from weightscope.data import fashion_mnist
+from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.demo.report import Results, write_report
 from weightscope.errors import UsageError
 from weightscope.fitting.population import fit
@@ -99,7 +99,7 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     wide = recipe.replace({"network.width": 2 * recipe.to_dict()["network"]["width"]})
     found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
     fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
-    if fashion_mnist.at_hand(options.get("data")):
+    if fashion_mnist_at_hand(options.get("data")):
         found["benchmark-fashion"] = bench(
             recipe.replace(fashion), arms, out / "benchmark-fashion", seeds=fewer, **options
         )

@@ -19,7 +19,7 @@ from weightscope.init.attention import self_attention
 from weightscope.init.impulse import by_adam, impulse_matrix, normalised, solve, span
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.univariate import truncated
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 QUERY_KEY: tuple[PartName, ...] = ("q", "k")
 PSEUDO_INPUTS = ("positions", "gaussian", "uniform", "positions+gaussian", "positions+uniform")

@@ -7,7 +7,7 @@ from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import PositionEmbedding, positions
 from weightscope.init._common import M
 from weightscope.init.registry import INITIALISERS
-from weightscope.networks.positions import TEMPERATURE, sinusoidal_positions
+from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
 
 
 @INITIALISERS.register("sinusoidal_positions", source="attention paper, section 5.1", needs="position embeddings")
