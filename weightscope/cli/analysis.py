@@ -170,9 +170,9 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
     """
     from weightscope.auditing import audit as run
     from weightscope.benchmarking.arms import labelled
-    from weightscope.population import opened
+    from weightscope.population import open_network
 
-    model = opened(source)
+    model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
         config = labelled(init)[1]
