@@ -30,7 +30,7 @@ def _registered(registry: str, package: str) -> list[str]:
 
 
 def _recipes() -> list[str]:
-    from weightscope._util.recipes import recipes
+    from weightscope._util.sources import recipes
 
     return list(recipes())
 

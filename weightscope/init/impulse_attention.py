@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
-from weightscope._util.threads import single_threaded
+from weightscope._util.environment import single_threaded
 from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
 from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import find_positions
