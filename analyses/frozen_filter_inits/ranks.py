@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import Population
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.analysis.attention_maps import stable_ranks
 from weightscope.analysis.runnable import images_for
 from weightscope.anatomy import depthwise

@@ -12,8 +12,7 @@ from scipy import stats
 
 from weightscope._util import atomic
 from weightscope._util.checks import choice
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Computed, Coordinates

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.networks.sequences.attention import CausalAttention, rotated
+from weightscope.networks.sequences import CausalAttention, rotated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

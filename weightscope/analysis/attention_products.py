@@ -17,8 +17,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
-from weightscope._util.results import Result, finite_or_none
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.analysis.attention_reading import Reader, gain_before, mean_rotation, name_of
 from weightscope.analysis.factored_products import STATISTICS, FactoredProduct
 from weightscope.anatomy import AttentionPart, SSMPart

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.anatomy import NamedTensors, named_tensors, ssms
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import Mamba, Mamba2, Mamba2Mixer, MambaMixer, Selected

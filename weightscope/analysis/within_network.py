@@ -16,8 +16,7 @@ from weightscope import anatomy
 from weightscope._util import atomic
 from weightscope._util.checks import choice, count
 from weightscope._util.names import labels_of, unverified
-from weightscope._util.results import Result, finite_or_none
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed, strides
 from weightscope.errors import AnatomyError, DataError, UsageError

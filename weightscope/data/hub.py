@@ -6,28 +6,19 @@ downloaded. Downloads are kept in the Hub client's cache.
 
 import importlib.util
 import io
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightscope.data.locations import check_labels, missing
-from weightscope.data.registry import Arrays, DatasetInfo
+from weightscope.data.registry import Arrays, DatasetInfo, Part, checked_part, missing
 from weightscope.errors import DataError
 
 TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
 
 
-@dataclass(frozen=True)
-class Location:
-    """A data set on the Hub.
-
-    Attributes:
-        repository: `organisation/name`.
-        folder: that contains the two files.
-        image: name of the column of images, `{bytes, path}`.
-        label: name of the column of labels.
-    """
+class Location(NamedTuple):
+    """A data set on the Hub: `organisation/name`, the folder of its two files, the columns of images and labels."""
 
     repository: str
     folder: str
@@ -43,17 +34,10 @@ LOCATIONS = {
 
 
 def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """Training and test images in the order of the Hub's files.
+    """The first training and test images in the order of the Hub's files.
 
-    Args:
-        info: shapes and sizes.
-        root: the folder that was searched first, for the error.
-        train: how many training images.
-        test: how many test images.
-
-    Raises:
-        DataError: if pyarrow is not installed or the Hub does not respond (says where files were searched for
-            and how to get them), or if the downloaded files are not the data set.
+    DataError if pyarrow is not installed or the Hub does not respond (says where files were searched for, `root` first,
+    and how to get them), or if the downloaded files are not the data set.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing(info, root, "or `pip install pyarrow` to download it from the Hugging Face Hub")
@@ -70,11 +54,7 @@ def read(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
 
 
 def _download(location: Location, part: str) -> Path:
-    """The path of one file in the Hub client's cache, downloaded if necessary.
-
-    Raises:
-        OSError: if it cannot be downloaded.
-    """
+    """The path of one file in the Hub client's cache, downloaded if necessary; OSError if it cannot be."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -93,27 +73,26 @@ def _download(location: Location, part: str) -> Path:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, count: int) -> tuple:
-    """Images, uint8 (count, c, S, S), and labels, uint8 (count,)."""
+def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, count: int) -> Part:
+    """The first images and labels of one file."""
     from pyarrow import ArrowException, parquet
 
+    columns = [location.image, location.label]
     try:
-        table = parquet.read_table(path, columns=[location.image, location.label])
+        table = parquet.read_table(path, columns=columns)
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it to download it again") from error
-    if table.num_rows != rows or table.column_names != [location.image, location.label]:
+    if table.num_rows != rows or table.column_names != columns:
         raise DataError(
             f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
             f"found {table.num_rows} of {table.column_names}"
         )
     taken = table.slice(0, count).to_pylist()
     images = np.stack([_decode(row[location.image], info, f"{path}: row {i}") for i, row in enumerate(taken)])
-    labels = np.array([row[location.label] for row in taken])
-    check_labels(labels, info.classes, str(path))
-    return images, labels.astype(np.uint8)
+    return checked_part(images, np.array([row[location.label] for row in taken]), info, path)
 
 
-def _decode(cell: dict[str, bytes], info: DatasetInfo, where: str) -> np.ndarray:
+def _decode(cell: dict[str, Any], info: DatasetInfo, where: str) -> np.ndarray:
     """Pixels, uint8 (c, S, S), of a compressed image."""
     from PIL import Image
 
