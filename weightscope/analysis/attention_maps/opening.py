@@ -99,7 +99,7 @@ def images_for(
             raise UsageError("a population's networks take the images of its recipe; leave out their name and size")
         population: Population = population_in(source)
         recipe = population.recipe
-        data = load(recipe.images, root, **recipe.images.counts)
+        data = recipe.images.load(root)
         return normalise(data.test_images[:count], data.mean, data.std)
     folder = Path(source)
     pixels = load(name or "cifar10", root, train=1, test=count).test_images.float() / 255

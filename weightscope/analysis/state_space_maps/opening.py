@@ -12,7 +12,6 @@ from weightscope.analysis.state_space_maps.computing import check_size
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces
-from weightscope.data import SequenceConfig, SequenceSource
 from weightscope.data.sequences.tasks import TASKS
 from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, UsageError
@@ -94,9 +93,9 @@ def held_out(source: str | Path, count: int = 64, root: str | Path | None = None
         UsageError: if the recipe has images.
     """
     config = population_in(source).recipe.data
-    if not isinstance(config, SequenceConfig):
-        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has images")
-    return SequenceSource.of(config, root).held_out[1][0].tokens[:count]
+    if config.what != "sequences":
+        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has {config.what}")
+    return config.load(root).held_out[1][0].tokens[:count]
 
 
 def _read(path: Path) -> Tensor:
