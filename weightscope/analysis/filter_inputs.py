@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.analysis.attention_maps.watching import stable_ranks
 from weightscope.anatomy import depthwise
 from weightscope.errors import DataError

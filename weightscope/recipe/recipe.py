@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.recipes import recipe_path
+from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
-from weightscope._util.threads import single_threaded
+from weightscope._util.environment import single_threaded
+from weightscope._util.results import Result, text_table
 from weightscope.errors import UsageError
 from weightscope.statistics.correlated_pairs import Pair, correlated_pairs
 from weightscope.statistics.exchangeable import ExchangeableMoments, TypeCovariance

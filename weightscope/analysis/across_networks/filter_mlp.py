@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.errors import DataError
 from weightscope.statistics.computed import Computed
 from weightscope.statistics.moments import finite_rows

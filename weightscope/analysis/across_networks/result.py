@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.errors import UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.group_means import StripeRatio, StripeResult

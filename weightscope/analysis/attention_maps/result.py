@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from weightscope._util.checks import choice
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import DataError, UsageError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weightscope.anatomy import AttentionPart
 from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import DataError
-from weightscope.networks.sequences.attention import CausalAttention, rotated
+from weightscope.networks.sequences import CausalAttention, rotated
 
 _BYTES = 96 * 2**20  # of the maps of single images held at once
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, between a module's output and the recomputed one

@@ -9,8 +9,7 @@ import numpy as np
 
 from weightscope._util.checks import choice
 from weightscope._util.names import unverified
-from weightscope._util.results import Result, finite_or_none
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:

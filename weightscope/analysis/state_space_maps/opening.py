@@ -12,8 +12,8 @@ from weightscope.analysis.state_space_maps.computing import check_size
 from weightscope.analysis.state_space_maps.rebuilding import rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces
-from weightscope.data.sequences.tasks import TASKS
-from weightscope.data.task_sizes import TASK_SIZES, sequence_length
+from weightscope.data.sequence_config import TASK_SIZES, sequence_length
+from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, UsageError
 from weightscope.networks.sequences import Mamba2Mixer, MambaMixer
 from weightscope.population import population_in

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,7 @@ import numpy as np
 from weightscope._util import atomic
 from weightscope._util.checks import choice
 from weightscope._util.names import unverified
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.analysis.within_network.layers import Layer, distinct, selected, series
 from weightscope.errors import UsageError
 
