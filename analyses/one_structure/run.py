@@ -20,7 +20,8 @@ import numpy as np
 
 from weightscope._util.arm_labels import CONTROL
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
+from weightscope.analysis.across_networks import filter_mlp_correlation
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
 from weightscope.benchmarking.inits import labelled
 from weightscope.benchmarking.statistics import holm, paired

@@ -11,7 +11,8 @@ from typing import Any
 from weightscope import plots
 from weightscope._util import atomic
 from weightscope._util.checks import count
-from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.inits import Init

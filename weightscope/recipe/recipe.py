@@ -49,9 +49,10 @@ class Recipe(Section):
         """A network for what the task has, and nothing that is of other tasks only."""
         takes, has = self.network.takes, self.data.what
         if takes not in (None, has):
-            named = ", ".join(network_types(has)) or "'package.module:function' for a network of your own"
+            named = ", ".join((*network_types(has), "'package.module:function'"))
             raise ValueError(
-                f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of {named}"
+                f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of {named}, "
+                f"or data that have {takes}"
             )
         self.data.check(self)
         return self

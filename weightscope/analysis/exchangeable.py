@@ -12,8 +12,7 @@ import numpy as np
 from weightscope._util.environment import single_threaded
 from weightscope._util.results import Result, text_table
 from weightscope.errors import UsageError
-from weightscope.statistics.correlated_pairs import Pair, correlated_pairs
-from weightscope.statistics.exchangeable import ExchangeableMoments, TypeCovariance
+from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
