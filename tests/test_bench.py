@@ -18,10 +18,10 @@ from scipy import stats
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise, training
-from weightscope.benchmarking.chance import Chance, above_chance, chance_of
+from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import run as training
 from weightscope.benchmarking.pictures import finding
-from weightscope.benchmarking.statistics import holm, mean_interval, paired
+from weightscope.benchmarking.statistics import Chance, above_chance, chance_of, holm, mean_interval, paired
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
