@@ -14,15 +14,13 @@ from typing import Any, TypeVar
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
-from weightscope.anatomy import filter_mlp as _filter_mlp
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention_part import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
-from weightscope.anatomy.filter_mlp import FilterMLP
 from weightscope.anatomy.lookalikes import refusal, unparsed
-from weightscope.anatomy.mlp import MLPPart
+from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
 from weightscope.errors import AnatomyError
@@ -119,7 +117,7 @@ def depthwise(model: Model, config: Mapping[str, Any] | None = None) -> list[Dep
 def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); arguments and errors as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, _filter_mlp.find, model, config)
+    return _some(kind, _mlp.find_filter_mlps, model, config)
 
 
 def mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[MLPPart]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors
-from weightscope.anatomy.layer_scale import layer_scale
+from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.artifacts.network_fit import NetworkFit
 from weightscope.artifacts.product_fit import ProductFit, ProductLayer, ProductNumbers
 from weightscope.errors import DataError

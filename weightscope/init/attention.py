@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, NamedTensors, attention
-from weightscope.anatomy.attention_part import chosen_heads
+from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError

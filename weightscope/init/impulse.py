@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.threads import single_threaded
-from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import UsageError
 
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
 from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.attention_modules import find as find_attention
-from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps

@@ -12,7 +12,7 @@ from weightscope._util.checks import count
 from weightscope.analysis.attention_maps.result import AttentionMaps, LayerMaps
 from weightscope.analysis.attention_maps.watching import Recorder, Recorders, rotation_of, watch
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 
 __all__ = ["AttentionMaps", "LayerMaps", "attention_maps", "expected_map"]

@@ -11,7 +11,7 @@ import numpy as np
 from weightscope._util.checks import choice
 from weightscope._util.results import Result
 from weightscope._util.tables import text_table
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import DataError, UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy import AttentionPart
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import DataError
 from weightscope.networks.sequences.attention import CausalAttention, rotated
 

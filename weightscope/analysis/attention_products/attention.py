@@ -14,7 +14,7 @@ from weightscope.analysis.attention_products.options import Options
 from weightscope.analysis.attention_products.reading import Reader, gain_before, mean_rotation
 from weightscope.analysis.attention_products.result import ProductsResult
 from weightscope.anatomy import AttentionPart
-from weightscope.anatomy.layer_scale import layer_scale
+from weightscope.anatomy.attention_modules import layer_scale
 
 _BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
 _BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
