@@ -23,7 +23,7 @@ from weightscope.anatomy.lookalikes import refusal, unparsed
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
-from weightscope.errors import AnatomyError
+from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
     "AttentionPart",
@@ -46,6 +46,7 @@ __all__ = [
     "opened",
     "patch_embeddings",
     "positions",
+    "self_attention",
     "ssms",
     "unparsed",
 ]
@@ -107,6 +108,19 @@ def attention(model: Model, config: Mapping[str, Any] | None = None) -> list[Att
         [2]
     """
     return _some("attention modules", _attention.find, model, config)
+
+
+def self_attention(model: Model, config: Mapping[str, Any] | None = None) -> list[AttentionPart]:
+    """The self-attention parts of a model; arguments and errors as `attention`.
+
+    Raises:
+        UsageError: if it has cross-attention only.
+    """
+    everything = attention(model, config)
+    found = [part for part in everything if part.kind == "self"]
+    if not found:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
+    return found
 
 
 def depthwise(model: Model, config: Mapping[str, Any] | None = None) -> list[DepthwisePart]:

@@ -18,7 +18,7 @@ from weightscope.cli.shared import (
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
-    from weightscope.artifacts import NetworkFit, PopulationFit
+    from weightscope.fits import NetworkFit, PopulationFit
 
 _TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")
 
@@ -83,9 +83,9 @@ def fit_init(
     """
     from click.core import ParameterSource
 
-    from weightscope.artifacts import PopulationFit, write_standalone
-    from weightscope.fitting.source import fit_init as run
-    from weightscope.fitting.source import parsed_options
+    from weightscope.fits import PopulationFit, write_standalone
+    from weightscope.fits.fitting import fit_init as run
+    from weightscope.fits.fitting import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     training = {key: given.pop(key) for key in _TRAINING if key in given}

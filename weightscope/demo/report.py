@@ -6,8 +6,8 @@ from typing import Any
 
 from weightscope import plots
 from weightscope.analysis.across_networks import ExchangeableCovariance, PopulationCovariance
-from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import BenchResult
+from weightscope.fits import PopulationFit
 from weightscope.population import Population
 from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
 

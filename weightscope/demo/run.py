@@ -17,7 +17,7 @@ from weightscope.benchmarking.inits import Init
 from weightscope.data import fashion_mnist
 from weightscope.demo.report import Results, write_report
 from weightscope.errors import UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number
-from weightscope.anatomy import AttentionPart, NamedTensors, attention
+from weightscope.anatomy import AttentionPart, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
@@ -145,20 +145,6 @@ def mimetic_attention_(
         if parts != "qk":
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
-
-
-def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart]:
-    """The self-attention parts of a module, or of another source of tensors.
-
-    Raises:
-        AnatomyError: if the module has no attention.
-        UsageError: if it has cross-attention only.
-    """
-    everything = attention(module)
-    found = [part for part in everything if part.kind == "self"]
-    if not found:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
-    return found
 
 
 Numbers = tuple[float, float, float, float]

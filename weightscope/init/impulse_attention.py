@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
-from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
+from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._common import M, cpu_generator, frame, normal
-from weightscope.init.attention import self_attention
 from weightscope.init.impulse import by_adam, impulse_matrix, normalised, solve, span
 from weightscope.init.registry import INITIALISERS
 from weightscope.init.univariate import truncated

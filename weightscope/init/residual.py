@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
-from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import matrices
@@ -19,7 +19,6 @@ from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._common import M, frame, normal, put, uniform
-from weightscope.init.attention import self_attention
 from weightscope.init.registry import INITIALISERS
 
 QKV: tuple[PartName, ...] = ("q", "k", "v")

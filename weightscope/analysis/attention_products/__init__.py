@@ -6,7 +6,7 @@ differ from noise (thesis Fig. 3.17 and 3.23), which mimetic initialisation repr
 """
 
 from weightscope.analysis.attention_products.computing import products
-from weightscope.analysis.attention_products.factored import FactoredProduct
 from weightscope.analysis.attention_products.result import ProductsResult, SourceInfo
+from weightscope.anatomy.factored_products import FactoredProduct
 
 __all__ = ["FactoredProduct", "ProductsResult", "SourceInfo", "products"]

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightscope.analysis.attention_products.factored import STATISTICS, FactoredProduct
 from weightscope.analysis.attention_products.options import Options
 from weightscope.analysis.attention_products.reading import Reader, gain_before, mean_rotation
 from weightscope.analysis.attention_products.result import ProductsResult
 from weightscope.anatomy import AttentionPart
 from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
 
 _BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
 _BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}

@@ -1,9 +1,9 @@
 """Products of the output and input maps of state-space layers."""
 
-from weightscope.analysis.attention_products.factored import FactoredProduct
 from weightscope.analysis.attention_products.options import Options
 from weightscope.analysis.attention_products.result import ProductsResult
 from weightscope.anatomy import SSMPart
+from weightscope.anatomy.factored_products import FactoredProduct
 
 
 def output_input_product(part: SSMPart) -> FactoredProduct:

@@ -6,10 +6,10 @@ found.plot("filters.png", picture="maps")
 """
 
 from weightscope.analysis.within_network.computing import covariance_within
-from weightscope.analysis.within_network.filters import filter_distributions
 from weightscope.analysis.within_network.layers import Layer
 from weightscope.analysis.within_network.parts import PARTS, Part, skeleton
 from weightscope.analysis.within_network.result import NetworkCovariances
+from weightscope.fits.filters import filter_distributions
 
 __all__ = [
     "PARTS",

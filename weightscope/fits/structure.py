@@ -42,6 +42,7 @@ class Structure(ABC):
 
     Attributes:
         name: short name in tables; by default that of the class.
+        source: the publication, for lists.
         form: how noise becomes a vector: `"affine"`, `"kronecker"`, `"group_means"` or `"exchangeable"`, which
             standalone initialisers implement, or `"custom"`.
         options: names of the arguments of `fit` after data and spec.
@@ -54,6 +55,7 @@ class Structure(ABC):
     """
 
     name: ClassVar[str]
+    source: ClassVar[str] = ""
     form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True
@@ -186,7 +188,7 @@ def structure_class(wanted: str | type[Structure]) -> type[Structure]:
     """
     found = STRUCTURES.find(underscored(wanted))
     if not (isinstance(found, type) and issubclass(found, Structure)):
-        raise UsageError(f"structure: expected a subclass of weightscope.structures.Structure, found {wanted!r}")
+        raise UsageError(f"structure: expected a subclass of weightscope.fits.Structure, found {wanted!r}")
     return found
 
 
