@@ -38,8 +38,7 @@ from weightscope._util.environment import usable_cores
 from weightscope.anatomy import attention, positions
 from weightscope.anatomy.embedding import TokenGrid
 from weightscope.init.attention import query_key, value_output
-from weightscope.init.impulse import attention_map, impulse_matrix, normalised, solve
-from weightscope.init.impulse_attention import filter_offsets
+from weightscope.init.impulse_attention import attention_map, filter_offsets, impulse_matrix, normalised, solve
 from weightscope.networks import ViT
 from weightscope.networks.positions import sinusoidal_positions
 

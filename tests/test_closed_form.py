@@ -25,8 +25,13 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits import STRUCTURES, NetworkFit, load_artifact
 from weightscope.fits.filters import FilterFit
 from weightscope.fits.fitting import fit_init, parsed_options
-from weightscope.fits.one_network import network_fit_of
-from weightscope.fits.one_network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
+from weightscope.fits.one_network import (
+    NETWORK_FITS,
+    fit_conv_schedule,
+    fit_identity_product,
+    fit_network,
+    network_fit_of,
+)
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT

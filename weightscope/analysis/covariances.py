@@ -91,11 +91,11 @@ def _population(source: Any) -> Any:
 def _one_network(source: Any) -> WeightArray:
     """The floating-point tensors of one network as a population of one, whose channels are the samples."""
     from weightscope.anatomy.tensors import numbered  # torch
-    from weightscope.population import opened  # h5py
+    from weightscope.population import open_network  # h5py
 
     if isinstance(source, list | tuple):
         raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")
-    found: Any = opened(source)
+    found: Any = open_network(source)
     tensors = found.state_dict() if hasattr(found, "state_dict") else found
     chosen = {name: tensors[name] for name in numbered(tensors)}
     chosen = {

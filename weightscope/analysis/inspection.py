@@ -17,7 +17,7 @@ from weightscope._util.tables import text_table
 from weightscope.data.metrics import metric_named
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY
-from weightscope.population import Population, opened
+from weightscope.population import Population, open_network
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -61,7 +61,7 @@ def inspect(
     from weightscope.checkpoint import Checkpoint
 
     member = population_member(source) is not None
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(opened(source) if member else source)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(open_network(source) if member else source)
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)

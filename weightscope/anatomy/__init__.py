@@ -22,7 +22,7 @@ from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.lookalikes import refusal, unparsed
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
+from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "inventory",
     "mlps",
     "named_tensors",
-    "opened",
     "patch_embeddings",
     "positions",
     "self_attention",

@@ -22,7 +22,7 @@ from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.population import opened
+from weightscope.population import open_network
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
@@ -66,7 +66,7 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    tensors = named_tensors(opened(model), config)
+    tensors = named_tensors(open_network(model), config)
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")

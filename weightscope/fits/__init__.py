@@ -44,5 +44,11 @@ __all__ = [
 ]
 
 # From few parameters to many: `fit` tries them in this order, and of equally good ones takes the first.
-for _structure in (Isotropic, GroupMeans, Diagonal, Kronecker, TensorNormal, LowRank, Dense, Exchangeable):
-    STRUCTURES.register(_structure.name, source=_structure.source)(_structure)
+STRUCTURES.register("isotropic", source="maximum likelihood")(Isotropic)
+STRUCTURES.register("group_means", source="MLP paper: stripes")(GroupMeans)
+STRUCTURES.register("diagonal", source="maximum likelihood")(Diagonal)
+STRUCTURES.register("kronecker", source="Dutilleul 1999")(Kronecker)
+STRUCTURES.register("tensor_normal", source="Hoff 2011; Manceur and Dutilleul 2013")(TensorNormal)
+STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")(LowRank)
+STRUCTURES.register("dense", source="Ledoit and Wolf 2004")(Dense)
+STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")(Exchangeable)

@@ -176,7 +176,6 @@ class Exchangeable(Structure):
     """
 
     name = "exchangeable"
-    source = "Shah and Chandrasekaran 2012"
     form = "exchangeable"
     options = ("gain", "denoise")
     needs_samples = False

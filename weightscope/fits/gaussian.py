@@ -158,7 +158,6 @@ class Isotropic(AffineGaussian):
     """
 
     name = "isotropic"
-    source = "maximum likelihood"
     needs_samples = False
 
     @classmethod
@@ -181,7 +180,6 @@ class Diagonal(AffineGaussian):
     """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
 
     name = "diagonal"
-    source = "maximum likelihood"
     needs_samples = False
 
     @classmethod
@@ -216,7 +214,6 @@ class LowRank(AffineGaussian):
     """
 
     name = "low_rank"
-    source = "Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7"
     options = ("rank",)
 
     @classmethod
@@ -293,7 +290,6 @@ class Dense(AffineGaussian):
     """
 
     name = "dense"
-    source = "Ledoit and Wolf 2004"
     needs_samples = False
 
     @classmethod

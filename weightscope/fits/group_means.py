@@ -45,7 +45,6 @@ class GroupMeans(Structure):
     """
 
     name = "group_means"
-    source = "MLP paper: stripes"
     form = "group_means"
     needs_samples = False
 

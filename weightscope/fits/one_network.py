@@ -23,7 +23,7 @@ from weightscope.fits.artifact import checked_header
 from weightscope.fits.filters import FilterFit, FilterHeader, FilterLayer, ScheduleFit, fit_conv_schedule, fit_filters
 from weightscope.fits.identity_product import ProductFit, fit_identity_product, with_signs
 from weightscope.fits.network_fit import NetworkFit, StrictModel
-from weightscope.population import opened
+from weightscope.population import open_network
 from weightscope.statistics.filters import FilterDistribution
 
 # Functions `f(source, *, ...options) -> NetworkFit`.
@@ -59,7 +59,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
     if unknown:
         raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
-    source = opened(source)
+    source = open_network(source)
     with torch.no_grad():
         found = fit(source, **options)
     if not isinstance(found, NetworkFit):

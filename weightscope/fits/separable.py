@@ -190,7 +190,6 @@ class Kronecker(Separable):
     """
 
     name = "kronecker"
-    source = "Dutilleul 1999"
     form = "kronecker"
     axes = ("rows", "columns")
 
@@ -238,7 +237,6 @@ class TensorNormal(Separable):
     """
 
     name = "tensor_normal"
-    source = "Hoff 2011; Manceur and Dutilleul 2013"
     form = "tensor_normal"
     summary = "layers of one shape: covariance between layers (x) between rows (x) between columns"
     axes = ("layers", "rows", "columns")

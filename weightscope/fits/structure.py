@@ -42,7 +42,6 @@ class Structure(ABC):
 
     Attributes:
         name: short name in tables; by default that of the class.
-        source: the publication, for lists.
         form: how noise becomes a vector: `"affine"`, `"kronecker"`, `"group_means"` or `"exchangeable"`, which
             standalone initialisers implement, or `"custom"`.
         options: names of the arguments of `fit` after data and spec.
@@ -55,7 +54,6 @@ class Structure(ABC):
     """
 
     name: ClassVar[str]
-    source: ClassVar[str] = ""
     form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True

@@ -12,8 +12,7 @@ from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
-from weightscope.init._common import M, cpu_generator, normal
-from weightscope.init.registry import INITIALISERS
+from weightscope.init.base import INITIALISERS, M, cpu_generator, normal
 from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
 
 # Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).

@@ -11,9 +11,8 @@ from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
-from weightscope.init._common import M, cpu_generator
+from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.init.registry import INITIALISERS
 from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
 

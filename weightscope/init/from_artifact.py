@@ -18,8 +18,8 @@ from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.network_fit import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import ResizedFit, resized_fit
-from weightscope.init._common import M, cpu_generator
 from weightscope.init.attention import write_query_key, write_value_output
+from weightscope.init.base import M, cpu_generator
 from weightscope.init.convolution import conv_covariance_
 from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
 from weightscope.spec import TensorSpec, WeightSpec

@@ -30,12 +30,12 @@ from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.batches import Batches, Networks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
-from weightscope.training.image_batches import ImageBatches
+from weightscope.training.image_task import ImageBatches
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
-from weightscope.training.sequence_batches import SequenceBatches
+from weightscope.training.sequence_task import SequenceBatches
 from weightscope.training.stacked_networks import StackedNetworks
 
 DEFAULT_TILE = 32

@@ -14,7 +14,7 @@ from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.population import opened
+from weightscope.population import open_network
 
 P = TypeVar("P", bound=Layered)
 _PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
@@ -91,7 +91,7 @@ class Reader:
     def __init__(self, source: Any, config: Mapping[str, Any] | None, layers: Any, cross: bool) -> None:
         self.checkpoint: Checkpoint | None = None
         self._once: Once | None = None
-        source = opened(source)
+        source = open_network(source)
         if isinstance(source, Checkpoint):
             self.checkpoint, self._once = source, Once(source)
             source = MappingTensors(self._once, {**source.config, **(config or {})})

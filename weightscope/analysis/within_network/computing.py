@@ -14,7 +14,7 @@ from weightscope.analysis.within_network.layers import KroneckerShare, Layer
 from weightscope.analysis.within_network.parts import Part, Slices, find, first_part
 from weightscope.analysis.within_network.result import NetworkCovariances
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.population import opened
+from weightscope.population import open_network
 from weightscope.statistics.kronecker.separability import separability_test
 from weightscope.statistics.kronecker.sums import explained_variance, kronecker_sum
 from weightscope.statistics.moments import finite_rows
@@ -79,7 +79,7 @@ def covariance_within(
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
     for source, label in zip(sources, names, strict=True):
-        network = opened(source)
+        network = open_network(source)
         try:
             part = first_part(network, config) if part is None else part
             slices = find(network, part, config)

@@ -1,10 +1,15 @@
-"""Options and arguments shared by several commands."""
+"""Options and arguments of several commands, and the names that the shell completes.
+
+Names are found without importing torch, which would take seconds for each key press.
+"""
 
 import contextlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +21,42 @@ from weightscope.errors import UsageError
 _STDOUT = "stdout of --json -"
 
 
+def _registered(registry: str, package: str) -> list[str]:
+    """The names that `REGISTRY.register("name", ...)` gives in the files of a package, in alphabetical order."""
+    spec = find_spec("weightscope")  # does not import its parts
+    folder = Path(spec.origin or "").parent / package if spec is not None else Path(package)
+    pattern = re.compile(rf'^@?{registry}\.register\(\s*"(\w[\w-]*)"', re.MULTILINE)
+    return sorted({name for file in folder.glob("*.py") for name in pattern.findall(file.read_text(encoding="utf-8"))})
+
+
+def _recipes() -> list[str]:
+    from weightscope._util.recipes import recipes
+
+    return list(recipes())
+
+
+_NAMES: Mapping[str, Callable[[], list[str]]] = {
+    "initialisers": lambda: _registered("INITIALISERS", "init"),
+    "structures": lambda: ["auto", *_registered("STRUCTURES", "fits"), *_registered("NETWORK_FITS", "fits")],
+    "recipes": _recipes,
+    "datasets": lambda: _registered("DATASETS", "data"),
+    "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data/sequences")],
+    "devices": lambda: ["auto", "cpu", "cuda"],
+    "parts": lambda: ["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"],
+    "kinds": lambda: ["initialisers", "structures", "networks", "datasets", "recipes"],
+}
+
+
+def names(kind: str) -> list[str]:
+    """The names of one kind."""
+    return _NAMES[kind]()
+
+
 class Named(click.ParamType):
     """A text that the shell completes: registered names, files, or both.
 
     Args:
-        kind: of the names, see `weightscope.cli.completion.names`.
+        kind: kinds of names, see `names`.
         files: whether a path may be given instead.
     """
 
@@ -32,8 +68,6 @@ class Named(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """The names that begin like this, and paths."""
-        from weightscope.cli.completion import names
-
         # After a plus sign follows another name: mimetic_attention+mimetic_mlp
         done, plus, last = incomplete.rpartition("+")
         found = [name for kind in self.kinds for name in names(kind) if name.startswith(last)]

@@ -1,6 +1,6 @@
 """`weightscope demo`: the whole chain on data that come with the installation, and a report of the results.
 
-Training resumes where it was interrupted. Every number in the report is read from a file beside it.
+Training resumes where it was interrupted. Every number in the report links to the file beside it that has it.
 """
 
 import json
@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weightscope import plots
 from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.inits import Init
+from weightscope.cli.report import write_report
 from weightscope.data import fashion_mnist
-from weightscope.demo.report import Results, write_report
 from weightscope.errors import UsageError
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
@@ -28,6 +29,7 @@ GAIN = 3.0  # chosen in analyses/one_structure, on images held back from the tra
 EPOCHS = 3
 HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
 SMALLEST_POPULATION = 16
+MINUTES = 5  # of the default size on two cores
 
 
 def run_demo(
@@ -49,7 +51,7 @@ def run_demo(
         networks: size of the population.
         epochs: epochs of the population's training.
         seeds: paired seeds of the benchmark; half as many at the other width and on the other data.
-        say: called with one line before each step.
+        say: called with one line at the start and before each step.
         options: passed on to `collect` (`workers`, `device`, `data`).
 
     Returns:
@@ -60,16 +62,21 @@ def run_demo(
         Resumable: if interrupted.
     """
     count("networks", networks, least=SMALLEST_POPULATION)
-    count("seeds", seeds, least=2)  # of a paired comparison
+    count("seeds", seeds, least=2)  # a paired comparison needs two
     out = Path(out)
     if out.suffix == ".pop" or (out / "shards").is_dir():
         raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
+    say(
+        f"Training {networks} small networks, fitting an initialiser to their weights and benchmarking it; the default "
+        f"size takes about {MINUTES} minutes on two cores. Ctrl-C is safe: run it again to resume."
+    )
     say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
     collect(recipe, out / "digits.pop", **options)
     population = Population(out / "digits.pop")
-    _write_json(out / "inspection.json", inspect(out / "digits.pop").to_dict())
+    contents = inspect(out / "digits.pop").to_dict()
+    _write_json(out / "inspection.json", contents)
 
     say(f"2/5  the covariance of the whole network -> {out / 'exchangeable.json'}")
     raw, found = covariance_across(population, BLOCK), exchangeable_covariance(population)
@@ -84,8 +91,26 @@ def run_demo(
 
     say(f"4/5  benchmarks on {seeds} paired seeds -> {out / 'benchmark'}")
     benchmarks = _benchmarks(recipe, out, seeds, **options)
+
     say(f"5/5  the report -> {out / 'report.html'}")
-    return write_report(out, Results(population, raw, found, compared, GAIN, benchmarks))
+    title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
+    drawn: dict[str, Any] = {
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"]),
+        "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
+        "whole": found.plot(),
+        "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),
+    }
+    title = "Paired differences from the default"
+    drawn |= {name: result.figures(title=title)["differences"](None) for name, result in benchmarks.items()}
+    return write_report(
+        out / "report.html",
+        pictures={name: plots.render(figure) for name, figure in drawn.items()},
+        contents=contents,
+        pairs=found.rows(),
+        fits=compared.to_dict(),
+        benchmarks={name: result.arms for name, result in benchmarks.items()},
+        gain=GAIN,
+    )
 
 
 def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[str, BenchResult]:
@@ -98,11 +123,10 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}
     wide = recipe.replace({"network.width": 2 * recipe.to_dict()["network"]["width"]})
     found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
-    fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
     if fashion_mnist.at_hand(options.get("data")):
-        found["benchmark-fashion"] = bench(
-            recipe.replace(fashion), arms, out / "benchmark-fashion", seeds=fewer, **options
-        )
+        fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
+        recipe = recipe.replace(fashion)
+        found["benchmark-fashion"] = bench(recipe, arms, out / "benchmark-fashion", seeds=fewer, **options)
     return found
 
 
