@@ -566,7 +566,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (
             ("MIXER", "--structure", "filters", "--standalone", "x.py"),
-            "--standalone: expected a population",
+            "--standalone requires a population",
         ),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),
