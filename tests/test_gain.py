@@ -18,8 +18,8 @@ from weightscope.fits.exchangeable import Exchangeable
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.correlation import eigenvalues_clipped
 from weightscope.statistics.permutations import PermutationSpec
+from weightscope.statistics.shrinkage import eigenvalues_clipped
 from weightscope.training.collection import collect
 
 RECIPE = Recipe.parse(

@@ -27,7 +27,7 @@ from weightscope.init.attention import table_codes
 from weightscope.init.baselines import zero_matrix
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
 from weightscope.init.impulse_attention import attention_map, impulse_matrix, normalised
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 from weightscope.networks.sequences import CausalTransformer
 
 SIX = 6.0  # standard errors

@@ -23,7 +23,7 @@ from weightscope.init.impulse_attention import (
     span,
 )
 from weightscope.networks import ViT
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 GRID = TokenGrid(16, 16)
 BOUND = 4e-5  # mean squared error of a 256 x 256 map

@@ -10,8 +10,7 @@ missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightscope._util.plugins import is_reference
-from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
+from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
 from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
 from weightscope.anatomy.strictness import require_read
 

@@ -29,7 +29,7 @@ from weightscope.init.impulse_attention import (
     position_codes,
     span,
 )
-from weightscope.networks.positions import TEMPERATURE
+from weightscope.networks.layers import TEMPERATURE
 
 DISTANCE = (0.0, 0.01)
 PEAKS = (0.95, 1.0)

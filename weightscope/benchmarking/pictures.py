@@ -161,7 +161,7 @@ def _frontier(
     import torch
 
     from weightscope import plots
-    from weightscope._util.threads import single_threaded
+    from weightscope._util.environment import single_threaded
     from weightscope.init.attention import equal_random_points, svd_point
 
     generator, (part, width, heads) = torch.Generator().manual_seed(0), about

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.regular import read_regular
+from weightscope._util.sources import read_regular
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe

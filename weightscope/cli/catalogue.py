@@ -189,7 +189,7 @@ def _sequences() -> Iterator[Entry]:
 
 
 def _recipes() -> Iterator[Entry]:
-    from weightscope._util.recipes import recipes
+    from weightscope._util.sources import recipes
 
     for name, shipped in recipes().items():
         text = shipped.path.read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ def _registered(registry: str, package: str) -> list[str]:
 
 
 def _recipes() -> list[str]:
-    from weightscope._util.recipes import recipes
+    from weightscope._util.sources import recipes
 
     return list(recipes())
 
@@ -40,7 +40,7 @@ _NAMES: Mapping[str, Callable[[], list[str]]] = {
     "structures": lambda: ["auto", *_registered("STRUCTURES", "fits"), *_registered("NETWORK_FITS", "fits")],
     "recipes": _recipes,
     "datasets": lambda: _registered("DATASETS", "data"),
-    "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data/sequences")],
+    "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data")],
     "devices": lambda: ["auto", "cpu", "cuda"],
     "parts": lambda: ["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"],
     "kinds": lambda: ["initialisers", "structures", "networks", "datasets", "recipes"],

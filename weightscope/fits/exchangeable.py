@@ -15,10 +15,15 @@ from weightscope._util.checks import choice, number
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.fits.structure import Structure, checked_names, checked_root, require_variation
 from weightscope.spec import WeightSpec
-from weightscope.statistics.correlated_pairs import design_effect
-from weightscope.statistics.correlation import amplified, eigenvalues_clipped, nearest_correlation
-from weightscope.statistics.exchangeable import ExchangeableMoments, TypeCovariance, assembled, invariant_parts
+from weightscope.statistics.exchangeable import (
+    ExchangeableMoments,
+    TypeCovariance,
+    assembled,
+    design_effect,
+    invariant_parts,
+)
 from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
 
 Gain = float | Mapping[str, float]
 _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
@@ -239,13 +244,13 @@ class Exchangeable(Structure):
         Args:
             spec: of the D entries.
             gain: multiply the correlations that `denoise` leaves by this factor, >= 0, see
-                `weightscope.statistics.correlation.amplified`; 0 keeps the variances of all parts and no correlation,
+                `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation,
                 None takes correlations as they are, shrunk. Or a mapping of patterns of types ("channels*",
                 "hidden.? x channels", "means") to factors: a type takes the first pattern that matches, and is left
                 as it is if none does.
             denoise: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues" replaces the
                 eigenvalues inside the Marchenko-Pastur edge by their mean, see
-                `weightscope.statistics.correlation.eigenvalues_clipped`. Used with a gain only.
+                `weightscope.statistics.shrinkage.eigenvalues_clipped`. Used with a gain only.
             permutations: of the same tensors; by default that of their names.
             network: see the class.
 

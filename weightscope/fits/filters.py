@@ -13,7 +13,7 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 
 from weightscope._util.checks import choice, count, flag
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError

@@ -19,8 +19,7 @@ from weightscope.fits.structure import (
     require_variation,
 )
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
-from weightscope.statistics.moments import Moments
+from weightscope.statistics.moments import EntryMoments, Moments
 from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
 
 _LOG_2PI = float(np.log(2.0 * np.pi))

@@ -15,7 +15,7 @@ from weightscope.fits.structure import (
     require_variation,
 )
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
+from weightscope.statistics.moments import EntryMoments
 
 G = TypeVar("G", bound="GroupMeans")
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors, self_attention
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct

@@ -21,7 +21,7 @@ from weightscope.fits.structure import (
     require_variation,
 )
 from weightscope.spec import WeightSpec
-from weightscope.statistics.kronecker.factorisation import tensor_normal
+from weightscope.statistics.kronecker import tensor_normal
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Separable(Structure):
     """x = mean + (L_1 (x) ... (x) L_K) z for each array of tensors; arrays are independent of each other.
 
     A subclass says which arrays there are, and names their axes. Fitted by maximum likelihood
-    (`weightscope.statistics.kronecker.factorisation.tensor_normal`).
+    (`weightscope.statistics.kronecker.tensor_normal`).
 
     Attributes:
         axes: names of the K factors of an array, outermost first.
@@ -175,7 +175,7 @@ class Kronecker(Separable):
 
     A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
     filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
-    maximum likelihood (`weightscope.statistics.kronecker.factorisation.matrix_normal`).
+    maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
 
     Args:
         spec: of the D entries.
@@ -218,7 +218,7 @@ class TensorNormal(Separable):
     The same tensor of several blocks (`blocks.0.mlp.fc2.weight`, `blocks.1.mlp.fc2.weight`, ...) has L layers; each as
     a matrix (p, n): first axis by all others, a vector as one row. R_L is the covariance between layers, R_p between
     rows, R_n between columns: a tensor normal of order three, a matrix normal where L = 1. Stacks are independent of
-    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.factorisation.tensor_normal`, which says
+    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says
     how many networks are necessary).
 
     Entries of the same place in two layers have the correlation of R_L. Hidden units of two blocks can be renumbered

@@ -15,7 +15,7 @@ from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
-from weightscope.networks.positions import TEMPERATURE, sinusoidal_positions
+from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
 _DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product

@@ -13,8 +13,7 @@ from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.statistics.filters import FilterDistribution
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import FilterDistribution, at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
@@ -106,7 +105,7 @@ def _by_stage(
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
     """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker.sums import kronecker_sum
+    from weightscope.statistics.kronecker import kronecker_sum
 
     if not covariance.any():
         return covariance

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.recipes import recipe_path
+from weightscope._util.sources import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
 from weightscope.errors import RecipeError, UsageError

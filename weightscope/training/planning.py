@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shard_format import expected_bytes
