@@ -25,7 +25,7 @@ from weightscope.benchmarking.statistics import Chance, above_chance, chance_of,
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.init import _trained, mimetic_mlp_
 from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe

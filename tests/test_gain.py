@@ -10,16 +10,16 @@ import torch
 from programs import run
 
 from weightscope import plots
-from weightscope.artifacts import load_artifact
 from weightscope.benchmarking.gain import choose_gain, curve_of
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
+from weightscope.fits import load_artifact
+from weightscope.fits.exchangeable import Exchangeable
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.shrinkage import eigenvalues_clipped
-from weightscope.structures.exchangeable import Exchangeable
 from weightscope.training.collection import collect
 
 RECIPE = Recipe.parse(

@@ -346,7 +346,7 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
         ),
         (
             {"data": {"name": "digits"}},
-            "network.type: mamba takes sequences, digits has images; expected one of convmixer",
+            "network.type: mamba takes sequences, digits has images",
         ),
         ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
         ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),

@@ -26,7 +26,7 @@ from weightscope.benchmarking import bench, choose_gain
 from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data.readers import fashion_mnist_at_hand
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

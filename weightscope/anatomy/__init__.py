@@ -14,18 +14,16 @@ from typing import Any, TypeVar
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
-from weightscope.anatomy import filter_mlp as _filter_mlp
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention_part import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
-from weightscope.anatomy.filter_mlp import FilterMLP
 from weightscope.anatomy.lookalikes import refusal, unparsed
-from weightscope.anatomy.mlp import MLPPart
+from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
-from weightscope.errors import AnatomyError
+from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
     "AttentionPart",
@@ -47,6 +45,7 @@ __all__ = [
     "named_tensors",
     "patch_embeddings",
     "positions",
+    "self_attention",
     "ssms",
     "unparsed",
 ]
@@ -110,6 +109,19 @@ def attention(model: Model, config: Mapping[str, Any] | None = None) -> list[Att
     return _some("attention modules", _attention.find, model, config)
 
 
+def self_attention(model: Model, config: Mapping[str, Any] | None = None) -> list[AttentionPart]:
+    """The self-attention parts of a model; arguments and errors as `attention`.
+
+    Raises:
+        UsageError: if it has cross-attention only.
+    """
+    everything = attention(model, config)
+    found = [part for part in everything if part.kind == "self"]
+    if not found:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
+    return found
+
+
 def depthwise(model: Model, config: Mapping[str, Any] | None = None) -> list[DepthwisePart]:
     """Every depthwise convolution, in depth order; arguments and errors as `attention`."""
     return _some("depthwise convolutions", _convolution.find, model, config)
@@ -118,7 +130,7 @@ def depthwise(model: Model, config: Mapping[str, Any] | None = None) -> list[Dep
 def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); arguments and errors as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, _filter_mlp.find, model, config)
+    return _some(kind, _mlp.find_filter_mlps, model, config)
 
 
 def mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[MLPPart]:

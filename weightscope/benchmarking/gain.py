@@ -10,12 +10,12 @@ import numpy as np
 from weightscope._util.checks import count, number
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import PopulationFit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 

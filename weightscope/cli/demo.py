@@ -19,7 +19,7 @@ from weightscope.benchmarking.design import Init
 from weightscope.cli.report import write_report
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

@@ -165,7 +165,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.analysis.within_network import filter_distributions  # SciPy: a second to import
+    from weightscope.fits.filters import filter_distributions  # SciPy: a second to import
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)

@@ -9,7 +9,7 @@ from torch import Tensor
 from weightscope._util.checks import count, flag, number, positive
 from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, ssms
 from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.slots import put
+from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, M

@@ -51,8 +51,8 @@ class Recipe(Section):
         if takes not in (None, has):
             named = ", ".join((*network_types(has), "'package.module:function'"))
             raise ValueError(
-                f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of {named}, "
-                f"or data that have {takes}"
+                f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of "
+                f"{named}, or data that have {takes}"
             )
         self.data.check(self)
         return self

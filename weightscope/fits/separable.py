@@ -1,6 +1,7 @@
-"""Normal distributions whose covariance is a Kronecker product for each array of tensors."""
+"""Gaussians whose covariance is a Kronecker product for each array of tensors: matrix normal, tensor normal."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -9,16 +10,18 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from weightscope.spec import WeightSpec
-from weightscope.statistics.kronecker import tensor_normal
-from weightscope.structures.base import (
+from weightscope.errors import UsageError
+from weightscope.fits.structure import (
     Structure,
     checked_data,
     checked_names,
     checked_root,
     fit_mean,
+    matrix_shapes,
     require_variation,
 )
+from weightscope.spec import WeightSpec
+from weightscope.statistics.kronecker import tensor_normal
 
 
 @dataclass(frozen=True)
@@ -165,3 +168,92 @@ def _along(roots: Sequence[np.ndarray], values: np.ndarray, apply: Any) -> np.nd
         front = np.moveaxis(values, axis, 0)
         values = np.moveaxis(apply(root, front.reshape(len(root), -1)).reshape(front.shape), 0, axis)
     return values
+
+
+class Kronecker(Separable):
+    """W = M + A Z B^T for each tensor as a matrix (p, n): Cov(vec W) = A A^T (x) B B^T, row-major vec.
+
+    A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
+    filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
+    maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        factors: for each tensor A (p, p), lower triangular; and for each tensor B (n, n), lower triangular.
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        UsageError: if a tensor has fewer than two axes.
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "kronecker"
+    form = "kronecker"
+    axes = ("rows", "columns")
+
+    @classmethod
+    def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
+        """Each tensor as a matrix."""
+        if flat := [t.name for t in spec.tensors if len(t.shape) < 2 or 0 in t.shape]:
+            raise UsageError(f"a Kronecker structure is for tensors of two or more axes, found `{flat[0]}`")
+        named = zip(spec.slices.items(), matrix_shapes(spec), strict=True)
+        return tuple(Array(name, shape, (part,)) for (name, part), shape in named)
+
+    @property
+    def rows(self) -> tuple[np.ndarray, ...]:
+        """For each tensor A (p, p)."""
+        return tuple(root for root, _ in self.roots)
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """For each tensor B (n, n)."""
+        return tuple(root for _, root in self.roots)
+
+
+class TensorNormal(Separable):
+    """Cov(vec X) = R_L (x) R_p (x) R_n for the tensors of one role and shape, stacked: X (L, p, n), row-major vec.
+
+    The same tensor of several blocks (`blocks.0.mlp.fc2.weight`, `blocks.1.mlp.fc2.weight`, ...) has L layers; each as
+    a matrix (p, n): first axis by all others, a vector as one row. R_L is the covariance between layers, R_p between
+    rows, R_n between columns: a tensor normal of order three, a matrix normal where L = 1. Stacks are independent of
+    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says
+    how many networks are necessary).
+
+    Entries of the same place in two layers have the correlation of R_L. Hidden units of two blocks can be renumbered
+    apart, so that in a population only means over them can be correlated; the structure `exchangeable` has these.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        factors: for each stack a root of R_L (L, L), lower triangular; the same of R_p (p, p), and of R_n (n, n).
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        UsageError: if no two tensors have one role and shape.
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "tensor_normal"
+    form = "tensor_normal"
+    summary = "layers of one shape: covariance between layers (x) between rows (x) between columns"
+    axes = ("layers", "rows", "columns")
+
+    @classmethod
+    def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
+        """Tensors whose names differ in numbers only and whose shapes agree, in the spec's order."""
+        stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for i, tensor in enumerate(spec.tensors):
+            stacks.setdefault((re.sub(r"\d+", "*", tensor.name), tensor.shape), []).append(i)
+        if all(len(layers) < 2 for layers in stacks.values()):
+            raise UsageError(
+                "a tensor normal is for tensors of one name and shape in several layers, found no two of them "
+                f"among {len(spec)} tensors"
+            )
+        parts, shapes = list(spec.slices.values()), matrix_shapes(spec)
+        return tuple(
+            Array(spec.tensors[layers[0]].name, (len(layers), *shapes[layers[0]]), tuple(parts[i] for i in layers))
+            for layers in stacks.values()
+        )

@@ -1,22 +1,25 @@
-"""`PopulationFit`: structures fitted to a population, and their artifact."""
+"""`PopulationFit`: structures fitted to a population, and their artifact; `load_artifact` reads any artifact."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import imported, is_reference, source_hash
-from weightscope.artifacts.format import VERSION, Artifact, checked_header
 from weightscope.errors import DataError
+from weightscope.fits.artifact import VERSION, Artifact, checked_header, read_contents
+from weightscope.fits.network_fit import FORMAT as NETWORK_FORMAT
+from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.structure import STRUCTURES, Structure, checked, matrix_shapes, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.structures import STRUCTURES, Structure, structure_reference
-from weightscope.structures.base import checked, matrix_shapes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 FORMAT = "weightscope-initialiser"
 
@@ -320,7 +323,7 @@ def _class(described: _GroupHeader, structures: Sequence[str | type[Structure]])
         if name == (allowed if isinstance(allowed, str) else structure_reference(allowed)):
             found = imported(allowed) if isinstance(allowed, str) else allowed
             if not (isinstance(found, type) and issubclass(found, Structure)):
-                raise DataError(f"{name}: expected a subclass of weightscope.structures.Structure, found {found!r}")
+                raise DataError(f"{name}: expected a subclass of weightscope.fits.Structure, found {found!r}")
             if (now := source_hash(found)) != described.source_hash:
                 raise DataError(
                     f"{name}: its source changed since the fit (hash {described.source_hash or 'none'}, now {now}); "
@@ -358,3 +361,34 @@ def _row_text(row: Mapping[str, Any]) -> str:
         return f"{mark} {row['structure']:<20}{'-':>11}  {row['failed']}"
     difference = "best" if row["difference"] == 0 else f"{row['difference']:.2f} +- {row['difference_se']:.2f}"
     return f"{mark} {row['structure']:<20}{row['parameters']:>11}{row['log_prob']:>16.2f}{difference:>26}"
+
+
+def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationFit | NetworkFit:
+    """Read an artifact; everything that it states is checked.
+
+    An artifact whose structure is not part of weightscope names it as `"package.module:Class"`, with the hash of its
+    source. A file cannot make weightscope import anything: such an artifact is read only if the caller lists the
+    structure, and only if its source is unchanged.
+
+    Args:
+        path: a file written by `PopulationFit.save` or `NetworkFit.save`.
+        structures: trusted structures of other packages, as classes or as `"package.module:Class"`.
+
+    Raises:
+        DataError: if the file is missing, not an artifact or of another version, its arrays do not match the header
+            or are not finite, or its structure is not one of weightscope and not listed.
+
+    Example:
+        >>> load_artifact("mlp.safetensors").groups[0].label
+        'dense'
+        >>> load_artifact("own.safetensors", structures=[MyStructure])
+    """
+    header, arrays = read_contents(path)
+    try:
+        if isinstance(header, dict) and header.get("format") == NETWORK_FORMAT:
+            from weightscope.fits.one_network import network_fit_of  # imports torch
+
+            return network_fit_of(header, arrays)
+        return population_fit_of(header, arrays, structures)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error

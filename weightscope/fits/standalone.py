@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightscope._util import atomic
-from weightscope.artifacts.loading import load_artifact
-from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.errors import UsageError
-from weightscope.structures import Structure
+from weightscope.fits.population_fit import PopulationFit, load_artifact
+from weightscope.fits.structure import Structure
 
 _FORMS = (
     "affine",

@@ -6,10 +6,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 
 from weightscope.errors import DataError
-from weightscope.spec import WeightSpec
-from weightscope.statistics.moments import EntryMoments
-from weightscope.structures.base import (
-    STRUCTURES,
+from weightscope.fits.structure import (
     Structure,
     checked,
     checked_names,
@@ -17,11 +14,12 @@ from weightscope.structures.base import (
     matrix_shapes,
     require_variation,
 )
+from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import EntryMoments
 
 G = TypeVar("G", bound="GroupMeans")
 
 
-@STRUCTURES.register("group_means", source="MLP paper: stripes")
 class GroupMeans(Structure):
     r"""w_ij = mean_ij + g + r_i + c_j + e_ij for each tensor as a matrix (p, n); tensors are independent.
 

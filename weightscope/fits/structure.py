@@ -186,7 +186,7 @@ def structure_class(wanted: str | type[Structure]) -> type[Structure]:
     """
     found = STRUCTURES.find(underscored(wanted))
     if not (isinstance(found, type) and issubclass(found, Structure)):
-        raise UsageError(f"structure: expected a subclass of weightscope.structures.Structure, found {wanted!r}")
+        raise UsageError(f"structure: expected a subclass of weightscope.fits.Structure, found {wanted!r}")
     return found
 
 
