@@ -269,7 +269,7 @@ def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are \w+, \w+ and \d+ more")]
+    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are (\w+, )+\w+ and \d+ more")]
 )
 def test_an_unknown_initialiser_is_an_error_with_the_known_names(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
