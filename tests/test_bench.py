@@ -22,7 +22,6 @@ from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms
 from weightscope.benchmarking.chance import Chance, above_chance, chance_of
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import holm, mean_interval, paired
-from weightscope.data import load
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -495,7 +494,7 @@ def test_arms_at_chance_are_named_in_one_line(tmp_path: Path) -> None:
     """A network that is not trained guesses; the level is that of the data, and is in the JSON."""
     still = RECIPE.replace({"training.learning_rate": 0.0, "training.weight_decay": 0.0})
     result = bench(still, ["default", "kaiming_uniform"], tmp_path, workers=1, device="cpu", progress=False)
-    level = float(load(still.data, **still.data.counts).test_labels.bincount().max()) / still.data.test
+    level = float(still.data.load().test_labels.bincount().max()) / still.data.test
     lines = [line for line in result.text().splitlines() if "chance" in line]
     where = f"({100 * level:.3g} %)"
     assert lines == [f"not distinguishable from chance {where}: default, kaiming_uniform (one-sided t-test at 5 %)"]

@@ -368,7 +368,7 @@ def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> N
     assert chance_of(mine, ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
     for held, count in (("test", 2), ("validation", 5)):
         part = mine.replace({f"data.{held}": count})
-        found = load(part.data, tmp_path / "elsewhere", **part.data.counts).test_labels.bincount().max()
+        found = part.data.load(tmp_path / "elsewhere").test_labels.bincount().max()
         assert chance_of(part, ACCURACY, tmp_path / "elsewhere") == (int(found) / count, count)
     assert chance_of(mine, ACCURACY) is None, "the folder is not there"
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from weightscope._util.names import listing, unwrapped
-from weightscope.data import SequenceConfig
-from weightscope.data.catalog import dataset_info
 from weightscope.errors import AnatomyError, SpecError
-from weightscope.networks.building import build_for, vocabulary_of
+from weightscope.networks.building import build_for
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
@@ -272,7 +270,6 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     )
 
 
-_TOKENS = 16  # of the sequences on which a specification is checked
 _HEADS = ("num_heads", "heads", "num_attention_heads")
 
 
@@ -452,10 +449,6 @@ def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
         if value.is_floating_point():
             noise = 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
             value.copy_(value * noise.exp() if name.endswith("running_var") else value + noise)
-    if isinstance(recipe.data, SequenceConfig):
-        shape = (4, min(recipe.data.longest, _TOKENS))
-        inputs = torch.randint(vocabulary_of(recipe.data), shape, generator=generator)
-    else:
-        info = dataset_info(recipe.images)
-        inputs = torch.randn(4, info.channels, info.size, info.size, generator=generator, dtype=torch.float64)
+    inputs = recipe.data.inputs(generator, 4)
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
     return check_permutations(module, inputs, permutations)

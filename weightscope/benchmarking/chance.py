@@ -7,9 +7,7 @@ import numpy as np
 from scipy import stats
 
 from weightscope.data.metrics import Metric
-from weightscope.data.sequence_config import TASK_SIZES, TaskConfig
-from weightscope.errors import DataError
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import Recipe
 
 LEVEL = 0.05
 
@@ -38,27 +36,8 @@ def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) ->
         metric: the metric that is compared.
         root: the folder that is searched first for the data.
     """
-    from weightscope.data import load  # imports torch, which results do not need
-
-    data = recipe.data
-    if metric.unit != "%":
-        return None
-    if isinstance(data, DataConfig):
-        try:
-            labels = load(data, root, **data.counts).test_labels
-        except DataError:
-            return None
-        level = Chance(int(labels.bincount().max()) / len(labels), len(labels))
-    elif isinstance(data, TaskConfig) and data.name != "sort":
-        values, answer = data.vocabulary - 1, TASK_SIZES[data.name].answer(metric.length * data.length)
-        if data.name == "selective_copy":
-            values -= 1
-        if data.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
-            values, answer = values - values // 2, answer // 2
-        level = Chance(1 / values, data.test * answer)
-    else:
-        return None
-    return level if level.accuracy < 1 else None
+    level = recipe.data.chance(metric, root)
+    return Chance(*level) if level is not None and level[0] < 1 else None
 
 
 def above_chance(values: np.ndarray, chance: Chance) -> float:

@@ -20,12 +20,12 @@ from weightscope.benchmarking.probe_results import PROBES, ProbeResults
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.benchmarking.training import RUNS
-from weightscope.data import Dataset, load
+from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.population import recipe_of
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batches import hits
 from weightscope.training.devices import current, one_thread, resolve_device
@@ -96,7 +96,7 @@ def linear_probe(
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
     collector = partial(_in_probes, Path(out))
     recipe = _without_training(recipe_of(recipe))
-    if not isinstance(recipe.data, DataConfig):
+    if recipe.data.what != "images":
         raise UsageError(
             f"data.name: expected images for a linear probe, found {recipe.data.name}; to train only what is around "
             "the blocks of a network for sequences, use `bench --frozen` with a pattern of the blocks' tensors"
@@ -139,7 +139,7 @@ def _probed(
 ) -> _Probed:
     """Probe the networks of one arm that are not on disk; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
-    images = load(recipe.images, data, **recipe.images.counts).to(where)
+    images = recipe.images.load(data).to(where)
     results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
     count = recipe.population.networks
     found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}

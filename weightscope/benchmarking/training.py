@@ -23,7 +23,6 @@ from weightscope._util import atomic, plugins
 from weightscope._util.checks import count
 from weightscope._util.environment import usable_cores
 from weightscope.benchmarking.arms import Arm
-from weightscope.data import load
 from weightscope.errors import RecipeError, Resumable
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
@@ -89,7 +88,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
 
 
 def _tile_on(recipe: Recipe, device: torch.device, data: str | Path | None) -> int:
-    images = load(recipe.data, data, **recipe.data.counts)
+    images = recipe.data.load(data)
     return choose_tile(recipe, images, device)
 
 
