@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
+from weightscope.analysis.within_network import NetworkCovariances, covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fits.filters import filter_distributions
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe

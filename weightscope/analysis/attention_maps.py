@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, count
 from weightscope._util.results import Result, row_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
 

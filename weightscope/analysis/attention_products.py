@@ -19,9 +19,9 @@ from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.analysis.attention_reading import Reader, gain_before, mean_rotation, name_of
-from weightscope.analysis.factored_products import STATISTICS, FactoredProduct
 from weightscope.anatomy import AttentionPart, SSMPart
-from weightscope.anatomy.layer_scale import layer_scale
+from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
 from weightscope.errors import AnatomyError, UsageError
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors
+from weightscope.anatomy import AttentionPart, Layered, NamedTensors, SSMPart, attention, named_tensors
 from weightscope.anatomy.attention_modules import find as find_attention
-from weightscope.anatomy.matrices import Layered
 from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
