@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-from weightscope._util.results import Result
+from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
-from weightscope._util.tables import text_table
 from weightscope.checkpoint.checks import FileCheck
 from weightscope.checkpoint.entries import WEIGHTS, Entry, Store, open_mapping, open_module
 from weightscope.checkpoint.folder import open_path

@@ -134,8 +134,8 @@ def _initialisers() -> Iterator[Entry]:
 
 
 def _structures() -> Iterator[Entry]:
-    from weightscope.fitting.network import NETWORK_FITS
-    from weightscope.structures import STRUCTURES
+    from weightscope.fits import STRUCTURES
+    from weightscope.fits.one_network import NETWORK_FITS
 
     for name, structure in STRUCTURES.items():
         defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
@@ -189,7 +189,7 @@ def _sequences() -> Iterator[Entry]:
 
 
 def _recipes() -> Iterator[Entry]:
-    from weightscope._util.recipes import recipes
+    from weightscope._util.sources import recipes
 
     for name, shipped in recipes().items():
         text = shipped.path.read_text(encoding="utf-8")
