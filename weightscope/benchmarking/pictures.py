@@ -6,10 +6,10 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arm_labels import LEVEL
+from weightscope._util.arm_labels import FROZEN, LEVEL
 from weightscope._util.divergence import divergence
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of, summarise
+from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
@@ -33,11 +33,11 @@ def of(
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
-        out[f"along-{axis}"] = partial(_along, arms, axis, metric, found)
+        out[f"along-{axis}"] = _picture("metric_along", metric, found, arms, axis)
     if arms and not axes:
-        out["convergence"] = partial(_convergence, arms, metric, found)
+        out["convergence"] = _picture("convergence", metric, found, drawn(arms))
     if any(row.get("control") for row in arms):
-        out["scale"] = partial(_scale, arms, metric)
+        out["scale"] = _picture("scale_and_structure", metric, scale_finding(arms, metric), arms)
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_differences, runs, metric, found)
     places = {(cell_key(run), run["epochs"]) for run in runs}
@@ -49,7 +49,7 @@ def of(
     for x, y in combinations(axes, 2):
         for name, rows in list(_maps(arms, x, y).items())[:_LARGEST_MAPS]:
             said = _map_finding(rows, all_arms, (x, y), metric)
-            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y), metric, said)
+            out[f"map-{x}-{y}-{name}"] = _picture("difference_map", metric, said, rows, (x, y))
             if (part := _products(x, y)) and (size := _size(rows, network)):
                 out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), (part, *size), metric, said)
     return out
@@ -62,16 +62,15 @@ def axes_of(arms: Rows) -> list[str]:
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
     """Name of an initialiser -> its rows, where they fill a map of x and y and nothing else varies."""
-    from weightscope.plots.sweeps import initialiser_without
+    from weightscope.plots import label_without
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in arms:
         place = {**row.get("cell", {}), **row.get("numbers", {})}
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
         if row["difference"] is not None and {x, y} <= set(place):
-            name = ", ".join(
-                filter(None, [initialiser_without(row, x, y), point_text(rest), f"{row['epochs']} epochs"])
-            )
+            parts = [label_without(row["init"], x, y), point_text(rest), f"{row['epochs']} epochs"]
+            name = ", ".join(filter(None, parts))
             groups.setdefault(name, []).append(row)
     return groups
 
@@ -93,34 +92,27 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
 
 
-def _along(arms: Rows, axis: str, metric: Metric, found: str | None, title: str | None) -> Any:
-    from weightscope import plots
+def _picture(name: str, metric: Metric, found: str | None, *arguments: Any) -> Draw:
+    """A function of a title that draws with the function of `plots` of this name."""
 
-    return plots.metric_along(arms, axis, metric=metric, title=title or found)
+    def draw(title: str | None) -> Any:
+        from weightscope import plots
 
+        return getattr(plots, name)(*arguments, metric=metric, title=title or found)
 
-def _convergence(arms: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.convergence(arms, metric=metric, title=title or found)
-
-
-def _scale(arms: Rows, metric: Metric, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.scale_and_structure(arms, metric=metric, title=title or scale_finding(arms, metric))
+    return draw
 
 
 def _differences(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.paired_differences(runs, metric=metric, title=title or found)
+    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title or found)
 
 
 def _curves(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.metric_curves(runs, metric=metric, title=title or found)
+    return plots.metric_curves(mean_curves(runs, metric), metric=metric, title=title or found)
 
 
 def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
@@ -132,10 +124,13 @@ def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
     return plots.accuracy_by_length(drawn, title=title or (found and f"At {longest}x the length: {found}"))
 
 
-def _map(rows: Rows, axes: tuple[str, str], metric: Metric, found: str, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.difference_map(rows, axes, metric=metric, title=title or found)
+def drawn(arms: Rows) -> list[dict[str, Any]]:
+    """The rows with `variant_of` for frozen arms, which `plots` draws like their counterparts with open markers."""
+    frozen = [row["init"].endswith(FROZEN) for row in arms]
+    return [
+        row | ({"variant_of": row["init"].removesuffix(FROZEN)} if one else {})
+        for row, one in zip(arms, frozen, strict=True)
+    ]
 
 
 def _products(x: str, y: str) -> str | None:

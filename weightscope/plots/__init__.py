@@ -5,7 +5,7 @@ figures. Tests and intervals are computed elsewhere. The user's matplotlib setti
 other package of weightscope imports matplotlib or seaborn.
 """
 
-from weightscope.plots.benchmark import (
+from weightscope.plots.comparisons import (
     accuracy_by_length,
     alpha_beta_frontier,
     convergence,

@@ -86,7 +86,7 @@ def covariance_map(
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
     limit = _limit(pooled[finite & ~apart], pooled[finite], quantile)
 
-    canvas = theme.Canvas.on(ax, _SIDE + 2.6, _SIDE + 1.4)
+    canvas = theme.Canvas.on(ax, _SIDE + 3.2, _SIDE + 1.4)
     ax, side = canvas.ax, _SIDE if ax is None else 0.82 * canvas.width
     counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
@@ -172,7 +172,7 @@ def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
     image = ax.pcolorfast(places, places, np.ma.masked_invalid(cells), **theme.colours(limit))
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(edges[-1], edges[0])
-    ax.set_aspect("equal", anchor="W")
+    ax.set_aspect("equal", anchor="NW")
     ax.spines[:].set_visible(True)
     return image
 

@@ -85,7 +85,7 @@ def filter_grid(
         drawn = ax.imshow(np.ma.masked_invalid(picture), **colours, interpolation="nearest")
         unit = "weight" if scale == "shared" else "weight ÷ the filter's largest"
         theme.colour_bar(ax, drawn, limit, unit, height=max(1.0, inches * ratio), beyond=False)
-    ax.set(xticks=[], yticks=[], anchor="W")
+    ax.set(xticks=[], yticks=[], anchor="NW")
     ax.spines[:].set_visible(False)
     text = f"{len(array):,} filters of {array.shape[-2]} × {array.shape[-1]}"
     if colour:

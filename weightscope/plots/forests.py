@@ -12,7 +12,7 @@ from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.benchmark import (
+from weightscope.plots.comparisons import (
     Style,
     difference_axis,
     epochs_text,

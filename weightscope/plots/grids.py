@@ -20,6 +20,7 @@ from weightscope.plots.text import LABEL, SMALL, TITLE, inches, number, rounded_
 _PAGE = 1500  # pixels: width of all panels, at 150 dots per inch
 _LEAST, _MOST = 24, 260  # pixels: smallest and largest panel
 _GAP = 10  # pixels
+_FOOT = 0.3  # inches from the panels to the note
 _SEQUENTIAL = "magma"
 _FLOOR = 0.25  # lower end of the colour scale of attention maps, relative to uniform attention
 _QUANTILE = 0.998
@@ -50,10 +51,9 @@ def panel_figure(
     heading = "" if title is None else wrap(title, whole - 0.3, TITLE)
     foot = wrap(note, whole - left - note_left - 0.3)
     top = 0.3 + (heading.count("\n") + 1) * 0.2 * bool(heading)
-    bottom = 0.35 + max(2, foot.count("\n") + 1) * 0.15
-    left, top, bottom, whole, tall = (
-        round(x * theme.DPI) / theme.DPI for x in (left, top, bottom, whole, top + down + bottom)
-    )
+    bottom = 0.45 + max(2, foot.count("\n") + 1) * 0.15
+    left, top, bottom, whole = (round(x * theme.DPI) / theme.DPI for x in (left, top, bottom, whole))
+    tall = top + down + bottom
     figure = Figure(figsize=(whole, tall), dpi=theme.DPI, facecolor="white")
     spec = {"left": left / whole, "right": (left + across) / whole, "top": 1 - top / tall, "bottom": bottom / tall}
     spec |= {"wspace": gap[1] / width, "hspace": gap[0] / height}
@@ -64,7 +64,8 @@ def panel_figure(
         ax.spines[:].set(linewidth=0.5, color=theme.MUTED)
     for line, text in zip(axes, texts, strict=False):
         beside(line[0], text, "left")
-    figure.text((left + note_left) / whole, 0.06 / tall, foot, va="bottom", fontsize=SMALL, color=theme.MUTED)
+    y = (bottom - _FOOT) / tall
+    figure.text((left + note_left) / whole, y, foot, va="top", fontsize=SMALL, color=theme.MUTED)
     if heading:
         figure.suptitle(heading, x=0.1 / whole, y=1 - 0.06 / tall, ha="left", va="top", linespacing=1.25)
     return figure, axes
@@ -104,7 +105,7 @@ def _bar(ax: Axes, norm: Normalize, cmap: Any, ticks: Mapping[float, str], width
     """A horizontal colour bar of `width` inches in the lower left corner, below a panel of the first column."""
     figure, place = ax.figure.figure, ax.get_position()
     whole, tall = figure.get_size_inches()
-    bar = figure.add_axes((place.x0, 0.22 / tall, width / whole, 0.09 / tall))
+    bar = figure.add_axes((place.x0, place.y0 - (_FOOT + 0.1) / tall, width / whole, 0.09 / tall))
     colours = figure.colorbar(ScalarMappable(norm, cmap), cax=bar, orientation="horizontal", ticklocation="bottom")
     colours.set_ticks(list(ticks), labels=list(ticks.values()))
     colours.minorticks_off()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 FONT = "DejaVu Sans"  # ships with matplotlib, so figures do not depend on installed fonts
 TITLE, LABEL, SMALL = 10.5, 9.0, 8.0  # points
-_WIDTH = 0.58  # of a mean character, relative to the font size; bold ones are 1.13 times as wide
+_WIDTH = 0.56  # of a mean character, relative to the font size; bold ones are 1.13 times as wide
 
 _LONG = 22  # characters; longer names are abbreviated, then cut in the middle
 _CUT = 30

@@ -301,7 +301,10 @@ def render(drawn: Axes | Figure | SubFigure, kind: str = "png") -> bytes:
     figure.draw_without_rendering()  # lays it out
     box = figure.get_tightbbox().padded(_PAD)
     whole = Bbox([np.floor(box.min * DPI) / DPI, np.ceil(box.max * DPI) / DPI])  # pixels stay where they are
+    engine = figure.get_layout_engine()
+    figure.set_layout_engine("none")  # a second layout would move what was measured
     figure.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind], bbox_inches=whole)
+    figure.set_layout_engine(engine)
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.benchmark import value_axis
+from weightscope.plots.comparisons import value_axis
 
 _CURVE = "curve"
 

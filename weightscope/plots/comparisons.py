@@ -111,7 +111,8 @@ def value_axis(axis: Any, metric: Metric) -> None:
     """Tick labels of an axis of stored values, in the unit of the axis label."""
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     if metric.unit == "%":
-        axis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+        span = 100 * float(np.ptp(axis.get_view_interval()))
+        axis.set_major_formatter(PercentFormatter(1.0, 0 if span >= 4 else 1 if span >= 0.4 else 2, symbol=""))
     else:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
 
