@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from weightscope import plots
-from weightscope._util.environment import environment
-from weightscope._util.tables import text_table
-from weightscope._util.threads import single_threaded
+from weightscope._util.environment import environment, single_threaded
+from weightscope._util.results import text_table
 from weightscope.init.attention import equal_random_points, svd_point
 
 GRID = tuple(round(0.1 * i, 1) for i in range(11))

@@ -15,13 +15,10 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.analysis.attention_products import FactoredProduct
-from weightscope.anatomy import AttentionPart, ModuleTensors, NamedTensors, PositionEmbedding, positions
-from weightscope.anatomy.attention_modules import find
-from weightscope.anatomy.attention_part import chosen_heads
-from weightscope.anatomy.embedding import find_positions
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.anatomy import AttentionPart, ModuleTensors, NamedTensors, PositionEmbedding, chosen_layers, positions
+from weightscope.anatomy.attention_modules import chosen_heads, find
+from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import (
     LEVEL,
     UNTOUCHED,
@@ -46,7 +43,7 @@ from weightscope.init.impulse_attention import (
     position_codes,
     span,
 )
-from weightscope.networks.positions import TEMPERATURE
+from weightscope.networks.layers import TEMPERATURE
 
 IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, filter_mlps, mlps, ssms
-from weightscope.anatomy.matrices import chosen_layers, default_deviation
+from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
+from weightscope.anatomy.matrices import default_deviation
 from weightscope.auditing.intervals import (
     FISHER,
     LEVEL,

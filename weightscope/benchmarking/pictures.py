@@ -8,7 +8,7 @@ from typing import Any
 
 from weightscope._util.arm_labels import LEVEL
 from weightscope._util.divergence import divergence
-from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import cell_key, control_of, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
@@ -161,7 +161,7 @@ def _frontier(
     import torch
 
     from weightscope import plots
-    from weightscope._util.threads import single_threaded
+    from weightscope._util.environment import single_threaded
     from weightscope.init.attention import equal_random_points, svd_point
 
     generator, (part, width, heads) = torch.Generator().manual_seed(0), about

@@ -29,11 +29,11 @@ _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
 
 
-def opened(source: Any) -> Any:
-    """`weightscope.population.opened`; imported here: it needs h5py and pydantic, which other initialisers do not."""
-    from weightscope.population import opened
+def open_network(source: Any) -> Any:
+    """`weightscope.population.open_network`, imported here: it needs h5py, which other initialisers do not."""
+    from weightscope.population import open_network
 
-    return opened(source)
+    return open_network(source)
 
 
 def tensors(source: Any) -> Mapping[str, Any]:
@@ -42,7 +42,7 @@ def tensors(source: Any) -> Mapping[str, Any]:
     Raises:
         UsageError: for anything else.
     """
-    model = opened(source)
+    model = open_network(source)
     if isinstance(model, nn.Module):
         return model.state_dict()
     if isinstance(model, Mapping):

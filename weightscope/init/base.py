@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import matching
-from weightscope._util.plugins import Registry
-from weightscope._util.signatures import Signature, distribute, label_of
+from weightscope._util.plugins import Registry, Signature, distribute, label_of
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.errors import DataError, UsageError, WeightscopeError
 

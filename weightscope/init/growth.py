@@ -70,7 +70,7 @@ def net2net_(
     number("noise", noise, least=0)
     everything = _trained.weights(module)
     wanted = included(module, everything, components, exclude)
-    small = _trained.opened(source)
+    small = _trained.open_network(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
     _refuse_other_heads(module, small)

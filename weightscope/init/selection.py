@@ -146,7 +146,7 @@ def matched(
     """
     everything = _trained.weights(student)
     wanted = included(student, everything, components, exclude)
-    teacher = _trained.opened(teacher)
+    teacher = _trained.open_network(teacher)
     source = Source(_trained.tensors(teacher))
     layout = Layout(student, teacher, source)
     for name, place in counterparts(wanted, everything, source, layers).items():

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import count, flag, number, positive
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, ssms
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.slots import put
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
+from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, M
@@ -151,7 +150,7 @@ def ssm_from_attention_(
     """
     count("head", head, 0)
     number("scale", scale)
-    found = [part for part in attention(_trained.opened(source)) if part.kind == "self"]
+    found = [part for part in attention(_trained.open_network(source)) if part.kind == "self"]
     for part in chosen_layers(ssms(module), layers):
         wanted = part.layer if source_layer is None else count("source_layer", source_layer, 0)
         if wanted >= len(found):
@@ -223,7 +222,7 @@ def repeat_layer_(
     Example:
         >>> repeat_layer_(student, "hf://state-spaces/mamba-130m-hf", layer=12)
     """
-    theirs = named_tensors(_trained.opened(source))
+    theirs = named_tensors(_trained.open_network(source))
     found = ssms(theirs)
     if count("layer", layer, 0) >= len(found):
         raise UsageError(f"layer: expected 0 to {len(found) - 1} of the source, found {layer}")

@@ -1,7 +1,7 @@
 """[network]: one class per network type."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,8 @@ _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tupl
 class ConvMixerConfig(Section):
     """ConvMixer-width/depth (thesis 2.1.1)."""
 
+    takes: ClassVar[str] = "images"
+
     type: Literal["convmixer"]
     width: Width
     depth: Depth
@@ -40,6 +42,8 @@ class ConvMixerConfig(Section):
 
 class ConvNeXtConfig(Section):
     """ConvNeXt: isotropic if `width` and `depth` are numbers, hierarchical if they are lists of equal length."""
+
+    takes: ClassVar[str] = "images"
 
     type: Literal["convnext"]
     width: Annotated[
@@ -78,6 +82,8 @@ class ConvNeXtConfig(Section):
 class ViTConfig(Section):
     """Vision transformer."""
 
+    takes: ClassVar[str] = "images"
+
     type: Literal["vit"]
     width: Width
     depth: Depth
@@ -114,6 +120,8 @@ class OwnNetworkConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    takes: ClassVar[None] = None  # images or sequences, as the factory expects
 
     type: str
 
@@ -158,3 +166,10 @@ NetworkConfig = Annotated[
     Discriminator(_network_type),
     WrapValidator(_network),
 ]
+
+
+def network_types(takes: str) -> list[str]:
+    """The registered types of networks for images, or for sequences."""
+    union = get_args(get_args(NetworkConfig)[0])
+    sections = [get_args(member)[0] for member in union]
+    return [section.model_fields["type"].annotation.__args__[0] for section in sections if section.takes == takes]

@@ -1,6 +1,6 @@
 """[network] of sequences: one class per network type."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +11,8 @@ LayerKind = Literal["default", "attention", "linear_attention"]
 
 class _HybridConfig(Section):
     """The keys that Mamba and Mamba-2 share; `layers` has one kind for each layer, all "default" without it."""
+
+    takes: ClassVar[str] = "sequences"
 
     width: Width
     depth: Depth
@@ -64,6 +66,8 @@ class Mamba2Config(_HybridConfig):
 
 class TransformerConfig(Section):
     """Causal Transformer for sequences of tokens, at most `context` of them with sinusoidal positions."""
+
+    takes: ClassVar[str] = "sequences"
 
     type: Literal["transformer"]
     width: Width

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shard_format import expected_bytes
@@ -169,13 +168,12 @@ def _time_tile(
     progress: Callable[[float], None],
 ) -> float:
     """Seconds that tile 0 takes in this process, extrapolated from a few steps."""
-    from weightscope.data import load
     from weightscope.training.devices import current, one_thread, resolve_device
     from weightscope.training.engine import TileRun
 
     own_code.load()
     where, training = resolve_device(device), recipe.training
-    source = load(recipe.data, data, **recipe.data.counts)
+    source = recipe.data.load(data)
     with one_thread(), current(where):
         begun = time.perf_counter()
         run = TileRun(recipe, 0, source, where)

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from weightscope._util import plugins
 from weightscope._util.environment import environment
-from weightscope.data.config import FOLDER
-from weightscope.data.folder import located
-from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import header_text
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import Recipe
 
 if TYPE_CHECKING:
     from weightscope.training.devices import Choice  # imports torch
@@ -36,7 +33,6 @@ def requested(
     `kernels = "auto"` takes those of an existing population.
     """
     from weightscope import training
-    from weightscope.data import load
     from weightscope.networks import build_for
     from weightscope.training import own_networks
     from weightscope.training.devices import choose_kernels, resolve_device
@@ -50,14 +46,14 @@ def requested(
     device = str(resolved)
     own_code = own_code_hashes(recipe)
     there = manifests.read(path) if (path / manifests.NAME).exists() else None
-    if there is None and isinstance(recipe.data, TaskConfig):
-        recipe.data.check_answers()
+    if there is None:
+        recipe.data.check_new()
     if there is not None:
         _refuse_changed_code(path, there.inputs, own_code)
     spec = training.spec_of(recipe)
     inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
     check_initialisers(recipe, lambda: build_for(recipe))
-    source = load(recipe.data, data, **recipe.data.counts)
+    source = recipe.data.load(data)
     inputs[f"data {recipe.data.name}"] = source.fingerprint
     if there is None and recipe.training.ema:
         _warn_of_short_average(recipe, path, source.examples)
@@ -81,16 +77,7 @@ def with_classes(recipe: Recipe, data: str | Path | None) -> Recipe:
         DataError: if the folder is missing or has no classes, or the text is damaged.
         UsageError: if the text is shorter than a sequence.
     """
-    from weightscope.data import SequenceSource
-    from weightscope.data.catalog import dataset_info
-
-    if isinstance(recipe.data, TextConfig) and recipe.data.vocabulary is None:
-        return recipe.replace({"data.vocabulary": SequenceSource.of(recipe.data, data).vocabulary})
-    if not isinstance(recipe.data, DataConfig):
-        return recipe
-    if recipe.data.name != FOLDER or recipe.data.classes is not None:
-        return recipe
-    return recipe.replace({"data.classes": dataset_info(recipe.data, data).classes})
+    return recipe.model_copy(update={"data": recipe.data.completed(data)})
 
 
 def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") -> Recipe:
@@ -145,14 +132,10 @@ def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[st
 
 def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) -> Recipe:
     """The recipe with absolute paths and the kernels to use, for a worker that runs in another folder."""
-    values = recipe.to_dict()
+    values = recipe.model_copy(update={"data": recipe.data.absolute(data)}).to_dict()
     if values["training"]["kernels"] == "compiled":
         actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
         values["training"]["kernels"] = actual
-    if isinstance(recipe.data, TextConfig):
-        values["data"]["path"] = str(recipe.data.located(data).absolute())
-    elif isinstance(recipe.data, DataConfig) and recipe.data.path is not None:
-        values["data"]["path"] = str(located(recipe.data, None if data is None else Path(data)).absolute())
     for init in values["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])
