@@ -12,7 +12,7 @@ from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
-from weightscope.recipe.networks import NetworkConfig, network_types
+from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.sections import (
     DataSection,
@@ -31,7 +31,7 @@ class Recipe(Section):
         >>> recipe.replace({"population.networks": 64, "training.epochs": 3})
     """
 
-    network: NetworkConfig
+    network: NetworkField
     data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None
