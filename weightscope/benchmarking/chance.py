@@ -32,7 +32,7 @@ def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) ->
     depends on its place in the answer, for data that are no longer there, and where every answer is the same.
 
     Args:
-        recipe: of the networks, with the classes of a folder (`with_classes`).
+        recipe: of the networks, with the classes of a folder (`Recipe.completed`).
         metric: the metric that is compared.
         root: the folder that is searched first for the data.
     """

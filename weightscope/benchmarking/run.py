@@ -32,7 +32,7 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.request import hashed_once, with_classes
+from weightscope.training.request import hashed_once
 
 SEED_OFFSET = 1_000_000
 
@@ -95,7 +95,7 @@ def bench(
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    complete = [with_classes(arm.recipe, options.get("data")) for arm in arms]
+    complete = [arm.recipe.completed(options.get("data")) for arm in arms]
     check_arms(arms, complete)
     with hashed_once(complete):
         for arm, population, seconds in _trained(arms, folder, collector, options):

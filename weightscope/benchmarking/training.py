@@ -29,7 +29,6 @@ from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 from weightscope.training import request
 from weightscope.training.collection import collect
-from weightscope.training.request import with_classes
 from weightscope.training.tile_size import choose_tile
 
 TILE = 32
@@ -70,7 +69,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
     chosen: dict[str, int] = {}
     out = []
     for arm in arms:
-        recipe, path = with_classes(arm.recipe, data), folder / RUNS / arm.folder
+        recipe, path = arm.recipe.completed(data), folder / RUNS / arm.folder
         tile = recipe.population.tile or (TILE if device.type == "cpu" else None)
         if (path / manifests.NAME).exists():
             there = manifests.read(path)
