@@ -18,10 +18,10 @@ from scipy import stats
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise, training
-from weightscope.benchmarking.chance import Chance, above_chance, chance_of
+from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import run as training
 from weightscope.benchmarking.pictures import finding
-from weightscope.benchmarking.statistics import holm, mean_interval, paired
+from weightscope.benchmarking.statistics import Chance, above_chance, chance_of, holm, mean_interval, paired
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -269,7 +269,7 @@ def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are \w+, \w+ and \d+ more")]
+    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are (\w+, )+\w+ and \d+ more")]
 )
 def test_an_unknown_initialiser_is_an_error_with_the_known_names(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):

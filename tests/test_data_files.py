@@ -16,8 +16,8 @@ from PIL import Image
 from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
-from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.gain import _short
+from weightscope.benchmarking.statistics import chance_of
 from weightscope.data import SourceConfig, images, load, registry
 from weightscope.data.catalog import dataset_info
 from weightscope.data.metrics import ACCURACY

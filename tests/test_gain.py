@@ -130,7 +130,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     assert sum(row["chosen"] for row in curve) == 1
     assert (tmp_path / "a-gain.png").stat().st_size > 5000
     for arguments, message in (
-        (["--gain", "2", "-o", str(out)], "--gain: for --structure exchangeable, found auto"),
+        (["--gain", "2", "-o", str(out)], "--gain requires --structure exchangeable"),
         ([*common, "--gain-seeds", "3"], "--gain-seeds: for --gain auto, found no gain"),
         ([*common, "--gain", "-1"], "gain: expected a number >= 0"),
     ):

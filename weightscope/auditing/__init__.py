@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
-from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
-from weightscope.anatomy.strictness import require_read
+from weightscope.anatomy import FINDERS, NamedTensors, named_tensors, require_read
 
 # Imported for their registration.
 from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, selection, ssm, univariate  # noqa: F401

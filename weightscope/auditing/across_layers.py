@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import NamedTensors, filter_mlps
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy import NamedTensors, chosen_layers, filter_mlps
 from weightscope.auditing.intervals import UNTOUCHED, Interval, error_in, outside_correlation, pooled_correlation
 from weightscope.auditing.intervals import correlation as correlation_interval
 from weightscope.auditing.registry import EXPECTATIONS

@@ -7,8 +7,8 @@ from scipy import stats
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import MLPPart, NamedTensors, mlps
-from weightscope.anatomy.matrices import chosen_layers, default_deviation
+from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, mlps
+from weightscope.anatomy.matrices import default_deviation
 from weightscope.auditing.intervals import UNTOUCHED, chi_squared, error_in, f_ratio, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of

@@ -8,10 +8,9 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, ModuleTensors, NamedTensors, PositionEmbedding, positions
+from weightscope.anatomy import AttentionPart, ModuleTensors, NamedTensors, PositionEmbedding, chosen_layers, positions
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
-from weightscope.anatomy.matrices import chosen_layers
 from weightscope.auditing.attention import self_attention
 from weightscope.auditing.default_start import default_start
 from weightscope.auditing.intervals import LEVEL, UNTOUCHED, Interval, error_in, outside, outside_of

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weightscope.anatomy import NamedTensors, SSMPart, ssms
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy import NamedTensors, SSMPart, chosen_layers, ssms
 from weightscope.auditing.intervals import LEVEL, UNTOUCHED, Interval, error_in, normal, outside
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of

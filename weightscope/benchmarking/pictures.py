@@ -8,7 +8,7 @@ from typing import Any
 
 from weightscope._util.arm_labels import LEVEL
 from weightscope._util.divergence import divergence
-from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import cell_key, control_of, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from weightscope._util.environment import usable_cores
 from weightscope._util.results import Result, text_table
-from weightscope.benchmarking import training
-from weightscope.benchmarking.arms import Arm, default_folder
-from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking import run as training
+from weightscope.benchmarking.design import Arm, Init, default_folder, point_text
 from weightscope.benchmarking.run import check_arms, planned
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.recipe import Recipe

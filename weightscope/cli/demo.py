@@ -15,7 +15,7 @@ from weightscope.analysis.across_networks import covariance_across
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
-from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.design import Init
 from weightscope.cli.report import write_report
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError

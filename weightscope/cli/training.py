@@ -252,8 +252,7 @@ def bench(
     """
     from weightscope.benchmarking import bench as run
     from weightscope.benchmarking import linear_probe, plan_bench
-    from weightscope.benchmarking.arms import default_folder
-    from weightscope.benchmarking.axes import Axis
+    from weightscope.benchmarking.design import Axis, default_folder
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}

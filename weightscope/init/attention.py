@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number, positive
-from weightscope.anatomy import AttentionPart, PositionEmbedding, positions, self_attention
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
-from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal

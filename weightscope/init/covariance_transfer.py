@@ -9,7 +9,6 @@ from torch import nn
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
@@ -116,7 +115,6 @@ def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def covariance_transfer_(
     module: M,
     source: Any,
@@ -186,7 +184,8 @@ def transfer_distributions(
         Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
         resized or factored covariance is not positive semi-definite.
     """
-    parts = checked_filters(depthwise(module), "covariances are transferred for images only", strict)
+    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)
     used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}

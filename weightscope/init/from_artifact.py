@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise, self_attention
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
 from weightscope.fits.filters import FilterFit, ScheduleFit
@@ -231,7 +230,6 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
 
 
-@reads(("depthwise convolutions",))
 def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | None, strict: bool) -> tuple[str, ...]:
     """Draw the filters; returns notes about layers that were not used, and covariances not positive semi-definite."""
     negative = transfer_distributions(
@@ -248,10 +246,9 @@ def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | 
     )
 
 
-@reads(("attention modules",))
 def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator | None, strict: bool) -> list[str]:
     """Write the products, layer by layer; returns the names of the tensors."""
-    parts = self_attention(module)
+    parts = self_attention(module, strict=strict, caller="load_init")
     touched: list[str] = []
     for i, part in enumerate(parts):
         depth = i / max(1, len(parts) - 1)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.environment import single_threaded
-from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
-from weightscope.anatomy.matrices import chosen_layers
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init.attention import self_attention

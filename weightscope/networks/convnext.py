@@ -11,16 +11,7 @@ from weightscope.networks.layers import NETWORKS, LayerNorm2d, Mlp, SpatialMean,
 
 
 class ConvNeXtBlock(nn.Module):
-    """`x -> x + drop_path(gamma * mlp(norm(conv_dw(x))))` on images (B, d, S, S).
-
-    Args:
-        width: d.
-        kernel_size: of the depthwise filters.
-        hidden: p, the MLP's hidden units.
-        layer_scale: initial value of gamma; None for no gamma.
-        drop_path: the layer of stochastic depth, or the identity.
-        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
-    """
+    """`x -> x + drop_path(gamma * mlp(norm(conv_dw(x))))` on images (B, d, S, S)."""
 
     gamma: nn.Parameter | None
 
@@ -56,17 +47,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class ConvNeXtStage(nn.Module):
-    """Blocks of one width, after halving the image's side unless it is the first stage.
-
-    Args:
-        before: the previous stage's width; None for the first stage.
-        width: d.
-        drop_paths: a layer for each block.
-        kernel_size: of the depthwise filters.
-        expansion: p / d.
-        layer_scale: initial value of gamma; None for no gamma.
-        learned_sum: initial value of the learned number of each fc1; None for none.
-    """
+    """Blocks of one width, after halving the image's side unless it is the first stage."""
 
     def __init__(
         self,

@@ -188,11 +188,7 @@ class ConvolutionalAttention(PositionalAttention):
 def attention_layer(
     kind: str, width: int, heads: int, grid: int, *, prefix: int, qkv_bias: bool, filter_size: int | None
 ) -> Attention:
-    """The attention layer of a kind for N = prefix + grid^2 tokens.
-
-    Raises:
-        UsageError: if the kind or the filter's size is invalid.
-    """
+    """The attention layer of a kind for N = prefix + grid^2 tokens."""
     if kind not in KINDS:
         raise UsageError(f"attention must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
     if kind in CONVOLUTIONAL:

@@ -22,12 +22,11 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import header_text
 from weightscope.recipe import Recipe
-from weightscope.training import own_networks
+from weightscope.training import own_networks, tile_size
 from weightscope.training.devices import Choice, choose_kernels, resolve_device
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.own_code import OwnCode
-from weightscope.training.tile_size import choose_tile
 
 _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
@@ -128,7 +127,7 @@ class Request:
         if wanted.training.kernels == "auto":
             wanted = _recorded(wanted, path, there_kernels, kernels)
         if wanted.population.tile is None:
-            tile = choose_tile(wanted, source, where) if there is None else there.tile
+            tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
         return cls(
             path=path.absolute(),
