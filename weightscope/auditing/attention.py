@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.anatomy import AttentionPart, NamedTensors, chosen_layers
 from weightscope.anatomy.attention_modules import chosen_heads, find
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import UNTOUCHED, Interval, error_in, outside_of, predicted
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of

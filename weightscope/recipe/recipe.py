@@ -68,6 +68,15 @@ class Recipe(Section):
             raise UsageError(f"data.name: expected images, found {self.data.name}, which has {self.data.what}")
         return self.data
 
+    def completed(self, root: str | Path | None = None) -> "Recipe":
+        """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without.
+
+        Raises:
+            DataError: if the folder is missing or has no classes, or the text is damaged.
+            UsageError: if the text is shorter than a sequence.
+        """
+        return self.model_copy(update={"data": self.data.completed(root)})
+
     @property
     def references(self) -> list[tuple[str, str]]:
         """The references to one's own code, with the section of each."""
