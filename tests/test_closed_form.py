@@ -17,9 +17,9 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits import STRUCTURES, NetworkFit, load_artifact

@@ -26,7 +26,6 @@ from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.request import with_classes
 
 OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
@@ -363,7 +362,7 @@ def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> N
 
 def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> None:
     classes_in(tmp_path / "elsewhere" / "pets", each=8)
-    mine = with_classes(recipe(), tmp_path / "elsewhere")
+    mine = recipe().completed(tmp_path / "elsewhere")
     test = len(load(mine.data, tmp_path / "elsewhere").test_labels)
     assert chance_of(mine, ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
     for held, count in (("test", 2), ("validation", 5)):

@@ -40,7 +40,7 @@ from weightscope.training import request
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.request import hashed_once, with_classes
+from weightscope.training.request import hashed_once
 from weightscope.training.tile_size import choose_tile
 
 SEED_OFFSET = 1_000_000
@@ -106,7 +106,7 @@ def bench(
     collector = options.pop("collector", None)
     runs: list[dict[str, Any]] = []
     device: dict[str, Any] = {}
-    complete = [with_classes(arm.recipe, options.get("data")) for arm in arms]
+    complete = [arm.recipe.completed(options.get("data")) for arm in arms]
     check_arms(arms, complete)
     with hashed_once(complete):
         for arm, population, seconds in _trained(arms, folder, collector, options):
@@ -298,7 +298,7 @@ def with_tiles(arms: Sequence[Arm], folder: Path, device: torch.device, data: st
     chosen: dict[str, int] = {}
     out = []
     for arm in arms:
-        recipe, path = with_classes(arm.recipe, data), folder / RUNS / arm.folder
+        recipe, path = arm.recipe.completed(data), folder / RUNS / arm.folder
         tile = recipe.population.tile or (TILE if device.type == "cpu" else None)
         if (path / manifests.NAME).exists():
             there = manifests.read(path)

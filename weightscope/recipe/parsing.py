@@ -13,9 +13,9 @@ from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.sources import read_regular, reason
 from weightscope.data.task import Task, section_of
 from weightscope.errors import RecipeError
-from weightscope.recipe.networks import NETWORK_TYPES
+from weightscope.recipe import networks
 
-_TAGS = {*NETWORK_TYPES, "own", "range", "number", "list"}  # of unions, not of the recipe
+_TAGS = {"range", "number", "list"}  # of unions, not of the recipe
 _MOST_ERRORS = 3
 _LARGEST = 2**20  # bytes; recipes have about 1000
 _DEEPEST = 16  # tables and lists inside one another
@@ -122,7 +122,7 @@ def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
 
 
 def _keys(model: type[BaseModel], path: Sequence[str], values: Any) -> list[str]:
-    """The keys of the section at a path of a model; of all members of a union unless the path names one by its tag."""
+    """The keys of the section at a path of a model."""
     models = [model]
     for part in path:
         values = values.get(part) if isinstance(values, Mapping) else None
@@ -130,14 +130,8 @@ def _keys(model: type[BaseModel], path: Sequence[str], values: Any) -> list[str]
         if fields:
             models = [inner for field in fields for inner in _models(field.annotation)]
             models = [section_of(values) if m is Task else m for m in models]
-        elif part in _TAGS:
-            models = [m for m in models if part in _tags(m)] or models
+            models = [networks.section_of(values) if m is networks.NetworkConfig else m for m in models]
     return list(dict.fromkeys(key for m in models for key in m.model_fields))
-
-
-def _tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a model in its union."""
-    return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -12,7 +12,7 @@ from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section
 from weightscope.recipe.bench import BenchConfig
-from weightscope.recipe.networks import NetworkConfig, network_types
+from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.sections import (
     DataSection,
@@ -31,7 +31,7 @@ class Recipe(Section):
         >>> recipe.replace({"population.networks": 64, "training.epochs": 3})
     """
 
-    network: NetworkConfig
+    network: NetworkField
     data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None
@@ -67,6 +67,15 @@ class Recipe(Section):
         if not isinstance(self.data, DataConfig):
             raise UsageError(f"data.name: expected images, found {self.data.name}, which has {self.data.what}")
         return self.data
+
+    def completed(self, root: str | Path | None = None) -> "Recipe":
+        """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without.
+
+        Raises:
+            DataError: if the folder is missing or has no classes, or the text is damaged.
+            UsageError: if the text is shorter than a sequence.
+        """
+        return self.model_copy(update={"data": self.data.completed(root)})
 
     @property
     def references(self) -> list[tuple[str, str]]:

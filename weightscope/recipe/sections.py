@@ -22,7 +22,7 @@ from weightscope.data import image_section, sequence_config  # noqa: F401 - regi
 from weightscope.data.task import Task, section_of
 from weightscope.errors import RecipeError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
-from weightscope.recipe.networks import NetworkConfig
+from weightscope.recipe.networks import NetworkField
 from weightscope.recipe.parsing import explain, read_toml
 
 MOST_NETWORKS = 10_000_000
@@ -152,7 +152,7 @@ class DistillationConfig(Section):
     teacher: str
     kind: Literal["logit", "feature"] = "logit"
     alpha: NonNegative = 1.0
-    network: NetworkConfig | None = None
+    network: NetworkField | None = None
 
 
 class InitConfig(BaseModel):

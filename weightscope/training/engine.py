@@ -62,6 +62,7 @@ def train_tile(
     data_root: str | Path | None = None,
     device: str = "auto",
     progress: Callable[[float], None] | None = None,
+    kernels: Kernels | None = None,
 ) -> TrainedTile:
     """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
 
@@ -71,6 +72,7 @@ def train_tile(
         data_root: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: called with the fraction done after each step.
+        kernels: those that were chosen and compared with torch's; by default they are, and the network is checked.
 
     Raises:
         DataError: if the data set is missing or damaged.
@@ -79,7 +81,10 @@ def train_tile(
     """
     where = resolve_device(device)
     with one_thread(), current(where):
-        return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
+        if kernels is None:
+            kernels = kernels_on(recipe, where)
+            own_networks.check(recipe, kernels)
+        return TileRun(recipe, tile, _load(recipe, data_root), where, kernels).train(progress)
 
 
 @lru_cache(maxsize=2)
@@ -109,13 +114,14 @@ class TileRun:
     `batches` has what the networks are trained and evaluated on.
     """
 
-    def __init__(self, recipe: Recipe, tile: int, data: Source, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, tile: int, data: Source, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
+        kernels = kernels_on(recipe, device) if kernels is None else kernels
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
-        kernels = kernels_on(recipe, device)
-        own_networks.check(recipe, kernels)
         template = _template(recipe)
         frozen = set(own_networks.frozen(template, training.frozen))
         stored, distillation = WeightSpec.of(template), Distillation.of(recipe, device)
