@@ -123,7 +123,7 @@ class PopulationFit(Artifact):
         settings: `select`, `joint`, `holdout`, `seed`, `held_out` (networks scored).
         provenance: where the weights came from.
         problems: tensor -> why `resized_fit` could not resize it; not saved.
-        notes: what `resized_fit` rescaled, took from another depth, and dropped; not saved.
+        resized: what `resized_fit` rescaled, took from another depth, and dropped; not saved.
     """
 
     spec: WeightSpec
@@ -134,7 +134,7 @@ class PopulationFit(Artifact):
     settings: dict[str, Any]
     provenance: dict[str, Any]
     problems: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """Independent weight vectors (size, D) in the order of `spec`."""

@@ -292,7 +292,7 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
     """A fit for a network of another width or depth; see `resized`.
 
     Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
-    The result can be saved and exported like any other fit; its `problems` and `notes` say what could not be resized,
+    The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
     and what was rescaled, taken from another depth, and dropped.
 
     Args:
@@ -304,7 +304,7 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
-        >>> print(wide.notes)
+        >>> print(wide.resized)
     """
     groups: list[Group] = []
     problems: dict[str, str] = {}
@@ -322,7 +322,7 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
     tensors = {tensor.name: tensor for group in groups for tensor in group.spec.tensors}
     order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
     spec = WeightSpec(tensors[name] for name in order)
-    return replace(result, spec=spec, groups=tuple(groups), problems=problems, notes=tuple(dict.fromkeys(notes)))
+    return replace(result, spec=spec, groups=tuple(groups), problems=problems, resized=tuple(dict.fromkeys(notes)))
 
 
 def _differs(structure: Exchangeable, network: WeightSpec) -> bool:

@@ -112,7 +112,7 @@ class PopulationInit:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
-        self.report = InitReport(tuple(fits), others, tuple(problems), found.notes)
+        self.report = InitReport(tuple(fits), others, tuple(problems), found.resized)
         return module
 
     def _resized(self, module: nn.Module) -> PopulationFit:
