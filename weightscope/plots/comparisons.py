@@ -279,7 +279,7 @@ def gain_curve(
     y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
     style = Style(theme.colour(0), "o", "-", open=True).options(ms=5.5)
     ax.errorbar(np.arange(len(rows)), y, yerr=error, capsize=2.5, elinewidth=1.1, zorder=3, **style)
-    best = {"marker": "D", "color": theme.INK, "mfc": theme.colour(0), "ls": "none"}
+    best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": theme.colour(0), "ls": "none"}
     ax.plot(chosen, y[chosen], ms=8, zorder=4, gid="chosen", **best)
     theme.reference(ax, 0, upright=False)
     ax.set_xticks(range(len(rows)), [f"{row['gain']:g}" for row in rows])
@@ -532,8 +532,8 @@ def difference_map(
     canvas = theme.Canvas.on(ax, width + 1.9, height + 0.8)
     ax = canvas.ax
     for i, j in np.ndindex(grid.shape):
-        if (row := found.get((repr(columns[j]), repr(rows[i])))) is not None:
-            grid[i, j] = metric.factor * row["difference"]
+        if (key := (repr(columns[j]), repr(rows[i]))) in found:
+            grid[i, j] = metric.factor * found[key]["difference"]
     limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
     image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
     for (i, j), value in np.ndenumerate(grid):

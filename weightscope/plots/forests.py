@@ -64,12 +64,12 @@ def stripe_ratios(
     low, high = min([*positive, 0.8]), max([*positive, 1.25])
     edge = low / (high / low) ** 0.05
     for group in groups:
-        mine, look = [row for row in rows if row[1] == group], _look(groups.index(group))
-        for row in mine:
-            if row[2] == 0:
-                y = [places[row[:2]]]
-                ax.plot([edge], y, marker="<", color=look["color"], ms=6, clip_on=False, gid="zero")
-        drawn = [row for row in mine if row[2] > 0]
+        look = _look(groups.index(group))
+        for row in rows:
+            if row[1] == group and row[2] == 0:
+                place = [places[row[:2]]]
+                ax.plot([edge], place, marker="<", color=look["color"], ms=6, clip_on=False, gid="zero")
+        drawn = [row for row in rows if row[1] == group and row[2] > 0]
         ratio, least, most = (np.array([row[i] for row in drawn]) for i in (2, 3, 4))
         error = [(ratio - np.maximum(least, edge)).tolist(), (most - ratio).tolist()]
         bar: dict[str, Any] = {"ls": "none", "ms": 5, "capsize": 2.5, "elinewidth": 1.4, "label": group, **look}
@@ -371,8 +371,8 @@ def scale_and_structure(
     drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", "control", "reference")}
     label += f"; {lost}" if (lost := divergence([row for place, row in found.items() if place in drawn])) else ""
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
-    looks = [{"color": theme.colour(i), "marker": marker, "label": name} for i, (name, _, marker) in enumerate(_PARTS)]
-    canvas.legend([Line2D([], [], ls="none", **look) for look in looks])
+    parts = [(theme.colour(i), marker, name) for i, (name, _, marker) in enumerate(_PARTS)]
+    canvas.legend([Line2D([], [], ls="none", color=c, marker=m, label=name) for c, m, name in parts])
     canvas.finish(title)
     return ax
 
