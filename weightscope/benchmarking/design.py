@@ -104,11 +104,7 @@ class Axis:
 
 
 def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[Axis, ...]:
-    """The axes of a mapping from names to values, or axes themselves.
-
-    Raises:
-        UsageError: if a name is in more than one axis, or see `Axis.of`.
-    """
+    """The axes of a mapping from names to values, or axes themselves."""
     axes = tuple(Axis.of(n, v) for n, v in given.items()) if isinstance(given, Mapping) else tuple(given)
     names = [name for axis in axes for name in axis.names]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -183,17 +179,7 @@ def _range(text: str, names: str) -> list[float] | None:
 
 
 def labelled(init: Init) -> tuple[str, InitConfig]:
-    """The label of an initialiser and its [init] table.
-
-    Args:
-        init: a registered name or a reference, several joined by `+`, each with numbers in parentheses if wanted:
-            `"conv_covariance(sigma0=0.15, v=0.25)"`, `"mimetic_ssm(a=false)"`; an artifact, with such names on top of
-            it joined by `+`; a .toml file; an [init] table; a function.
-
-    Raises:
-        UsageError: if it is none of these; for a function without a name.
-        RecipeError: if a .toml file is not an [init] table.
-    """
+    """The label of an initialiser and its [init] table."""
     if isinstance(init, Mapping):
         return labelled(init_table(init))
     if isinstance(init, InitConfig):
@@ -218,9 +204,6 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
 def parse_init(text: str) -> InitConfig:
     """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`.
 
-    Raises:
-        UsageError: if the text has another form, or a number is given twice.
-
     Example:
         >>> parse_init("mimetic_attention(alpha_qk=0.6)+mimetic_mlp").parameters
         {'alpha_qk': 0.6}
@@ -240,11 +223,7 @@ def parse_init(text: str) -> InitConfig:
 
 
 def init_table(values: Mapping[str, Any]) -> InitConfig:
-    """The [init] table of a mapping.
-
-    Raises:
-        RecipeError: if it is not valid.
-    """
+    """The [init] table of a mapping."""
     try:
         return InitConfig.model_validate(dict(values))
     except ValidationError as error:

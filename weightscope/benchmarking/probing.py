@@ -282,17 +282,7 @@ class ProbeResults:
 
     @classmethod
     def open(cls, folder: Path, recipe: Recipe, fingerprint: str, names: tuple[str, ...]) -> "ProbeResults":
-        """The results of an arm, none if it is new.
-
-        Args:
-            folder: see the class.
-            recipe: of the arm.
-            fingerprint: of the data.
-            names: see the class.
-
-        Raises:
-            DataError: if the folder holds results of another recipe, data, weights or code.
-        """
+        """The results of an arm, none if it is new."""
         text = json.dumps({**_identity(recipe), f"data {recipe.data.name}": fingerprint}, indent=1)
         wanted = json.loads(text)
         atomic.make_folder(folder)

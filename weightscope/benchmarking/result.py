@@ -185,13 +185,13 @@ class BenchResult(Result):
         """
         network = self.environment.get("recipe", {}).get("network", {})
         found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
-        return {name: partial(_drawn, draw, title) for name, draw in list(found.items())[:only]}
+        return {name: partial(_drawn, draw, title or said) for name, (draw, said) in list(found.items())[:only]}
 
 
-def _drawn(draw: Callable[[str | None], Any], title: str | None, path: str | Path | None = None) -> "Figure":
+def _drawn(draw: Callable[..., Any], title: str | None, path: str | Path | None = None) -> "Figure":
     from weightscope import plots
 
-    figure = plots.root_figure(draw(title))
+    figure = plots.root_figure(draw(title=title))
     if path is not None:
         plots.save(figure, path)
     return figure
@@ -251,14 +251,6 @@ def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: M
     difference from the reference on the same seeds; the reference, in the first row, has none. The best mean of a
     column is bold (`*` in text), of the arms with the most seeds: a mean over the networks that did not diverge is not
     comparable with one over all. A dagger marks a difference from the reference at an adjusted level of 0.05.
-
-    Args:
-        arms: rows of `BenchResult.arms`.
-        form: "text", "markdown" or "latex" (booktabs).
-        metric: that the arms are compared by.
-
-    Raises:
-        UsageError: for another form.
     """
     choice("form", form, FORMATS)
     columns = {(cell_key(dict(row)), row["epochs"]): row for row in arms}

@@ -36,11 +36,14 @@ def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) ->
 
     None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
     depends on its place in the answer, for data that are no longer there, and where every answer is the same.
+    <<<<<<< HEAD
+    =======
 
     Args:
         recipe: of the networks, with the classes of a folder (`Recipe.completed`).
         metric: the metric that is compared.
         root: the folder that is searched first for the data.
+    >>>>>>> main
     """
     level = recipe.data.chance(metric, root)
     return Chance(*level) if level is not None and level[0] < 1 else None
@@ -54,10 +57,6 @@ def above_chance(values: np.ndarray, chance: Chance) -> float:
     for Student's T with (n - 1) (a + b)^2 / b^2 degrees of freedom (Satterthwaite 1946), normal for one network. a is
     the variance due to the test examples, which all networks share, and 1 / (2 m) the correction for continuity.
     Networks at chance level have p < 0.05 in at most about 5 % of cases, and in up to 7 % where m c < 10.
-
-    Args:
-        values: accuracies (n,) of networks.
-        chance: the level c < 1, and the number of test examples m.
     """
     n, (c, examples) = len(values), chance
     shared, own = c * (1 - c) / examples, float(values.var(ddof=1)) / n if n > 1 else 0.0
@@ -133,9 +132,6 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
 
     Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
     of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
-
-    Raises:
-        UsageError: if the field does not vary.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:

@@ -101,9 +101,8 @@ class DataConfig(Task, SourceConfig):
             raise ValueError(
                 "training.schedule: 'plateau' follows the loss of validation images; give their number, data.validation"
             )
-        if recipe.network.takes is None or (is_reference(self.name) and self.size is None):
-            return
-        check_patches(recipe.network, self.size or dataset_info(self.name).size, f"{self.name}'s")
+        if self.size is not None or not is_reference(self.name):
+            check_patches(recipe.network, self.size or dataset_info(self.name).size, f"{self.name}'s")
 
     def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
         """The share of the most frequent class among the images of the evaluation, and their number."""
@@ -126,9 +125,8 @@ class DataConfig(Task, SourceConfig):
 
 def check_patches(network: Any, size: int, whose: str = "its") -> None:
     """Raise ValueError unless the factor by which a network's section reduces an image divides the image's side."""
-    step = getattr(network, "reduction", getattr(network, "patch_size", 1))
-    if size % step:
+    if size % network.reduction:
         raise ValueError(
-            f"network.patch_size: the network reduces the image by a factor of {step}, which must divide {whose} "
-            f"{size} pixels"
+            f"network.patch_size: the network reduces the image by a factor of {network.reduction}, which must divide "
+            f"{whose} {size} pixels"
         )

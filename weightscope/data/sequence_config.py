@@ -162,7 +162,7 @@ class SequenceConfig(Task):
             raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {self.name}, found 'compiled'")
         if recipe.distillation is not None:
             raise ValueError(f"distillation: of images; leave it out for {self.name}")
-        limit = getattr(recipe.network, "longest", None) if recipe.network.takes is not None else None
+        limit = recipe.network.longest
         if limit is not None and self.longest > limit:
             raise ValueError(
                 f"network.context: expected at least {self.longest}, the tokens of the longest sequence that is "

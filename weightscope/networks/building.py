@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from weightscope._util import plugins
 from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.networks.layers import NETWORKS, Attention
+from weightscope.networks.layers import Attention
 from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
+from weightscope.recipe.networks import SECTIONS
+
+NETWORKS: dict[str, type[nn.Module]] = {name: plugins.imported(section.network) for name, section in SECTIONS.items()}
+"""The classes that recipes name in `[network] type`."""
 
 
 def build_for(recipe: Recipe) -> nn.Module:
@@ -73,10 +77,9 @@ def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
             check_patches(config, sizes["image_size"])
         except ValueError as error:
             raise UsageError(str(error)) from None
-    network = NETWORKS[config.type]
-    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    options |= {name: size for name, size in sizes.items() if name in inspect.signature(network).parameters}
-    return network(**options)
+    network = plugins.imported(config.network)
+    taken = inspect.signature(network).parameters
+    return network(**config.options, **{name: size for name, size in sizes.items() if name in taken})
 
 
 def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import NETWORKS, LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
+from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
 
 
 class ConvNeXtBlock(nn.Module):
@@ -89,7 +89,6 @@ class ConvNeXtHead(nn.Module):
         return self.fc(self.norm(self.global_pool(x)))
 
 
-@NETWORKS.register("convnext", source="Liu et al. 2022; MLP paper, section 3")
 class ConvNeXt(nn.Module):
     """ConvNeXt. Images (B, c, S, S) to logits (B, n).
 
@@ -117,6 +116,8 @@ class ConvNeXt(nn.Module):
 
     Raises:
         UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
+
+    Source: Liu et al. 2022; MLP paper, section 3.
 
     Example:
         >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)

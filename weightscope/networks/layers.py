@@ -1,4 +1,4 @@
-"""The registry of networks, the few layers that `torch.nn` lacks, under timm's names, and codes of positions.
+"""The few layers that `torch.nn` lacks, under timm's names, and codes of positions.
 
 A network here is a *container*: it calls leaf layers, adds residuals, applies elementwise functions,
 averages over space, and multiplies by or adds parameters along the channel axis. Everything that mixes or
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weightscope._util.plugins import Registry
 from weightscope.errors import UsageError
-
-NETWORKS: Registry[type[nn.Module]] = Registry("network")
-"""Name -> class. A class is registered by `@NETWORKS.register("name", source="...")` above its definition."""
 
 TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
 

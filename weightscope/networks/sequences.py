@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from weightscope._util.checks import choice
 from weightscope.errors import UsageError
-from weightscope.networks.layers import NETWORKS, TEMPERATURE, Mlp, sinusoidal_positions
+from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
 from weightscope.networks.scans import block_scan, selective_scan
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
@@ -446,7 +446,6 @@ class Hybrid(nn.Module):
         return self.lm_head(self.backbone(tokens))
 
 
-@NETWORKS.register("mamba", source="Gu and Dao 2023; thesis Eq. 3.35")
 class Mamba(Hybrid):
     """Mamba. Tokens (B, n) to logits (B, n, v).
 
@@ -488,7 +487,6 @@ class Mamba(Hybrid):
         super().__init__(vocabulary, width, depth, mixer, layers, key_width, tied)
 
 
-@NETWORKS.register("mamba2", source="Dao and Gu 2024")
 class Mamba2(Hybrid):
     """Mamba-2. Tokens (B, n) to logits (B, n, v).
 
@@ -549,7 +547,6 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-@NETWORKS.register("transformer", source="Vaswani et al. 2017; thesis 3.2.6")
 class CausalTransformer(nn.Module):
     """Transformer decoder. Tokens (B, n) to logits (B, n, v), which the tied embedding computes.
 

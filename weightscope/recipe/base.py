@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.sources import read_regular, reason
-from weightscope.data.task import Task, section_of
 from weightscope.errors import RecipeError
 
 _MOST_ERRORS = 3
@@ -126,14 +125,15 @@ def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
 def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[list[str], list[str]]:
     """The path of an error in the recipe, and the keys of the section there.
 
-    Pydantic's location also names the members of unions by their tags, which are no keys.
+    Pydantic's location also names the members of unions by their tags, which are no keys. Sections of which there are
+    several kinds are found by their class method `of`.
     """
     models, path = [model], []
     known: list[str] = []
     for part in loc:
+        models = [m.of(values) if hasattr(m, "of") else m for m in models]
         known = list(dict.fromkeys(key for m in models for key in m.model_fields))
         if isinstance(part, str) and part not in known and not (isinstance(values, Mapping) and part in values):
-            models = [m for m in models if part in _tags(m)] or models
             continue
         path.append(str(part))
         if isinstance(part, int):
@@ -141,13 +141,7 @@ def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tupl
         values = values.get(part) if isinstance(values, Mapping) else None
         fields = [m.model_fields[part] for m in models if part in m.model_fields]
         models = [inner for field in fields for inner in _models(field.annotation)]
-        models = [section_of(values) if m is Task else m for m in models]
     return path, known
-
-
-def _tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a model in its union."""
-    return get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

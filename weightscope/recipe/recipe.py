@@ -11,7 +11,7 @@ from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import Section, check_bounds, explain, parse_toml, read_toml
-from weightscope.recipe.networks import NetworkConfig, network_types
+from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.sections import (
     BenchConfig,
     DataSection,
@@ -30,7 +30,7 @@ class Recipe(Section):
         >>> recipe.replace({"population.networks": 64, "training.epochs": 3})
     """
 
-    network: NetworkConfig
+    network: NetworkField
     data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None

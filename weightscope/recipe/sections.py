@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from weightscope.data import image_section, sequence_config  # noqa: F401 - registered in SECTIONS
-from weightscope.data.task import Task, section_of
+from weightscope.data.task import Task
 from weightscope.errors import RecipeError
 from weightscope.recipe.base import (
     Count,
@@ -32,7 +32,7 @@ from weightscope.recipe.base import (
     explain,
     read_toml,
 )
-from weightscope.recipe.networks import NetworkConfig
+from weightscope.recipe.networks import NetworkField
 
 MOST_NETWORKS = 10_000_000
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -40,7 +40,7 @@ FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlatea
 
 def _section(value: Any) -> Any:
     """The [data] section by its name; errors keep the paths of the fields."""
-    return value if isinstance(value, Task) else section_of(value).model_validate(value)
+    return value if isinstance(value, Task) else Task.of(value).model_validate(value)
 
 
 DataSection = Annotated[SerializeAsAny[Task], BeforeValidator(_section)]
@@ -161,7 +161,7 @@ class DistillationConfig(Section):
     teacher: str
     kind: Literal["logit", "feature"] = "logit"
     alpha: NonNegative = 1.0
-    network: NetworkConfig | None = None
+    network: NetworkField | None = None
 
 
 class InitConfig(BaseModel):
