@@ -70,10 +70,10 @@ def stripe_ratios(
                 place = [places[row[:2]]]
                 ax.plot([edge], place, marker="<", color=look["color"], ms=6, clip_on=False, gid="zero")
         drawn = [row for row in rows if row[1] == group and row[2] > 0]
-        ratio, least, most = (np.array([row[i] for row in drawn]) for i in (2, 3, 4))
-        error = [(ratio - np.maximum(least, edge)).tolist(), (most - ratio).tolist()]
+        at, least, most = (np.array([row[i] for row in drawn]) for i in (2, 3, 4))
+        error = [(at - np.maximum(least, edge)).tolist(), (most - at).tolist()]
         bar: dict[str, Any] = {"ls": "none", "ms": 5, "capsize": 2.5, "elinewidth": 1.4, "label": group, **look}
-        ax.errorbar(ratio, [places[row[:2]] for row in drawn], xerr=error, **bar)
+        ax.errorbar(at, [places[row[:2]] for row in drawn], xerr=error, **bar)
     theme.reference(ax, 1)
     ax.set_xscale("log")
     ax.set_xlim(edge, high * (high / low) ** 0.05)
