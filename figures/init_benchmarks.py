@@ -5,7 +5,7 @@ from typing import Any
 
 from weightscope import plots
 from weightscope.benchmarking import BenchResult
-from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.design import point_text
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"

@@ -15,15 +15,14 @@ from safetensors.numpy import save as to_bytes
 from torch import nn
 
 from weightscope._util.plugins import source_hash
-from weightscope.artifacts import PopulationFit, load_artifact, write_standalone
-from weightscope.artifacts.format import digest
-from weightscope.artifacts.population_fit import Group
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fitting.population import fit
+from weightscope.fits import STRUCTURES, PopulationFit, load_artifact, write_standalone
+from weightscope.fits.artifact import digest
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import Group
 from weightscope.init.from_artifact import PopulationInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import STRUCTURES
 
 
 class Network(nn.Module):
@@ -485,7 +484,7 @@ def test_old_artifacts_stay_readable(tmp_path, structure):
 FOREIGN = """
 from pathlib import Path
 Path(__file__).with_name("imported").touch()
-from weightscope.structures import Diagonal
+from weightscope.fits import Diagonal
 
 class Mine(Diagonal):
     pass

@@ -16,15 +16,14 @@ from scipy.stats import ttest_rel
 
 import weightscope
 from weightscope import plots
-from weightscope.artifacts import PopulationFit
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
-from weightscope.benchmarking.axes import axes_of, point_text, points_of
-from weightscope.benchmarking.inits import labelled, parse_init
+from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
 from weightscope.benchmarking.plan import _makespan, _seconds_of
 from weightscope.benchmarking.run import planned
 from weightscope.errors import DataError, RecipeError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits import PopulationFit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import devices

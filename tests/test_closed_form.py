@@ -17,20 +17,24 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
-from weightscope.artifacts import NetworkFit, load_artifact
-from weightscope.artifacts.filter_fits import FilterFit
-from weightscope.artifacts.network_fit import network_fit_of
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
-from weightscope.fitting.source import fit_init, parsed_options
+from weightscope.fits import STRUCTURES, NetworkFit, load_artifact
+from weightscope.fits.filters import FilterFit
+from weightscope.fits.fitting import fit_init, parsed_options
+from weightscope.fits.one_network import (
+    NETWORK_FITS,
+    fit_conv_schedule,
+    fit_identity_product,
+    fit_network,
+    network_fit_of,
+)
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-from weightscope.structures import STRUCTURES
 
 
 def seeded(seed=0):
@@ -562,7 +566,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (
             ("MIXER", "--structure", "filters", "--standalone", "x.py"),
-            "--standalone: expected a population",
+            "--standalone requires a population",
         ),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),

@@ -14,14 +14,14 @@ from scipy import stats
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.within_network import filter_distributions
 from weightscope.anatomy import depthwise
-from weightscope.artifacts import load_artifact, write_standalone
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fitting.network import fit_filters, fit_network
+from weightscope.fits import load_artifact, write_standalone
+from weightscope.fits.filters import filter_distributions
+from weightscope.fits.one_network import fit_filters, fit_network
 from weightscope.init.covariance_transfer import TransferOptions, target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
 
 ALARM = 1e-6  # probability that a correct draw fails a test of it
 

@@ -9,18 +9,17 @@ import torch
 from torch import nn
 
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.artifacts import PopulationFit, load_artifact, resized_fit, write_standalone
 from weightscope.errors import SpecError
-from weightscope.fitting.population import fit
+from weightscope.fits import PopulationFit, load_artifact, resized_fit, resizing, write_standalone
+from weightscope.fits.exchangeable import Exchangeable
+from weightscope.fits.fitting import fit
+from weightscope.fits.resizing import default_deviations, resized
 from weightscope.init import load_init
 from weightscope.init.from_artifact import PopulationInit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import resizing
-from weightscope.structures.exchangeable import Exchangeable
-from weightscope.structures.resizing import default_deviations, resized
 
 BLOCKS = "stages.0.blocks"
 

@@ -5,13 +5,12 @@ import weakref
 import numpy as np
 import pytest
 
-from weightscope.artifacts import load_artifact, write_standalone
-from weightscope.artifacts.population_fit import varying_spec
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit, grouped
+from weightscope.fits import STRUCTURES, Structure, load_artifact, write_standalone
+from weightscope.fits.fitting import fit, grouped
+from weightscope.fits.population_fit import varying_spec
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import STRUCTURES, Structure
 
 P, N = 8, 6
 

@@ -19,9 +19,9 @@ from weightscope.networks.sequences import (
     Mamba2Mixer,
     MambaMixer,
     block_scan,
+    rotated,
     selective_scan,
 )
-from weightscope.networks.sequences.attention import rotated
 
 
 @pytest.fixture(autouse=True)

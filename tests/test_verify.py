@@ -17,11 +17,11 @@ from torch import nn
 
 import weightscope
 from weightscope import Checkpoint, products, verify
-from weightscope.artifacts import load_artifact
 from weightscope.cli import cli, main
 from weightscope.errors import DataError
-from weightscope.fitting.network import fit_network
-from weightscope.fitting.population import fit
+from weightscope.fits import load_artifact
+from weightscope.fits.fitting import fit
+from weightscope.fits.one_network import fit_network
 from weightscope.init import load_init
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray

@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
+from weightscope.analysis.within_network import NetworkCovariances, covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fits.filters import filter_distributions
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum, separability_test
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.separability import separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 

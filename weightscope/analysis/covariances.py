@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.sources import is_population
-from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.errors import UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 
 if TYPE_CHECKING:
-    from weightscope.analysis.across_networks import ExchangeableCovariance, PopulationCovariance
+    from weightscope.analysis.across_networks import PopulationCovariance
+    from weightscope.analysis.exchangeable import ExchangeableCovariance
     from weightscope.analysis.within_network import NetworkCovariances
 
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")

@@ -86,8 +86,8 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
         return _population(Path(str(source)))
     if hasattr(source, "recipe"):
         return _population(source.path)  # type: ignore[union-attr]
-    from weightscope.artifacts.format import KEY, has_digest
     from weightscope.checkpoint import Checkpoint
+    from weightscope.fits.artifact import KEY, has_digest
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     label = str(checkpoint.source)

@@ -2,41 +2,15 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from weightscope._util.checks import flag
-from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
-from weightscope.anatomy.lookalikes import described, refusal, unparsed
-from weightscope.errors import AnatomyError
+from weightscope.anatomy import named_tensors, require_read
+from weightscope.anatomy.lookalikes import described
 
 F = TypeVar("F", bound=Callable[..., Any])
 Kinds = tuple[str, ...]
-
-
-def require_read(kinds: Iterable[str], tensors: NamedTensors, *, strict: bool, caller: str) -> tuple[str, ...]:
-    """Check that everything that looks like parts of some kinds was read as such.
-
-    Args:
-        kinds: "attention modules", "MLPs", "depthwise convolutions".
-        tensors: of the model.
-        strict: whether anything else is an error.
-        caller: for the message.
-
-    Returns:
-        The names of the tensors that could not be read, if not strict.
-
-    Raises:
-        AnatomyError: if strict, naming the tensors and what to do.
-    """
-    out: list[str] = []
-    for kind in kinds:
-        parts = FINDERS[kind](tensors)
-        left = unparsed(kind, tensors, parts)
-        if left and strict:
-            raise AnatomyError(f"{caller}: {refusal(kind, tensors, left, len(parts))}")
-        out += left
-    return tuple(out)
 
 
 def reads(kinds: Kinds | Callable[[Mapping[str, Any]], Kinds]) -> Callable[[F], F]:

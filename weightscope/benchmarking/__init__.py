@@ -1,7 +1,6 @@
 """Benchmarks of initialisers on paired seeds."""
 
-from weightscope.benchmarking.arms import Arm, plan_arms
-from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.design import Arm, Axis, plan_arms
 from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.probing import linear_probe

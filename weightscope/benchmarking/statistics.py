@@ -1,20 +1,68 @@
-"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, and Holm's correction."""
+"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, Holm's correction, chance."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arm_labels import CONTROL, FROZEN
+from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
 from weightscope._util.names import unknown
-from weightscope.benchmarking.chance import Chance, above_chance
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
+from weightscope.recipe import Recipe
 
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
+
+
+class Chance(NamedTuple):
+    """The chance level of a metric.
+
+    Attributes:
+        accuracy: c, expected of predictions that do not depend on the input.
+        examples: m, number of independent labels or tokens over which an accuracy is taken.
+    """
+
+    accuracy: float
+    examples: int
+
+
+def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
+    """The chance level of a metric: the share of the most frequent class among the images of the evaluation, or 1 / K
+    of K equally probable tokens of an answer.
+
+    None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
+    depends on its place in the answer, for data that are no longer there, and where every answer is the same.
+    <<<<<<< HEAD
+    =======
+
+    Args:
+        recipe: of the networks, with the classes of a folder (`Recipe.completed`).
+        metric: the metric that is compared.
+        root: the folder that is searched first for the data.
+    >>>>>>> main
+    """
+    level = recipe.data.chance(metric, root)
+    return Chance(*level) if level is not None and level[0] < 1 else None
+
+
+def above_chance(values: np.ndarray, chance: Chance) -> float:
+    """The one-sided p-value of a mean accuracy above chance, not corrected for the number of arms.
+
+        a = c (1 - c) / m,   b = s^2 / n,   t = (mean - c - 1 / (2 m)) / sqrt(a + b),   p = P(T > t)
+
+    for Student's T with (n - 1) (a + b)^2 / b^2 degrees of freedom (Satterthwaite 1946), normal for one network. a is
+    the variance due to the test examples, which all networks share, and 1 / (2 m) the correction for continuity.
+    Networks at chance level have p < 0.05 in at most about 5 % of cases, and in up to 7 % where m c < 10.
+    """
+    n, (c, examples) = len(values), chance
+    shared, own = c * (1 - c) / examples, float(values.var(ddof=1)) / n if n > 1 else 0.0
+    freedom = (n - 1) * (shared + own) ** 2 / own**2 if own > 0 else np.inf
+    excess = float(values.mean()) - c - 0.5 / examples
+    return float(stats.t.sf(excess / np.sqrt(shared + own), freedom))
 
 
 def summarise(
@@ -84,9 +132,6 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
 
     Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
     of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
-
-    Raises:
-        UsageError: if the field does not vary.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
@@ -194,3 +239,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = running
     return adjusted
+
+
+def chance_note(arms: list[dict[str, Any]]) -> str:
+    """One line that names the arms at chance level; empty if there are none."""
+    found = [arm for arm in arms if (arm.get("chance_p") or 0.0) >= LEVEL]
+    if not found:
+        return ""
+    named = ", ".join(dict.fromkeys(arm["init"] for arm in found))
+    levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
+    return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"

@@ -204,7 +204,7 @@ def _with_initialisers(
     import torch
 
     from weightscope.analysis.within_network import skeleton
-    from weightscope.benchmarking.arms import labelled
+    from weightscope.benchmarking.design import labelled
     from weightscope.population import Population, population_in
     from weightscope.training.initial_weights import resolve
 
@@ -358,10 +358,10 @@ def attention_maps(
         found = _of_tokens(source, tokens, network, inputs["count"], inputs["root"], filter_size, drawing)
     else:
         from weightscope.analysis.attention_maps import attention_maps as compute
-        from weightscope.analysis.attention_maps.opening import images_for, open_network
+        from weightscope.analysis.runnable import images_for, runnable_transformer
 
         batch = images_for(source, **inputs)
-        model, note = open_network(source, network)
+        model, note = runnable_transformer(source, network)
         found = compute(model, batch, filter_size=filter_size)
     click.echo(found.text())
     if note:
@@ -382,10 +382,10 @@ def _of_tokens(
 ) -> Any:
     """The maps of a network's state-space layers, or of its attention if it has none."""
     from weightscope.analysis.attention_maps import attention_maps as of_attention
+    from weightscope.analysis.runnable import has_state_spaces, held_out, runnable_sequence_model, tokens_for
     from weightscope.analysis.state_space_maps import state_space_maps
-    from weightscope.analysis.state_space_maps.opening import has_state_spaces, held_out, open_sequences, tokens_for
 
-    model = open_sequences(source, network)
+    model = runnable_sequence_model(source, network)
     batch = held_out(source, count, root) if tokens is None else tokens_for(tokens, model, count)
     if not has_state_spaces(model):
         return of_attention(model, batch, filter_size=filter_size)
@@ -424,7 +424,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
       weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
     """
     from weightscope.auditing import audit as run
-    from weightscope.benchmarking.arms import labelled
+    from weightscope.benchmarking.design import labelled
     from weightscope.population import open_network
 
     model = open_network(source)

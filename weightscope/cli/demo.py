@@ -11,14 +11,15 @@ from typing import Any
 from weightscope import plots
 from weightscope._util import atomic
 from weightscope._util.checks import count
-from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
-from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.design import Init
 from weightscope.cli.report import write_report
-from weightscope.data import fashion_mnist
+from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
@@ -123,7 +124,7 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}
     wide = recipe.replace({"network.width": 2 * recipe.to_dict()["network"]["width"]})
     found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
-    if fashion_mnist.at_hand(options.get("data")):
+    if fashion_mnist_at_hand(options.get("data")):
         fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
         recipe = recipe.replace(fashion)
         found["benchmark-fashion"] = bench(recipe, arms, out / "benchmark-fashion", seeds=fewer, **options)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number, positive
-from weightscope.anatomy import AttentionPart, NamedTensors, PositionEmbedding, attention, positions
-from weightscope.anatomy.attention_part import chosen_heads
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
+from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
-from weightscope.networks.positions import TEMPERATURE, sinusoidal_positions
+from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
 _DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
@@ -259,20 +258,6 @@ def mimetic_attention_(
         if parts != "qk":
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
-
-
-def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart]:
-    """The self-attention parts of a module, or of another source of tensors.
-
-    Raises:
-        AnatomyError: if the module has no attention.
-        UsageError: if it has cross-attention only.
-    """
-    everything = attention(module)
-    found = [part for part in everything if part.kind == "self"]
-    if not found:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
-    return found
 
 
 Numbers = tuple[float, float, float, float]

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
-from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors, self_attention
+from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.attention_modules import find as find_attention
-from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.attention import self_attention
 from weightscope.init.base import INITIALISERS, M, each_matrix, frame, normal, put, uniform
 
 _BIASES = ("uniform", "zero", "keep")

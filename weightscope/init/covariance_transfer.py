@@ -9,12 +9,10 @@ from torch import nn
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.statistics.filters import FilterDistribution
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import FilterDistribution, at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
@@ -106,7 +104,7 @@ def _by_stage(
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
     """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker.sums import kronecker_sum
+    from weightscope.statistics.kronecker import kronecker_sum
 
     if not covariance.any():
         return covariance
@@ -117,7 +115,6 @@ def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def covariance_transfer_(
     module: M,
     source: Any,
@@ -166,7 +163,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.analysis.within_network.filters import filter_distributions  # SciPy: a second to import
+    from weightscope.fits.filters import filter_distributions  # SciPy: a second to import
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
@@ -187,7 +184,8 @@ def transfer_distributions(
         Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
         resized or factored covariance is not positive semi-definite.
     """
-    parts = checked_filters(depthwise(module), "covariances are transferred for images only", strict)
+    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)
     used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.environment import single_threaded
-from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
-from weightscope.anatomy.attention_part import PartName, chosen_heads
-from weightscope.anatomy.embedding import find_positions
-from weightscope.anatomy.matrices import chosen_layers
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors
+from weightscope.anatomy.attention_modules import PartName, chosen_heads
+from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.anatomy.strictness import reads
-from weightscope.anatomy.token_grid import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init.attention import self_attention
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 _CUT = 1e-4  # singular values of the codes below this fraction of the largest are left out
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d

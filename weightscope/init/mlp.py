@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, flag, number
-from weightscope.anatomy import MLPPart, NamedTensors, filter_mlps, mlps
-from weightscope.anatomy.matrices import chosen_layers, default_deviation
+from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
+from weightscope.anatomy.matrices import default_deviation
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, M, normal

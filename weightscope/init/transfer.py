@@ -67,7 +67,7 @@ def resized_filters(filters: Tensor, size: Sequence[int], how: str) -> Tensor:
                    to a constant image about the same
 
     Source: thesis 4.1 ("upsampled, downsampled, or padded"), which gives no formulas; corners as in
-    `weightscope.statistics.resizing`.
+    `weightscope.statistics.filters`.
     """
     if how == "resample":
         scale = filters.shape[2] * filters.shape[3] / (size[0] * size[1])

@@ -11,11 +11,11 @@ from pydantic import BaseModel
 
 from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.sources import read_regular, reason
+from weightscope.data.task import Task, section_of
 from weightscope.errors import RecipeError
-from weightscope.recipe.networks import NETWORK_TYPES
+from weightscope.recipe import networks
 
-_DATA_TAGS = {"images": "DataConfig", "task": "TaskConfig", "text": "TextConfig", "markov": "MarkovConfig"}
-_TAGS = {*NETWORK_TYPES, *_DATA_TAGS, "own", "range", "number", "list"}  # of unions, not of the recipe
+_TAGS = {"range", "number", "list"}  # of unions, not of the recipe
 _MOST_ERRORS = 3
 _LARGEST = 2**20  # bytes; recipes have about 1000
 _DEEPEST = 16  # tables and lists inside one another
@@ -95,23 +95,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return parse_toml(text, str(path))
 
 
-def explain(errors: Sequence[Any], model: type[BaseModel]) -> str:
-    """Pydantic's errors about a model as `path: what is allowed, found what`, joined; the first few of them.
+def explain(errors: Sequence[Any], model: type[BaseModel], values: Any = None) -> str:
+    """Pydantic's errors about a model of some values as `path: what is allowed, found what`; the first few of them.
 
     Which keys a section has may depend on its name, so they are not judged where that is wrong.
     """
     misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
     told = [error for error in errors if error["type"] != "extra_forbidden" or error["loc"][:-1] not in misnamed]
-    lines = [_explain(error, model) for error in told[:_MOST_ERRORS]]
+    lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
     more = len(told) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
 
 
-def _explain(error: Any, model: type[BaseModel]) -> str:
+def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
     parts = [str(part) for part in error["loc"]]
     path = shortened(".".join(part for part in parts if part not in _TAGS)) or "(top level)"
     if error["type"] == "extra_forbidden":
-        known = _keys(model, parts[:-1])
+        known = _keys(model, parts[:-1], values)
         near = nearest(parts[-1], known)
         return f"{path}: unknown key, " + (f"did you mean {near!r}?" if near else f"there are {fitted(known)}")
     if error["type"] == "missing":
@@ -121,23 +121,17 @@ def _explain(error: Any, model: type[BaseModel]) -> str:
     return f"{path}: {message[0].lower()}{message[1:]}{found}"
 
 
-def _keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The keys of the section at a path of a model; of all members of a union unless the path names one by its tag."""
+def _keys(model: type[BaseModel], path: Sequence[str], values: Any) -> list[str]:
+    """The keys of the section at a path of a model."""
     models = [model]
     for part in path:
+        values = values.get(part) if isinstance(values, Mapping) else None
         fields = [m.model_fields[part] for m in models if part in m.model_fields]
         if fields:
             models = [inner for field in fields for inner in _models(field.annotation)]
-        elif part in _TAGS:
-            models = [m for m in models if part in _tags(m)] or models
+            models = [section_of(values) if m is Task else m for m in models]
+            models = [networks.section_of(values) if m is networks.NetworkConfig else m for m in models]
     return list(dict.fromkeys(key for m in models for key in m.model_fields))
-
-
-def _tags(model: type[BaseModel]) -> tuple[str, ...]:
-    """The tags of a model in its union."""
-    if "type" in model.model_fields:
-        return get_args(model.model_fields["type"].annotation)
-    return tuple(tag for tag, name in _DATA_TAGS.items() if name == model.__name__)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

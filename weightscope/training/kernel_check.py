@@ -57,7 +57,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     """
     if isinstance(recipe.network, OwnNetworkConfig):
         own_networks.check(recipe, "torch")
-    info, data = dataset_info(recipe.images), recipe.data
+    info, data = dataset_info(recipe.images), recipe.images
     batch = min(recipe.training.batch_size, data.train or info.train or recipe.training.batch_size)
     with torch.random.fork_rng(devices=[]):
         batched = BatchedNetworks(networks.build_for(recipe), _NETWORKS, kernels=kernels)

@@ -11,7 +11,7 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource
 from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import ScoredSequences
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.batches import hits
 from weightscope.training.loop_networks import LoopNetworks
@@ -30,6 +30,8 @@ class SequenceBatches:
         device: of all tensors; training sequences are drawn there.
         nets: the networks.
     """
+
+    reported = ("train_loss", "train_accuracy")
 
     def __init__(
         self,
