@@ -12,6 +12,7 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import UsageError
 from weightscope.fits.structure import (
+    Standalone,
     Structure,
     checked_data,
     checked_names,
@@ -212,6 +213,23 @@ class Kronecker(Separable):
         return tuple(root for _, root in self.roots)
 
 
+_STANDALONE = '''
+
+def _layers(group, a, randn):
+    """One sample of a group: the same tensor of several layers as an array (L, p, n), noise times three factors."""
+    x, stacks, start = a["mean"].clone(), {}, 0
+    for name, shape, _ in group["spec"]:
+        stacks.setdefault((re.sub(r"\\d+", "*", name), tuple(shape)), []).append(start)
+        start += prod(shape)
+    for j, places in enumerate(stacks.values()):
+        layers, rows, columns = (a[f"{key}.{j}"] for key in ("layers", "rows", "columns"))
+        z = rows @ randn(len(layers), len(rows), len(columns)) @ columns.T
+        for start, part in zip(places, torch.tensordot(layers, z, 1).flatten(1)):
+            x[start : start + len(part)] += part
+    return x
+'''
+
+
 class TensorNormal(Separable):
     """Cov(vec X) = R_L (x) R_p (x) R_n for the tensors of one role and shape, stacked: X (L, p, n), row-major vec.
 
@@ -240,6 +258,7 @@ class TensorNormal(Separable):
     form = "tensor_normal"
     summary = "layers of one shape: covariance between layers (x) between rows (x) between columns"
     axes = ("layers", "rows", "columns")
+    standalone = Standalone("import re\n", "_layers", _STANDALONE)
 
     @classmethod
     def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,14 @@ class Accumulator(Protocol[S_co]):
         """
 
 
+class Standalone(NamedTuple):
+    """How a Python file that needs torch only samples a form: a function (group, arrays, randn) -> x (D',)."""
+
+    imports: str
+    function: str  # its name
+    text: str
+
+
 class Structure(ABC):
     """A fitted distribution over vectors of D weights: a mean, and a covariance of some form.
 
@@ -42,11 +50,12 @@ class Structure(ABC):
 
     Attributes:
         name: short name in tables; by default that of the class.
-        form: how noise becomes a vector: `"affine"`, `"kronecker"`, `"group_means"` or `"exchangeable"`, which
-            standalone initialisers implement, or `"custom"`.
+        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which the template of standalone
+            initialisers samples, a name of one's own with `standalone`, or `"custom"`.
         options: names of the arguments of `fit` after data and spec.
         needs_samples: whether fitting needs all samples at once.
         uses_permutations: whether `context` takes a permutation specification of the user's own.
+        standalone: code that samples the form in a standalone file, where its template does not.
         spec: names and shapes of the tensors that the D entries are.
         mean: (D,).
         diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
@@ -58,6 +67,7 @@ class Structure(ABC):
     options: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True
     uses_permutations: ClassVar[bool] = False
+    standalone: ClassVar[Standalone | None] = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
