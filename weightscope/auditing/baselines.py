@@ -1,8 +1,9 @@
 """Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from scipy import stats
@@ -23,7 +24,6 @@ from weightscope.init.baselines import (
     FACTOR,
     QKV,
     QKVO,
-    branches,
     centre_tap,
     fan_sum,
     matrices_of,
@@ -104,14 +104,7 @@ def uniform_entries(w: Tensor, bound: float) -> list[Row]:
 
 
 def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
-    """Mean, variance and kurtosis of entries relative to the expected standard deviation, with their intervals.
-
-    Args:
-        w: the weight.
-        std: expected standard deviation.
-        moments: expected standardised moments 4, 6 and 8.
-        largest: largest possible absolute value.
-    """
+    """Mean, variance and kurtosis of entries relative to the expected standard deviation, with their intervals."""
     n = w.numel()
     if n == 0:
         raise DataError(f"expected a weight with entries, found the shape {tuple(w.shape)}; it has nothing to audit")
@@ -158,7 +151,12 @@ def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
     return checks
 
 
-@EXPECTATIONS.register("zero_init", reads=branches)
+def _branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
+    return kinds.get(parameters.get("parts", "attention"), ())
+
+
+@EXPECTATIONS.register("zero_init", reads=_branches)
 def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
