@@ -433,7 +433,7 @@ def test_attention_grid_colours_are_units_of_uniform_attention():
     maps[0, 1] = np.eye(8)
     figure = plots.attention_grid(maps, uniform=1 / 8, row_labels=["a", "b"], column_labels=["x", "y", "z"], title="t")
     drawn = [ax.images[0] for ax in figure.axes if ax.images]
-    assert len(drawn) == 7  # six maps and the colour bar
+    assert len(drawn) == 6
     np.testing.assert_allclose(drawn[0].get_array(), 1)
     np.testing.assert_allclose(drawn[1].get_array(), np.clip(8 * np.eye(8), 0.25, None))
     assert len({(image.norm.vmin, image.norm.vmax) for image in drawn}) == 1

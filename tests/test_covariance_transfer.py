@@ -17,6 +17,7 @@ import weightscope.init as wi
 from weightscope.anatomy import depthwise
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits import load_artifact, write_standalone
+from weightscope.fits.artifact import digest
 from weightscope.fits.filters import filter_distributions
 from weightscope.fits.one_network import fit_filters, fit_network
 from weightscope.init.covariance_transfer import TransferOptions, target_distributions
@@ -424,7 +425,7 @@ def rewritten(path, change_header=None, change_arrays=None):
         change_header(header)
     if change_arrays is not None:
         change_arrays(arrays)
-    save_file(arrays, path, metadata={"weightscope": json.dumps(header)})
+    save_file(arrays, path, metadata={"weightscope": (text := json.dumps(header)), "sha256": digest(text, arrays)})
     return path
 
 

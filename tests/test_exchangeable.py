@@ -331,4 +331,4 @@ def test_the_command_refuses_options_that_do_not_apply(
     with pytest.raises(SystemExit) as stop:
         main(["covariance", str(tmp_path), "--exchangeable", option])
     assert stop.value.code == 2
-    assert f"{option.split('=')[0]}: not available with --exchangeable" in capsys.readouterr().err
+    assert f"{option.split('=')[0]} cannot be combined with --exchangeable" in capsys.readouterr().err

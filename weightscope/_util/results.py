@@ -72,7 +72,10 @@ class Result:
 
 
 class _Cells(Formatter):
-    """Format strings in which None and NaN are "-", whatever their format."""
+    """Format strings in which None, NaN and missing keys are "-", whatever their format."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key))
 
     def format_field(self, value: Any, spec: str) -> str:
         missing = value is None or (isinstance(value, float) and math.isnan(value))
@@ -83,7 +86,7 @@ def row_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, 
     """Records as a text table.
 
     Args:
-        columns: head -> format of the cells, such as `"{alpha:.2f}"`; None and NaN are printed as "-".
+        columns: head -> format of the cells, such as `"{alpha:.2f}"`; None, NaN and missing keys are printed as "-".
         rows: the records.
         left: numbers of the left-aligned columns.
 

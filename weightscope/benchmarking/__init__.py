@@ -6,7 +6,7 @@ from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
-from weightscope.benchmarking.statistics import summarise
+from weightscope.benchmarking.statistics import mean_curves, seed_differences, summarise
 
 __all__ = [
     "Arm",
@@ -17,7 +17,9 @@ __all__ = [
     "bench",
     "choose_gain",
     "linear_probe",
+    "mean_curves",
     "plan_arms",
     "plan_bench",
+    "seed_differences",
     "summarise",
 ]

@@ -22,7 +22,7 @@ from weightscope._util.checks import choice, count
 from weightscope._util.plugins import reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.recipe.parsing import explain
+from weightscope.recipe.base import explain
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
 CONTROLS = ("scale",)
@@ -227,7 +227,7 @@ def init_table(values: Mapping[str, Any]) -> InitConfig:
     try:
         return InitConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise RecipeError(f"init: {explain(error.errors(), InitConfig)}") from None
+        raise RecipeError(f"init: {explain(error.errors(), InitConfig, values)}") from None
 
 
 def with_numbers(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> tuple[str, InitConfig]:

@@ -6,10 +6,10 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arm_labels import LEVEL
+from weightscope._util.arm_labels import FROZEN, LEVEL
 from weightscope._util.divergence import divergence
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of, summarise
+from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
@@ -30,15 +30,15 @@ def of(
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
     if arms and not axes:
-        out["convergence"] = partial(plots.convergence, arms, metric=metric), found
+        out["convergence"] = partial(plots.convergence, with_variants(arms), metric=metric), found
     if any(row.get("control") for row in arms):
         out["scale"] = partial(plots.scale_and_structure, arms, metric=metric), scale_finding(arms, metric)
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(plots.paired_differences, runs, metric=metric), found
+        out["differences"] = partial(_differences, runs, metric=metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
     kept = [run for run in runs if run.get(metric.key) is not None]
     if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(_known(run)) > 1 for run in kept):
-        out["curves"] = partial(plots.metric_curves, runs, metric=metric), found
+        out["curves"] = partial(_curves, runs, metric=metric), found
     if not axes and (by_length := _by_length(runs, metrics)):
         longest = max(by_length)
         drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
@@ -63,16 +63,15 @@ def axes_of(arms: Rows) -> list[str]:
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
     """Name of an initialiser -> its rows, where they fill a map of x and y and nothing else varies."""
-    from weightscope.plots.sweeps import initialiser_without
+    from weightscope.plots import label_without
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in arms:
         place = {**row.get("cell", {}), **row.get("numbers", {})}
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
         if row["difference"] is not None and {x, y} <= set(place):
-            name = ", ".join(
-                filter(None, [initialiser_without(row, x, y), point_text(rest), f"{row['epochs']} epochs"])
-            )
+            parts = [label_without(row["init"], x, y), point_text(rest), f"{row['epochs']} epochs"]
+            name = ", ".join(filter(None, parts))
             groups.setdefault(name, []).append(row)
     return groups
 
@@ -92,6 +91,27 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
         for length, metric in sorted(lengths.items())
     }
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
+
+
+def _differences(runs: Rows, metric: Metric, title: str | None) -> Any:
+    from weightscope import plots
+
+    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)
+
+
+def _curves(runs: Rows, metric: Metric, title: str | None) -> Any:
+    from weightscope import plots
+
+    return plots.metric_curves(mean_curves(runs, metric), metric=metric, title=title)
+
+
+def with_variants(arms: Rows) -> list[dict[str, Any]]:
+    """The rows with `variant_of` for frozen arms, which `plots` draws like their counterparts with open markers."""
+    frozen = [row["init"].endswith(FROZEN) for row in arms]
+    return [
+        row | ({"variant_of": row["init"].removesuffix(FROZEN)} if one else {})
+        for row, one in zip(arms, frozen, strict=True)
+    ]
 
 
 def _products(x: str, y: str) -> str | None:

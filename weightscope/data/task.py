@@ -64,6 +64,12 @@ class Task(BaseModel):
 
     name: str
 
+    @classmethod
+    def of(cls, value: Any) -> "type[Task]":
+        """The class of a section by its name; that of images if the name is not registered."""
+        name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+        return SECTIONS[name if isinstance(name, str) and name in SECTIONS else IMAGES]
+
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """What networks report, the primary metric first; `test_loss` is one of them."""
@@ -124,12 +130,6 @@ class Task(BaseModel):
 
 SECTIONS: Registry[type[Task]] = Registry("task")
 """Sections by their name; every other name is one of a data set of images."""
-
-
-def section_of(value: Any) -> type[Task]:
-    """The class of a [data] section by its name; that of images if the name is not registered."""
-    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
-    return SECTIONS[name if isinstance(name, str) and name in SECTIONS else IMAGES]
 
 
 IMAGES = "images"

@@ -16,7 +16,7 @@ from weightscope.fits.gaussian import Dense, Diagonal, Isotropic, LowRank
 from weightscope.fits.group_means import GroupMeans
 from weightscope.fits.network_fit import NetworkFit
 from weightscope.fits.population_fit import PopulationFit, load_artifact
-from weightscope.fits.resizing import ResizedFit, resized_fit
+from weightscope.fits.resizing import resized_fit
 from weightscope.fits.separable import Kronecker, TensorNormal
 from weightscope.fits.standalone import write_standalone
 from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class, structure_reference
@@ -33,7 +33,6 @@ __all__ = [
     "LowRank",
     "NetworkFit",
     "PopulationFit",
-    "ResizedFit",
     "Structure",
     "TensorNormal",
     "load_artifact",

@@ -1,14 +1,12 @@
-"""The file format of artifacts: a safetensors file with arrays and, in its metadata, one JSON header.
+"""The file format of fits: a safetensors file with arrays and, in its metadata, one JSON header.
 
 `{"format": FORMAT, "version": 1, ...}`: the format says what was fitted, the rest is described by the class of that
-format. Next to it is the SHA-256 of header and arrays, which files of earlier versions do not have. Everything that a
-file states is checked before it is used, and reading executes nothing.
+format. Next to it is the SHA-256 of header and arrays. Everything that a file states is checked before it is used, and
+reading executes nothing.
 """
 
 import hashlib
 import json
-import logging
-import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +23,8 @@ from weightscope._util.sources import ARTIFACT_KEY, open_regular
 from weightscope.errors import DataError
 
 KEY = ARTIFACT_KEY  # of the header in the file's metadata
-DIGEST = "sha256"  # of the digest
+DIGEST = "sha256"  # key of the digest
 VERSION = 1
-
-log = logging.getLogger(__name__)
 
 H = TypeVar("H", bound=BaseModel)
 
@@ -58,20 +54,37 @@ class Artifact(Result):
 
 
 def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """The JSON header and the arrays of an artifact of any format; a missing digest is logged as a warning.
+    """The JSON header and the arrays of an artifact of any format, after comparing its digest.
 
     Raises:
         DataError: if the file is missing, damaged, or not an artifact.
     """
-    header, arrays, stated = _read(path)
-    if stated is None:
-        log.warning("%s: unverified: written without a checksum by an earlier version; save it again to add one", path)
-    return header, arrays
-
-
-def has_digest(path: str | Path) -> bool:
-    """Whether an artifact has a digest, which was compared then; errors as `read_contents`."""
-    return _read(path)[2] is not None
+    try:
+        open_regular(path).close()
+        with safe_open(str(path), framework="numpy") as tensors:
+            metadata = tensors.metadata() or {}
+            text, stated = metadata.get(KEY), metadata.get(DIGEST, "(none stated)")
+            arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if text else {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
+    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found an invalid safetensors file: {error}"
+        ) from error
+    if text is None:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found a safetensors file without its header; "
+            "`weightscope fit-init` writes artifacts"
+        )
+    if (found := digest(text, arrays)) != stated:
+        raise DataError(
+            f"{path}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; the file was "
+            "changed or damaged: restore it, or fit again"
+        )
+    try:
+        return json.loads(text), arrays
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its header is not JSON: {error}") from error
 
 
 def digest(header: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -92,40 +105,6 @@ def _ordered(raw: bytes) -> bytes:
     text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + raw[stop:]
-
-
-def _read(path: str | Path) -> tuple[Any, dict[str, np.ndarray], str | None]:
-    """Header, arrays, and the digest if there is one."""
-    from weightscope.checkpoint.safetensors_header import read_header  # that package imports torch
-
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            read_header(lambda start, stop: os.pread(file.fileno(), stop - start, start), size, "it")
-        with safe_open(str(path), framework="numpy") as tensors:
-            metadata = tensors.metadata() or {}
-            text, stated = metadata.get(KEY), metadata.get(DIGEST)
-            arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if text else {}  # noqa: SIM118
-    except FileNotFoundError:
-        raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
-    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path}: expected an initialiser's artifact, found an invalid safetensors file: {error}"
-        ) from error
-    if text is None:
-        raise DataError(
-            f"{path}: expected an initialiser's artifact, found a safetensors file without its header; "
-            "`weightscope fit-init` writes artifacts"
-        )
-    if stated is not None and (found := digest(text, arrays)) != stated:
-        raise DataError(
-            f"{path}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; the file was changed "
-            "or damaged: restore it, or fit again"
-        )
-    try:
-        return json.loads(text), arrays, stated
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: its header is not JSON: {error}") from error
 
 
 def checked_header(values: Any, model: type[H]) -> H:

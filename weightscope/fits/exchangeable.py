@@ -13,7 +13,7 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope._util.checks import choice, number
 from weightscope.errors import DataError, UsageError, WeightscopeError
-from weightscope.fits.structure import Structure, checked_names, checked_root, require_variation
+from weightscope.fits.structure import Standalone, Structure, checked_names, checked_root, require_variation
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
@@ -154,6 +154,45 @@ def _removed(before: np.ndarray, after: np.ndarray, mask: np.ndarray) -> float:
 _LOG_2PI = float(np.log(2.0 * np.pi))
 
 
+_STANDALONE = '''
+
+def _parts(group, a, randn):
+    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
+    views = json.loads(bytes(a["permutations"].tolist()))["views"]
+    sizes, types = {}, {}
+    for view in views:
+        sizes |= {x.removeprefix("~"): n for x, n in zip(view["axes"], view["shape"]) if x}
+    order = list(sizes)
+    place = lambda label: order.index(label.removeprefix("~"))
+    for view in views:
+        free = sorted({x for x in view["axes"] if x and x[0] != "~"})
+        signed = {x for x in view["axes"] if x and x[0] == "~"}
+        for some in chain.from_iterable(combinations(free, r) for r in range(len(free) + 1)):
+            types.setdefault(tuple(sorted((*signed, *some), key=place)), []).append(view)
+    out = {name: torch.zeros(*shape, dtype=torch.float64) for name, shape, _ in group["spec"]}
+    for i, key in enumerate(sorted(types, key=lambda key: (len(key), [place(x) for x in key]))):
+        factor, start = a[f"factor.{i}"], 0
+        z = randn(*(sizes[x.removeprefix("~")] for x in key), len(factor))
+        for axis, label in enumerate(key):
+            z = z if label[0] == "~" else z - z.mean(axis, keepdim=True)
+        z = z @ factor.T
+        for view in types[key]:
+            axes, shape = view["axes"], view["shape"]
+            fixed = [n for n, x in zip(shape, axes) if not x]
+            part = z[..., start : start + prod(fixed)].reshape([*z.shape[:-1], *fixed])
+            at = iter(range(len(key), part.ndim))
+            part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
+            away = [j for j, x in enumerate(axes) if x and x not in key]
+            for j in away:
+                part = part.unsqueeze(j)
+            rows = out[view["tensor"]]
+            rows = rows[view["start"] : view["start"] + shape[0]] if shape else rows
+            rows += part / prod(shape[j] for j in away) ** 0.5
+            start += prod(fixed)
+    return a["mean"] + torch.cat([value.flatten() for value in out.values()])
+'''
+
+
 class Exchangeable(Structure):
     r"""x = mean + sum over types S of L_S Z_S, with one covariance L_S L_S^T (C_S x C_S) for each type.
 
@@ -185,6 +224,7 @@ class Exchangeable(Structure):
     options = ("gain", "denoise")
     needs_samples = False
     uses_permutations = True
+    standalone = Standalone("from itertools import chain, combinations\n", "_parts", _STANDALONE)
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ class FilterLayer(StrictModel):
     depth: float = Field(ge=0, le=1)
     kernel: Kernel
     count: int = Field(ge=2)
-    dead: int = Field(default=0, ge=0)
+    dead: int = Field(ge=0)
 
 
 class FilterHeader(StrictModel):

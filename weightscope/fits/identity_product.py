@@ -59,14 +59,13 @@ class ProductFit(Numbers):
     """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer.
 
     Attributes:
-        signs: beta has the sign of the product. Artifacts without this entry have minus that of V/O, and are
-            converted when they are read.
+        signs: beta has the sign of the product, also for values and outputs.
         parts: the products that the initialiser sets.
         layer_scale: whether the network has one after its attention, and whether it was folded into W_V W_O.
     """
 
     structure: Literal["identity_product"] = "identity_product"
-    signs: Literal["products"] = "products"
+    signs: Literal["products"]
     parts: Literal["both", "qk", "vo"] = "both"
     layer_scale: Literal["none", "folded", "left out"] = "none"
     layers: tuple[ProductLayer, ...] = Field(min_length=1)
@@ -99,20 +98,6 @@ class ProductFit(Numbers):
             f"beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n{note}"
         )
         return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + text_table(head, rows)
-
-
-def with_signs(numbers: dict[str, Any]) -> dict[str, Any]:
-    """The numbers with the products' own signs; `ProductFit` once stored minus the beta of V/O."""
-    layers = numbers.get("layers")
-    if numbers["structure"] != "identity_product" or "signs" in numbers or not isinstance(layers, list):
-        return numbers
-    converted = []
-    for layer in layers:
-        vo = layer.get("vo") if isinstance(layer, dict) else None
-        if isinstance(vo, dict) and isinstance(vo.get("beta"), float):
-            layer = layer | {"vo": vo | {"beta": -vo["beta"]}}
-        converted.append(layer)
-    return numbers | {"signs": "products", "layers": converted}
 
 
 def _cells(fit: ProductNumbers) -> tuple[str, ...]:
@@ -179,7 +164,9 @@ def fit_identity_product(
         qk, vo = _query_key(part), _value_output(part, scale)
         layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
-    return NetworkFit(ProductFit.model_validate({"parts": parts, "layer_scale": state, "layers": tuple(layers)}))
+    return NetworkFit(
+        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": tuple(layers)})
+    )
 
 
 def _query_key(part: AttentionPart) -> ProductNumbers:

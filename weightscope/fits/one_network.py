@@ -21,7 +21,7 @@ from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import checked_header
 from weightscope.fits.filters import FilterFit, FilterHeader, FilterLayer, ScheduleFit, fit_conv_schedule, fit_filters
-from weightscope.fits.identity_product import ProductFit, fit_identity_product, with_signs
+from weightscope.fits.identity_product import ProductFit, fit_identity_product
 from weightscope.fits.network_fit import NetworkFit, StrictModel
 from weightscope.population import open_network
 from weightscope.statistics.filters import FilterDistribution
@@ -89,11 +89,6 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     Raises:
         DataError: if a value is invalid, or the arrays do not match the header or are not finite.
     """
-    numbers = values.get("numbers")
-    if isinstance(numbers, dict) and isinstance(numbers.get("structure"), str):
-        # Structure names were written with hyphens once.
-        numbers = numbers | {"structure": numbers["structure"].replace("-", "_")}
-        values = values | {"numbers": with_signs(numbers)}
     header = checked_header(values, _Header)
     depths = [layer.depth for layer in header.numbers.layers]
     if any(b < a for a, b in itertools.pairwise(depths)):

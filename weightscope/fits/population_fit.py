@@ -122,6 +122,8 @@ class PopulationFit(Artifact):
         excluded: how many were excluded because they diverged or are not finite.
         settings: `select`, `joint`, `holdout`, `seed`, `held_out` (networks scored).
         provenance: where the weights came from.
+        problems: tensor -> why `resized_fit` could not resize it; not saved.
+        resized: what `resized_fit` rescaled, took from another depth, and dropped; not saved.
     """
 
     spec: WeightSpec
@@ -131,6 +133,8 @@ class PopulationFit(Artifact):
     excluded: int
     settings: dict[str, Any]
     provenance: dict[str, Any]
+    problems: Mapping[str, str] = field(default_factory=dict)
+    resized: tuple[str, ...] = ()
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """Independent weight vectors (size, D) in the order of `spec`."""

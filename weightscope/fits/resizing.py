@@ -24,20 +24,6 @@ _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  #
 
 
 @dataclass(frozen=True)
-class Resized:
-    """A structure for another network.
-
-    Attributes:
-        structure: of the tensors that could be resized; None if there are none. Its diagnostics say under "resized"
-            what was rescaled, taken from another depth and dropped.
-        problems: tensor -> why it could not be resized.
-    """
-
-    structure: Exchangeable | None
-    problems: dict[str, str]
-
-
-@dataclass(frozen=True)
 class _Plan:
     """What the tensors of the other network are made from.
 
@@ -94,7 +80,7 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
     return out
 
 
-def resized(structure: Exchangeable, network: WeightSpec) -> Resized:
+def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable | None, dict[str, str]]:
     """The structure's law for the tensors of another network.
 
     A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
@@ -112,7 +98,11 @@ def resized(structure: Exchangeable, network: WeightSpec) -> Resized:
 
     Args:
         structure: fitted.
-        network: of all tensors of the other network.
+        network: all tensors of the other network.
+
+    Returns:
+        The structure of the tensors that could be resized, None if there are none, whose diagnostics say under
+        "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
 
     Raises:
         SpecError: if the depth differs and the permutation specification is not that of a known architecture.
@@ -125,7 +115,7 @@ def resized(structure: Exchangeable, network: WeightSpec) -> Resized:
     problems |= {v.tensor: p for v in permutations.views if (p := _problem(v, found[v.name])) is not None}
     spec = WeightSpec(tensor for tensor in network.tensors if tensor.name in tensors and tensor.name not in problems)
     if not spec.tensors:
-        return Resized(None, problems)
+        return None, problems
     permutations = permutations.restrict(spec.names)
     origins = {v.name: origin for v in permutations.views if (origin := found[v.name]) is not None}
     mine, theirs = default_deviations(structure.network), default_deviations(network)
@@ -140,7 +130,7 @@ def resized(structure: Exchangeable, network: WeightSpec) -> Resized:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
     made = Exchangeable(spec, _mean(plan, spec), permutations, factors, structure.parameters, diagnostics, network)
-    return Resized(made, problems)
+    return made, problems
 
 
 def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
@@ -298,62 +288,41 @@ def _depth_notes(plan: _Plan) -> list[str]:
     return notes + ([f"blocks left out: {', '.join(left)}"] if left else [])
 
 
-@dataclass(frozen=True)
-class ResizedFit:
-    """A fit for another network.
-
-    Attributes:
-        fit: its spec has the other network's shapes wherever a tensor could be resized.
-        problems: tensor -> why it could not be resized.
-        notes: what was rescaled, taken from another depth, and dropped; empty if nothing was.
-    """
-
-    fit: PopulationFit
-    problems: dict[str, str]
-    notes: tuple[str, ...] = ()
-
-
-def resized_fit(result: PopulationFit, network: WeightSpec) -> ResizedFit:
-    """A fit for a network of another width or depth; see `weightscope.fits.resizing.resized`.
+def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
+    """A fit for a network of another width or depth; see `resized`.
 
     Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
-    The result can be saved and exported like any other fit.
+    The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
+    and what was rescaled, taken from another depth, and dropped.
 
     Args:
         result: fitted to a population.
-        network: of all tensors of the other network.
+        network: all tensors of the other network.
 
     Raises:
         SpecError: if the depth differs and the permutation specification is not that of a known architecture.
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
-        >>> print(wide.notes)
+        >>> print(wide.resized)
     """
     groups: list[Group] = []
     problems: dict[str, str] = {}
     notes: list[str] = []
     for group in result.groups:
-        structure = group.structure
-        if not isinstance(structure, Exchangeable) or group.varying is not None or not _differs(structure, network):
-            groups.append(group)
-            continue
-        try:
-            found = resized(structure, network)
-        except AnatomyError as error:
-            problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
-            groups.append(group)
-            continue
-        problems |= found.problems
-        if found.structure is None:
-            groups.append(group)
-        else:
-            groups.append(replace(group, spec=found.structure.spec, structure=found.structure))
-            notes += found.structure.diagnostics["resized"]
+        structure, made = group.structure, None
+        if isinstance(structure, Exchangeable) and group.varying is None and _differs(structure, network):
+            try:
+                made, why = resized(structure, network)
+                problems |= why
+            except AnatomyError as error:
+                problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
+        groups.append(group if made is None else replace(group, spec=made.spec, structure=made))
+        notes += [] if made is None else made.diagnostics["resized"]
     tensors = {tensor.name: tensor for group in groups for tensor in group.spec.tensors}
     order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
-    fit = replace(result, spec=WeightSpec(tensors[name] for name in order), groups=tuple(groups))
-    return ResizedFit(fit, problems, tuple(dict.fromkeys(notes)))
+    spec = WeightSpec(tensors[name] for name in order)
+    return replace(result, spec=spec, groups=tuple(groups), problems=problems, resized=tuple(dict.fromkeys(notes)))
 
 
 def _differs(structure: Exchangeable, network: WeightSpec) -> bool:

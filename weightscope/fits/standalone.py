@@ -6,16 +6,9 @@ from pathlib import Path
 from weightscope._util import atomic
 from weightscope.errors import UsageError
 from weightscope.fits.population_fit import PopulationFit, load_artifact
-from weightscope.fits.structure import Structure
+from weightscope.fits.structure import STRUCTURES, Structure
 
-_FORMS = (
-    "affine",
-    "kronecker",
-    "group_means",
-    "exchangeable",
-    "tensor_normal",
-    "fixed",
-)  # what the templates implement
+_FORMS = ("affine", "kronecker", "group_means")  # what the template samples; others bring a function of their own
 
 _TEMPLATE = '''\
 """Initialise {touched} from {artifact}, in the folder of this file.
@@ -74,66 +67,6 @@ def _sample(group, a, randn):
     return x
 '''
 
-_EXCHANGEABLE = '''
-
-def _parts(group, a, randn):
-    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
-    views = json.loads(bytes(a["permutations"].tolist()))["views"]
-    sizes, types = {}, {}
-    for view in views:
-        sizes |= {x.removeprefix("~"): n for x, n in zip(view["axes"], view["shape"]) if x}
-    order = list(sizes)
-    place = lambda label: order.index(label.removeprefix("~"))
-    for view in views:
-        free = sorted({x for x in view["axes"] if x and x[0] != "~"})
-        signed = {x for x in view["axes"] if x and x[0] == "~"}
-        for some in chain.from_iterable(combinations(free, r) for r in range(len(free) + 1)):
-            types.setdefault(tuple(sorted((*signed, *some), key=place)), []).append(view)
-    out = {name: torch.zeros(*shape, dtype=torch.float64) for name, shape, _ in group["spec"]}
-    for i, key in enumerate(sorted(types, key=lambda key: (len(key), [place(x) for x in key]))):
-        factor, start = a[f"factor.{i}"], 0
-        z = randn(*(sizes[x.removeprefix("~")] for x in key), len(factor))
-        for axis, label in enumerate(key):
-            z = z if label[0] == "~" else z - z.mean(axis, keepdim=True)
-        z = z @ factor.T
-        for view in types[key]:
-            axes, shape = view["axes"], view["shape"]
-            fixed = [n for n, x in zip(shape, axes) if not x]
-            part = z[..., start : start + prod(fixed)].reshape([*z.shape[:-1], *fixed])
-            at = iter(range(len(key), part.ndim))
-            part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
-            away = [j for j, x in enumerate(axes) if x and x not in key]
-            for j in away:
-                part = part.unsqueeze(j)
-            rows = out[view["tensor"]]
-            rows = rows[view["start"] : view["start"] + shape[0]] if shape else rows
-            rows += part / prod(shape[j] for j in away) ** 0.5
-            start += prod(fixed)
-    return a["mean"] + torch.cat([value.flatten() for value in out.values()])
-'''
-
-_TENSOR_NORMAL = '''
-
-def _layers(group, a, randn):
-    """One sample of a group: the same tensor of several layers as an array (L, p, n), noise times three factors."""
-    x, stacks, start = a["mean"].clone(), {}, 0
-    for name, shape, _ in group["spec"]:
-        stacks.setdefault((re.sub(r"\\d+", "*", name), tuple(shape)), []).append(start)
-        start += prod(shape)
-    for j, places in enumerate(stacks.values()):
-        layers, rows, columns = (a[f"{key}.{j}"] for key in ("layers", "rows", "columns"))
-        z = rows @ randn(len(layers), len(rows), len(columns)) @ columns.T
-        for start, part in zip(places, torch.tensordot(layers, z, 1).flatten(1)):
-            x[start : start + len(part)] += part
-    return x
-'''
-
-# Form -> (what it imports, its function, the text of this function).
-_BY_FORM = {
-    "exchangeable": ("from itertools import chain, combinations\n", "_parts", _EXCHANGEABLE),
-    "tensor_normal": ("import re\n", "_layers", _TENSOR_NORMAL),
-}
-
 
 def write_standalone(
     artifact: PopulationFit | str | Path, file: str | Path, *, structures: Sequence[str | type[Structure]] = ()
@@ -169,8 +102,10 @@ def write_standalone(
     result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
-    if foreign := [g.label for g in result.groups if g.structure is not None and g.structure.form not in _FORMS]:
-        raise UsageError(f"{foreign[0]}: a standalone initialiser needs one of the forms {', '.join(_FORMS[:-1])}")
+    for group in result.groups:
+        if group.structure is not None and group.structure.form not in _FORMS and group.structure.standalone is None:
+            known = [*_FORMS, *(cls.form for cls in STRUCTURES.values() if cls.standalone is not None)]
+            raise UsageError(f"{group.label}: a standalone initialiser needs one of the forms {', '.join(known)}")
     if isinstance(artifact, PopulationFit):
         beside = result.save(file.with_suffix(".safetensors"))
     else:
@@ -190,9 +125,9 @@ def _source(result: PopulationFit, module: str, artifact: str) -> str:
         key: text.replace("\\", "/").replace('"""', "'''")
         for key, text in {"touched": touched, "summary": summary}.items()
     }
-    forms = {group.structure.form for group in result.groups if group.structure is not None}
-    needed = {form: texts for form, texts in _BY_FORM.items() if form in forms}
-    imports = "".join(sorted((texts[0] for texts in needed.values()), reverse=True))
+    own = {cls.form: cls.standalone for g in result.groups if g.structure and (cls := type(g.structure)).standalone}
+    needed = {form: own[form] for form in sorted(own)}
+    imports = "".join(sorted((code.imports for code in needed.values()), reverse=True))
     text = _TEMPLATE.format(module=module, artifact=artifact, imports=imports, **safe)
-    functions = ", ".join(f'"{form}": {name}' for form, (_, name, _) in needed.items())
-    return text + "".join(texts[2] for texts in needed.values()) + f"\n\n_FORMS = {{{functions}}}\n"
+    functions = ", ".join(f'"{form}": {code.function}' for form, code in needed.items())
+    return text + "".join(code.text for code in needed.values()) + f"\n\n_FORMS = {{{functions}}}\n"

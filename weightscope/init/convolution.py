@@ -10,7 +10,6 @@ from torch import Tensor
 from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator, normal
 from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
@@ -28,11 +27,7 @@ BUMP = "the covariance is a bump around a centre pixel of an image"
 
 
 def settings(preset: str | None, sigma0: float | None, v: float | None, a: float | None) -> Schedule:
-    """The schedule of a preset, or of three numbers.
-
-    Raises:
-        UsageError: if both or neither are given, or a number is not finite.
-    """
+    """The schedule of a preset, or of three numbers."""
     given = {"sigma0": sigma0, "v": v, "a": a}
     if preset is not None:
         choice("preset", preset, PRESETS)
@@ -47,16 +42,7 @@ def settings(preset: str | None, sigma0: float | None, v: float | None, a: float
 
 
 def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -> list[DepthwisePart]:
-    """The parts that have two-dimensional, square filters of odd size.
-
-    Args:
-        parts: depthwise layers.
-        why: the reason, for the error message.
-        strict: whether any other layer is an error.
-
-    Raises:
-        UsageError: if strict, naming the first layer that has other filters; if there is no square one.
-    """
+    """The parts that have two-dimensional, square filters of odd size."""
     odd = [part for part in parts if not part.square]
     if odd and (strict or len(odd) == len(parts)):
         step = "" if len(odd) == len(parts) else f"; strict=False uses the {len(parts) - len(odd)} other layers"
@@ -67,7 +53,6 @@ def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -
 
 
 @INITIALISERS.register("conv_covariance", source="thesis 3.1.2", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def conv_covariance_(
     module: M,
     *,
@@ -113,7 +98,7 @@ def conv_covariance_(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    parts = checked_filters(depthwise(module), BUMP, strict)
+    parts = checked_filters(depthwise(module, strict=strict, caller="conv_covariance_"), BUMP, strict)
     for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
         if curve(d) <= 0:
             raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
@@ -132,7 +117,6 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: tor
 
 
 @INITIALISERS.register("random_filters", source="impulse paper, Proposition 1", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def random_filters_(
     module: M,
     *,
@@ -149,8 +133,7 @@ def random_filters_(
         module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -164,7 +147,7 @@ def random_filters_(
     """
     choice("distribution", distribution, ("normal", "uniform"))
     positive("gain", gain)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
         if distribution == "uniform":
@@ -174,7 +157,6 @@ def random_filters_(
 
 
 @INITIALISERS.register("impulse_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def impulse_filters_(
     module: M,
     *,
@@ -191,8 +173,7 @@ def impulse_filters_(
         module: changed in place: the weights of its depthwise convolutions.
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -208,7 +189,7 @@ def impulse_filters_(
     if filter_size is not None:
         count("filter_size", filter_size)
     cpu_generator(generator)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="impulse_filters_"):
         pixels = _central(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
@@ -231,15 +212,13 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: torch.Generator | None = None) -> M:
     """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.
         value: 1 as published.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: not used.
 
     Raises:
@@ -252,6 +231,6 @@ def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generato
         >>> box_filters_(convmixer)
     """
     number("value", value)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="box_filters_"):
         part.write(torch.full((part.channels, *part.kernel), value))
     return module

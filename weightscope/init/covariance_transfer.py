@@ -20,11 +20,7 @@ _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """The named parameters of `covariance_transfer_`, checked.
-
-    Raises:
-        UsageError: if one is invalid.
-    """
+    """The named parameters of `covariance_transfer_`, checked."""
 
     kronecker: bool = False
     means: bool = False
@@ -46,15 +42,7 @@ def target_distributions(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) of the filters to draw for each of a module's layers.
 
-    Args:
-        parts: the module's layers.
-        source: the distributions of the source's layers.
-        options: of `covariance_transfer_`.
-
     Layers of the source whose filters are dead are not used.
-
-    Raises:
-        UsageError: if the numbers of stages differ, or no layer of the source has the given kernel size.
     """
     chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
     if not chosen:

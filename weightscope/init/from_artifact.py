@@ -16,7 +16,7 @@ from weightscope.fits.filters import FilterFit, ScheduleFit
 from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.network_fit import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
-from weightscope.fits.resizing import ResizedFit, resized_fit
+from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import M, cpu_generator
 from weightscope.init.convolution import conv_covariance_
@@ -69,7 +69,7 @@ class PopulationInit:
     def __init__(self, result: PopulationFit) -> None:
         self.result = result
         self.report: InitReport | None = None
-        self._last: tuple[WeightSpec, ResizedFit] | None = None
+        self._last: tuple[WeightSpec, PopulationFit] | None = None
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
@@ -91,16 +91,16 @@ class PopulationInit:
         """
         there = _tensors(module)
         found = self._resized(module)
-        problems = {t.name: p for t in found.fit.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
+        problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
         problems |= found.problems
-        fits = [name for name in found.fit.spec.names if name not in problems]
+        fits = [name for name in found.spec.names if name not in problems]
         if problems and (strict or not fits):
             shown = [f"`{name}` {problem}" for name, problem in list(problems.items())[:6]]
             more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(shown)}{more}")
         generator = cpu_generator(generator)
         values: dict[str, np.ndarray] = {}
-        for group in found.fit.groups:
+        for group in found.groups:
             values |= group.spec.unpack(draw(group, generator))
         drawn = {name: torch.from_numpy(values[name]).to(there[name].dtype) for name in fits}
         if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
@@ -112,10 +112,10 @@ class PopulationInit:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
-        self.report = InitReport(tuple(fits), others, tuple(problems), found.notes)
+        self.report = InitReport(tuple(fits), others, tuple(problems), found.resized)
         return module
 
-    def _resized(self, module: nn.Module) -> ResizedFit:
+    def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
         named = {unwrapped(t.name): t for t in WeightSpec.of(module).tensors}
         spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())

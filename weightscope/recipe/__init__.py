@@ -10,10 +10,10 @@ recipe is parsed without importing it; what depends on it is checked when it is 
 
 from weightscope.data.config import AugmentConfig
 from weightscope.data.image_section import DataConfig
-from weightscope.recipe.bench import BenchConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
+    BenchConfig,
     DataSection,
     DistillationConfig,
     InitConfig,

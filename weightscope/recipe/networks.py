@@ -48,6 +48,18 @@ class NetworkConfig(Section):
 
     type: str
 
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The class of a section by its type; ValueError for an unknown one."""
+        kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+        if is_reference(kind):
+            return OwnNetworkConfig
+        if isinstance(kind, str) and kind in SECTIONS:
+            return SECTIONS[kind]
+        if kind is None:
+            raise ValueError(f"type is missing; expected one of {', '.join(map(repr, SECTIONS))}")
+        raise ValueError(unknown("network type", kind, SECTIONS, "'package.module:factory' for a network of your own"))
+
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the class."""
@@ -264,21 +276,9 @@ class OwnNetworkConfig(NetworkConfig):
         return dict(self.model_extra or {})
 
 
-def section_of(value: Any) -> type[NetworkConfig]:
-    """The class of a [network] section by its type; ValueError for an unknown one."""
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    if is_reference(kind):
-        return OwnNetworkConfig
-    if isinstance(kind, str) and kind in SECTIONS:
-        return SECTIONS[kind]
-    if kind is None:
-        raise ValueError(f"type is missing; expected one of {', '.join(map(repr, SECTIONS))}")
-    raise ValueError(unknown("network type", kind, SECTIONS, "'package.module:factory' for a network of your own"))
-
-
 def _section(value: Any) -> Any:
     """The section by its type; errors keep the paths of the fields."""
-    return value if isinstance(value, NetworkConfig) else section_of(value).model_validate(value)
+    return value if isinstance(value, NetworkConfig) else NetworkConfig.of(value).model_validate(value)
 
 
 NetworkField = Annotated[SerializeAsAny[NetworkConfig], BeforeValidator(_section)]

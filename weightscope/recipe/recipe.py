@@ -10,11 +10,10 @@ from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import Section
-from weightscope.recipe.bench import BenchConfig
+from weightscope.recipe.base import Section, check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.networks import NetworkField, network_types
-from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
 from weightscope.recipe.sections import (
+    BenchConfig,
     DataSection,
     DistillationConfig,
     InitConfig,

@@ -1,4 +1,4 @@
-"""The sections [data] [training] [distillation] [init] [population]."""
+"""The sections [data] [training] [distillation] [init] [population] [bench]."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,11 +19,20 @@ from pydantic import (
 )
 
 from weightscope.data import image_section, sequence_config  # noqa: F401 - registered in SECTIONS
-from weightscope.data.task import Task, section_of
+from weightscope.data.task import Task
 from weightscope.errors import RecipeError
-from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
+from weightscope.recipe.base import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Width,
+    check_numbers,
+    explain,
+    read_toml,
+)
 from weightscope.recipe.networks import NetworkField
-from weightscope.recipe.parsing import explain, read_toml
 
 MOST_NETWORKS = 10_000_000
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -31,7 +40,7 @@ FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlatea
 
 def _section(value: Any) -> Any:
     """The [data] section by its name; errors keep the paths of the fields."""
-    return value if isinstance(value, Task) else section_of(value).model_validate(value)
+    return value if isinstance(value, Task) else Task.of(value).model_validate(value)
 
 
 DataSection = Annotated[SerializeAsAny[Task], BeforeValidator(_section)]
@@ -192,7 +201,7 @@ class InitConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{path}: {explain(error.errors(), cls)}") from None
+            raise RecipeError(f"{path}: {explain(error.errors(), cls, values)}") from None
 
 
 class PopulationConfig(Section):
@@ -205,3 +214,31 @@ class PopulationConfig(Section):
     networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     tile: Width | None = None
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Values = dict[str, str | list[Any]]
+
+
+class BenchConfig(Section):
+    """A benchmark as data; every key is an argument of `bench`, which has the same one on the command line.
+
+    `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
+    `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
+    range as text, `"0:1:0.1"`. `metric` is one of the task's, such as `"test_loss"`.
+    """
+
+    init: tuple[str | dict[str, Any], ...] = ()
+    vary: Values = Field(default_factory=dict)
+    grid: Values = Field(default_factory=dict)
+    epochs: tuple[Count, ...] = ()
+    seeds: Count | None = None
+    seed: Seed | None = None
+    frozen: str | None = None
+    control: str | None = None
+    metric: str | None = None
+
+    @field_validator("init", "epochs", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value

@@ -10,12 +10,21 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
-from weightscope.checkpoint.entries import TORCH, Entry, FileEntry, MemoryEntry, Store
-from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
+from weightscope.checkpoint.tensors import (
+    SAFETENSORS_TYPES,
+    ByteReader,
+    FileTensor,
+    LocalFile,
+    MemoryTensor,
+    Store,
+    printable,
+    read_bytes,
+)
 from weightscope.errors import DataError, UsageError
 
 MAX_FILE = (1 << 31) - 1
@@ -83,29 +92,27 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         _collect(model.graph, graph)
     except (DecodeError, ValueError) as error:
         raise DataError(f"{file.where}: damaged ONNX model: {ascii(str(error))[:150]}; download it again") from error
+    if not graph.tensors:
+        raise DataError(f"{file.where}: expected an ONNX model with weights, found none")
     names, transposed, attributes = _named(graph)
     store = Store(file.where, {}, attributes=attributes)
-    readers: dict[str, ByteReader] = {}
+    beside = cache(beside)
     for old, tensor in graph.tensors.items():
-        new = names.get(old, old)
-        if not new.isprintable() or not new:
-            raise DataError(f"{file.where}: a tensor's name is not printable: {ascii(new)[:100]}")
+        new = printable(names.get(old, old), file.where)
         if new != old:
             store.metadata[f"onnx {new}"] = old
         kind = onnx.TensorProto.DataType.Name(tensor.data_type) if tensor.data_type in _known(onnx) else "unknown"
-        dtype = TORCH.get(_TYPES.get(kind, ""))
+        dtype = SAFETENSORS_TYPES.get(_TYPES.get(kind, ""))
         shape = _shape(tensor, f"{file.where}: `{new[:200]}`")
         if dtype is None:
             store.unreadable[new] = f"stored as {kind}, for which torch has no data type"
             continue
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            place = _External(f"{file.where}: `{new[:200]}`", tensor, math.prod(shape) * dtype.itemsize)
-            if place.location not in readers:
-                readers[place.location] = beside(place.location)
-            entry = place.entry(new, _TYPES[kind], dtype, shape, readers[place.location], old in transposed)
+            store.tensors[new] = _external(
+                new, _TYPES[kind], tensor, shape, f"{file.where}: `{new[:200]}`", beside, old in transposed
+            )
         else:
-            entry = _in_memory(onnx, file.where, new, tensor, dtype, shape, old in transposed)
-        store.entries[new] = entry
+            store.tensors[new] = _in_memory(onnx, file.where, new, tensor, dtype, shape, old in transposed)
     return store
 
 
@@ -216,7 +223,7 @@ def _shape(tensor: Any, where: str) -> tuple[int, ...]:
 
 def _in_memory(
     onnx: Any, where: str, name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], turn: bool
-) -> MemoryEntry:
+) -> MemoryTensor:
     size = math.prod(shape)
     if tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size * dtype.itemsize:
@@ -235,7 +242,7 @@ def _in_memory(
             raise DataError(f"{where}: `{name[:200]}`: damaged: {ascii(str(error))[:150]}") from error
         value = torch.tensor(array.tolist(), dtype=dtype)
     value = value.reshape(shape)
-    return MemoryEntry(name, value.T.contiguous() if turn else value)
+    return MemoryTensor(name, value.T.contiguous() if turn else value)
 
 
 def _typed(tensor: Any) -> Iterator[tuple[str, Any]]:
@@ -243,30 +250,29 @@ def _typed(tensor: Any) -> Iterator[tuple[str, Any]]:
         yield key, getattr(tensor, key)
 
 
-class _External:
-    """Where the numbers of a tensor are, in another file of the same folder.
-
-    Raises:
-        DataError: if that is not a plain name with a position and the tensor's number of bytes.
-    """
-
-    def __init__(self, where: str, tensor: Any, expected: int) -> None:
-        given = {entry.key: entry.value for entry in tensor.external_data}
-        self.where, self.location = where, given.get("location", "")
-        numbers = [given.get("offset", "0"), given.get("length", str(expected))]
-        if not all(re.fullmatch(r"\d{1,18}", n) for n in numbers) or int(numbers[1]) != expected:
-            raise DataError(f"{where}: expected {expected:,} bytes of external data, found {ascii(given)[:150]}")
-        self.start = int(numbers[0])
-        self.stop = self.start + expected
-
-    def entry(
-        self, name: str, kind: str, dtype: torch.dtype, shape: tuple[int, ...], file: ByteReader, turn: bool
-    ) -> Entry:
-        """The tensor, transposed if `turn`."""
-        if self.stop > file.size:
-            raise DataError(
-                f"{self.where}: bytes {self.start}-{self.stop} are outside {self.location} of {file.size:,} bytes; it "
-                "is truncated or of another model"
-            )
-        stride = (1, shape[1]) if turn else None
-        return FileEntry(name, kind, dtype, shape[::-1] if turn else shape, file, self.start, self.stop, stride)
+def _external(
+    name: str,
+    kind: str,
+    tensor: Any,
+    shape: tuple[int, ...],
+    where: str,
+    beside: Callable[[str], ByteReader],
+    turn: bool,
+) -> FileTensor:
+    """A tensor in another file of the same folder, transposed if `turn`."""
+    dtype = SAFETENSORS_TYPES[kind]
+    given = {entry.key: entry.value for entry in tensor.external_data}
+    expected = math.prod(shape) * dtype.itemsize
+    numbers = [given.get("offset", "0"), given.get("length", str(expected))]
+    if not all(re.fullmatch(r"\d{1,18}", n) for n in numbers) or int(numbers[1]) != expected:
+        raise DataError(f"{where}: expected {expected:,} bytes of external data, found {ascii(given)[:150]}")
+    location = given.get("location", "")
+    file = beside(location)
+    start = int(numbers[0])
+    if start + expected > file.size:
+        raise DataError(
+            f"{where}: bytes {start}-{start + expected} are outside {ascii(location)[1:-1]} of {file.size:,} "
+            "bytes; it is truncated or of another model"
+        )
+    stride = (1, shape[1]) if turn else None
+    return FileTensor(name, kind, dtype, shape[::-1] if turn else shape, file, start, start + expected, stride)
