@@ -11,7 +11,7 @@ from scipy import special, stats
 from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
 from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
 
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
@@ -143,6 +143,82 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row["p_holm"] = p
+    return rows
+
+
+def seed_differences(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The differences of each arm from its reference on each seed, for `weightscope.plots.paired_differences`.
+
+    The reference at a length is the first initialiser, that of a frozen arm the first frozen one.
+
+    Returns:
+        For each arm at each length that has seeds of its reference: `init`, `epochs`, `reference`, `differences` (n,),
+        `diverged` (n,), whether one of the two did, `ci95` of their mean (None if they are equal up to rounding), and
+        `left_out`, the number of networks without a finite value (of the reference, too, in its first row). A frozen
+        arm has `variant_of`, the label without that suffix.
+
+    Raises:
+        DataError: if a difference is not finite.
+    """
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["epochs"], run["init"]), []).append(run)
+    references: dict[tuple[float, bool], str] = {}
+    rows, lost = [], {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
+    for (epochs, init), group in groups.items():
+        first = references.setdefault((epochs, init.endswith(FROZEN)), init)
+        base = {run["seed"]: run for run in groups[epochs, first] if run.get(metric.key) is not None}
+        pairs = [(run, base[run["seed"]]) for run in group if run["seed"] in base and run.get(metric.key) is not None]
+        if first == init or not pairs:
+            continue
+        values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
+        if not np.isfinite(values - others).all():
+            raise DataError(f"`{init}` after {epochs:g} epochs: {metric.label} is not finite")
+        same = same_differences(values, others)
+        row = {"init": init, "epochs": epochs, "reference": first, "differences": values - others}
+        row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
+        row["ci95"] = None if same else paired(values, others, metric)["difference_ci95"]
+        row["left_out"] = lost[epochs, init] + lost.pop((epochs, first), 0)
+        rows.append(row | ({"variant_of": init.removesuffix(FROZEN)} if init.endswith(FROZEN) else {}))
+    return rows
+
+
+def mean_curves(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The mean of the metric after each epoch, for `weightscope.plots.metric_curves`.
+
+    Args:
+        runs: rows of networks of one cell and one length, with `curve`, the metric after each epoch.
+        metric: what the curves are of.
+
+    Returns:
+        For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and
+        `band` (2, E), the 95 % interval of the difference from the first one on the seeds of both, drawn around its
+        mean and inside the metric's bounds; None for the first one and for a single seed.
+
+    Raises:
+        UsageError: if the runs are of several cells or lengths, or an initialiser has no curve on a seed of the first.
+    """
+    places = {(cell_key(run), run["epochs"]) for run in runs}
+    if len(places) != 1:
+        raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for run in runs:
+        mine = found.setdefault(run["init"], {})
+        values = np.array([np.nan if v is None else v for v in run.get("curve") or []], dtype=float)
+        if values.size and np.isfinite(values[-1]):
+            mine[run["seed"]] = values
+    first = next(iter(found.values()))
+    if not all(set(mine) & set(first) for mine in found.values()):
+        raise UsageError('curves: expected a value after each epoch (training.evaluate = "epoch"), found none')
+    rows = []
+    for init, mine in found.items():
+        shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
+        if mine is not first and len(shared) > 1:
+            differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
+            half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
+            band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
+        networks = sum(run["init"] == init for run in runs)
+        rows.append({"init": init, "mean": mean, "band": band, "n": len(mine), "networks": networks})
     return rows
 
 
