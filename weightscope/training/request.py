@@ -20,7 +20,7 @@ from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Manifest
-from weightscope.population.shard_format import header_text
+from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
 from weightscope.training import own_networks, tile_size
 from weightscope.training.devices import Choice, choose_kernels, resolve_device
