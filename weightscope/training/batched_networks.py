@@ -1,8 +1,7 @@
-"""Many networks of one architecture as one module.
+"""`BatchedNetworks`: many networks for images, their channels side by side.
 
-`BatchedNetworks` holds the weights of T networks as a matrix (T, D) in `WeightSpec` order and runs them together. The
-module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C channels:
-images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
+The module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C
+channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
 residual additions, elementwise functions and pooling give the same result on network-stacked channels.
 
 `batched_layers.py` describes the memory layout. Networks do not interact: one that diverges does not affect the others.
@@ -10,7 +9,7 @@ residual additions, elementwise functions and pooling give the same result on ne
 
 import copy
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import Block
-from weightscope.spec import WeightSpec
 from weightscope.training.batched_layers import (
     BATCHED_LAYERS,
     BatchedDropPath,
@@ -28,50 +26,44 @@ from weightscope.training.batched_layers import (
     Conv2d,
     Elementwise,
     Normalisation,
-    converted,
     filters_of,
     rows_of,
     unrows,
-    weight_and_bias,
 )
 from weightscope.training.kernels import functions
-from weightscope.training.kernels.functions import Kernels
-
-USE_LOOP = 'use training.engine = "loop", which trains any network, one at a time'
+from weightscope.training.kernels.functions import Kernels, Pair
+from weightscope.training.many_networks import USE_LOOP, Networks
 
 
 class _NormMlp(nn.Module):
     """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
 
-    def __init__(self, norm: nn.Module, mlp: Mlp) -> None:
+    def __init__(self, norm: Normalisation, mlp: Mlp) -> None:
         super().__init__()
-        assert isinstance(norm, Normalisation)
-        self.weights = tuple(weight_and_bias(layer) for layer in (norm, mlp.fc1, mlp.fc2))
-        self.kernels = norm.kernels
+        self.weights: tuple[Pair, ...] = tuple(_pair(layer) for layer in (norm, mlp.fc1, mlp.fc2))
         self.count: int = norm.count
         self.eps: float = norm.layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        norm, fc1, fc2 = (converted(pair, x, self.kernels) for pair in self.weights)
-        y = functions.norm_mlp(rows_of(x, self.count), norm, fc1, fc2, self.eps, kernels=self.kernels)
-        return unrows(y, x)
+        return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps, kernels="c"), x)
 
 
-class _ConvNeXtBlock(_NormMlp):
+class _ConvNeXtBlock(nn.Module):
     """A whole block as one compiled function."""
 
     def __init__(self, block: ConvNeXtBlock, gamma: Tensor | None) -> None:
-        super().__init__(block.norm, block.mlp)
-        self.filters, self.gamma = weight_and_bias(block.conv_dw), gamma
+        super().__init__()
+        norm: Any = block.norm
+        self.filters, self.gamma, self.eps = _pair(block.conv_dw), gamma, norm.layer.eps
+        self.weights = [_pair(layer) for layer in (norm, block.mlp.fc1, block.mlp.fc2)]
         self.sizes = *self.filters[0].shape, *self.weights[1][0].shape, self.eps
 
-    def converted(self, x: Tensor) -> functions.Block:
+    def block(self) -> functions.Block:
         """The weights as the kernels expect them."""
-        filters, norm, fc1, fc2 = (converted(pair, x, self.kernels) for pair in (self.filters, *self.weights))
+        norm, fc1, fc2 = self.weights
         if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
-            gamma = self.gamma.to(fc2[0].dtype)
-            fc2 = fc2[0] * gamma[:, :, None], fc2[1] * gamma
-        return filters_of(*filters), norm, fc1, fc2
+            fc2 = fc2[0] * self.gamma[:, :, None], fc2[1] * self.gamma
+        return filters_of(*self.filters), norm, fc1, fc2
 
     def forward(self, x: Tensor) -> Tensor:
         return _in_sequence([self], x)
@@ -89,8 +81,8 @@ class _ConvNeXtBlocks(nn.Module):
 
 
 def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
-    weights, first = tuple(block.converted(x) for block in blocks), blocks[0]
-    y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, first.eps, kernels=first.kernels)
+    weights = tuple(block.block() for block in blocks)
+    y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, blocks[0].eps, kernels="c")
     return y.permute(3, 0, 1, 2)
 
 
@@ -105,20 +97,19 @@ class _NormResidual(nn.Module):
         conv = before[0]
         fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise and "bias" in conv.leaves
         # A list, so that the convolution is registered once, in `first`; one function computes it and the norm.
-        self._mixing = before if fits and conv.kernels == "c" else []
+        self._mixing = before if fits else []
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self._mixing and self.norm.training and not self.norm.calibrating):
             return self.norm(self.first(x), x)
         conv, norm, inner = self._mixing[0], self.norm, x.permute(1, 2, 3, 0)
-        filters, pair = (converted(weight_and_bias(layer), x, "c") for layer in (conv, norm))
-        gain, shift = (value.reshape(-1) for value in pair)
-        eps, dilation = norm.layer.eps, conv.layer.dilation[0]
-        y = functions.convmixer_mixing(inner, filters_of(*filters), (gain, shift), eps, dilation=dilation, kernels="c")
+        gain, shift = (value.reshape(-1) for value in norm.pair)
+        eps, dilation, filters = norm.layer.eps, conv.layer.dilation[0], filters_of(*conv.pair)
+        y = functions.convmixer_mixing(inner, filters, (gain, shift), eps, dilation=dilation, kernels="c")
         return y.permute(3, 0, 1, 2)
 
 
-def _fused_mlp(norm: nn.Module, mlp: Mlp) -> tuple[Any, Any]:
+def _fused_mlp(norm: Any, mlp: Mlp) -> tuple[Any, Any]:
     """What takes the place of an MLP and of the norm before it."""
     return _NormMlp(norm, mlp), nn.Identity()
 
@@ -126,17 +117,11 @@ def _fused_mlp(norm: nn.Module, mlp: Mlp) -> tuple[Any, Any]:
 _CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-class BatchedNetworks(nn.Module):
-    """T networks of one architecture, trained and evaluated as one module.
-
-    Attributes:
-        weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
-        gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
-        spec: the `WeightSpec` of one network.
-        drop_paths: L, how many DropPath layers one network has.
+class BatchedNetworks(Networks):
+    """T networks of one architecture, their channels side by side.
 
     Args:
-        template: a module of the architecture; its weights are not used.
+        template: see `Networks`.
         count: T.
         device: of all tensors.
         kernels: the backend, see `kernels/functions.py`.
@@ -148,21 +133,11 @@ class BatchedNetworks(nn.Module):
     def __init__(
         self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: Kernels = "torch"
     ) -> None:
-        super().__init__()
-        if kernels not in ("torch", "c", "triton") or (kernels == "c" and torch.device(device).type != "cpu"):
-            raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'triton', found {kernels!r} on {device}")
+        super().__init__(template, count, device)
+        if kernels not in get_args(Kernels) or (kernels == "c" and torch.device(device).type != "cpu"):
+            raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'inductor', found {kernels!r} on {device}")
         self.kernels: Kernels = kernels
-        self.count: int = count
-        self.spec = WeightSpec.of(template)
-        self.weights = torch.zeros(count, self.spec.size, device=device)
-        self.gradient = torch.zeros_like(self.weights)
-        self.leaves: dict[str, Tensor] = {}
         _refuse_shared(template)
-        for name, view in self.spec.unpack(self.weights).items():
-            leaf = view.detach()
-            if self.spec[name].role == "parameter":
-                leaf.requires_grad_()
-            self.leaves[name] = leaf
         self.network = self._batch(copy.deepcopy(template), "")
         self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
         self.drop_paths: int = len(self._drop_paths)
@@ -179,7 +154,7 @@ class BatchedNetworks(nn.Module):
             self._stack_own_parameters(module, path)
         for name, child in module.named_children():
             setattr(batched, name, self._batch(child, f"{path}{name}."))
-        return batched if self.kernels == "torch" else self._fused(module, batched, path)
+        return self._fused(module, batched, path) if self.kernels == "c" else batched
 
     def _batched_layer(self, make: Any, module: nn.Module, path: str) -> BatchedLayer:
         try:
@@ -194,24 +169,18 @@ class BatchedNetworks(nn.Module):
     def _fused(self, module: nn.Module, batched: nn.Module, path: str) -> nn.Module:
         """One module in place of several batched layers that one kernel computes."""
         # exact types: a derived class may have a forward of its own
-        if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and self._fits(batched.mlp):
+        if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and _plain(batched.mlp):
             if isinstance(batched.drop_path, nn.Identity):
                 return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
             batched.mlp, batched.norm = _fused_mlp(batched.norm, batched.mlp)
-        if type(module) is Block and isinstance(batched, Block) and self._fits(batched.mlp):
+        if type(module) is Block and isinstance(batched, Block) and _plain(batched.mlp):
             batched.mlp, batched.norm2 = _fused_mlp(batched.norm2, batched.mlp)
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             sizes = {block.sizes if isinstance(block, _ConvNeXtBlock) else None for block in batched}
             if len(sizes) == 1 and None not in sizes:
                 return _ConvNeXtBlocks(batched)
             for k, (before, layer) in enumerate(pairwise(batched)):
-                if (
-                    isinstance(before, Elementwise)
-                    and type(before.layer) is nn.GELU
-                    and before.layer.approximate == "none"
-                    and isinstance(layer, Normalisation)
-                    and isinstance(layer.layer, nn.BatchNorm2d)
-                ):
+                if _is_gelu(before) and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
@@ -219,13 +188,6 @@ class BatchedNetworks(nn.Module):
             if isinstance(last, Normalisation) and last.after_gelu:
                 return _NormResidual(batched.fn)
         return batched
-
-    def _fits(self, mlp: Mlp) -> bool:
-        fc1: Any = mlp.fc1
-        if type(fc1.layer) is not nn.Linear:
-            return False
-        hidden, channels = weight_and_bias(fc1)[0].shape[1:]
-        return self.kernels == "c" or functions.backend("triton").fits(channels, hidden)
 
     def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
         """Parameters that a container uses itself, (..., C), become (..., T*C) just before its forward."""
@@ -252,11 +214,6 @@ class BatchedNetworks(nn.Module):
         module.register_forward_pre_hook(stack)
         module.register_forward_hook(unstack, always_call=True)
 
-    def freeze(self, names: tuple[str, ...]) -> None:
-        """Stop computing gradients of these tensors."""
-        for name in names:
-            self.leaves[name].requires_grad_(False)
-
     def drop(self, draws: Tensor | None) -> None:
         """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of the network's modules."""
         for at, layer in enumerate(self._drop_paths):
@@ -266,18 +223,9 @@ class BatchedNetworks(nn.Module):
         """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
         if images.ndim == 4:
             images = images.expand(self.count, *images.shape)
-        return self.of_channels(images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1]))
-
-    def of_channels(self, images: Tensor) -> Tensor:
-        """Logits (T, B, classes) of images (T*C, H, W, B), in the order of memory."""
-        logits = self.network(images.permute(3, 0, 1, 2))  # (B, T*K)
+        inner = images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1])  # (T*C, H, W, B)
+        logits = self.network(inner.permute(3, 0, 1, 2))  # (B, T*K)
         return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
-
-    def backward(self, loss: Tensor) -> None:
-        """Set `gradient` to the gradient of a scalar, usually the sum of the T networks' losses."""
-        trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
-        views = self.spec.unpack(self.gradient)
-        torch._foreach_copy_([views[name] for name in trained], torch.autograd.grad(loss, list(trained.values())))
 
     def calibrate(self, batches: list[Tensor]) -> None:
         """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
@@ -293,6 +241,20 @@ class BatchedNetworks(nn.Module):
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
+
+
+def _pair(layer: nn.Module) -> Pair:
+    assert isinstance(layer, BatchedLayer), layer
+    return layer.pair
+
+
+def _plain(mlp: Mlp) -> bool:
+    fc1: Any = mlp.fc1
+    return type(fc1.layer) is nn.Linear
+
+
+def _is_gelu(layer: nn.Module) -> bool:
+    return isinstance(layer, Elementwise) and type(layer.layer) is nn.GELU and layer.layer.approximate == "none"
 
 
 def _refuse_shared(template: nn.Module) -> None:
