@@ -11,8 +11,9 @@ from torch import nn
 
 import weightscope
 from weightscope import attention_maps, plots
-from weightscope.analysis.attention_maps import expected_map, watching
-from weightscope.analysis.attention_maps.opening import images_for, open_network
+from weightscope.analysis import attention_maps as maps_module
+from weightscope.analysis.attention_maps import expected_map
+from weightscope.analysis.runnable import images_for, runnable_transformer
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
@@ -114,7 +115,7 @@ def test_batch_size_and_order_of_images_change_nothing():
 def test_chunks_change_nothing(monkeypatch):
     vit, batch = small(), images(5)
     one = attention_maps(vit, batch)
-    monkeypatch.setattr(watching, "_BYTES", 1)
+    monkeypatch.setattr(maps_module, "_BYTES", 1)
     other = attention_maps(vit, batch)
     for a, b in zip(one.layers, other.layers, strict=True):
         np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
@@ -239,11 +240,11 @@ def test_stable_ranks_of_known_matrices():
     rng = torch.Generator().manual_seed(0)
     frame = torch.linalg.qr(torch.randn(12, 5, generator=rng))[0]
     equal = torch.stack([frame @ torch.randn(5, 7, generator=rng) for _ in range(1)])
-    assert watching.stable_ranks(frame[None]).item() == pytest.approx(5)
-    assert watching.stable_ranks(frame.T[None]).item() == pytest.approx(5)
-    assert watching.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
-    assert 1 <= watching.stable_ranks(equal).item() <= 5
-    assert watching.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
+    assert maps_module.stable_ranks(frame[None]).item() == pytest.approx(5)
+    assert maps_module.stable_ranks(frame.T[None]).item() == pytest.approx(5)
+    assert maps_module.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
+    assert 1 <= maps_module.stable_ranks(equal).item() <= 5
+    assert maps_module.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
 
 
 def test_the_condition_is_d_at_least_k_f_squared():
@@ -522,7 +523,7 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
     with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
-        open_network(folder / "hf")
+        runnable_transformer(folder / "hf")
 
 
 def test_the_command_runs_a_folder_of_transformers(folder, capsys):
@@ -531,7 +532,7 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     assert code == 0
     assert "warning:" in text
     assert "the file lacks `embeddings.cls_token`, which have random values" in text
-    model, note = open_network(folder / "hf")
+    model, note = runnable_transformer(folder / "hf")
     assert "cls_token" in note
     batch = images_for(folder / "hf", name="digits", count=4)
     data = load("digits", train=1, test=4)

@@ -27,7 +27,7 @@ from weightscope.auditing.intervals import (
 )
 from weightscope.auditing.intervals import correlation as correlation_interval
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.across_layers import correlated
+from weightscope.init.mlp import correlated
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 torch.set_num_threads(1)

@@ -32,7 +32,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.training import weight_hashes
+from weightscope.training import request
 from weightscope.training.initial_weights import resolve
 
 RECIPE = Recipe.parse(
@@ -244,7 +244,7 @@ def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkey
     again = bench(plan, inits, tmp_path / "out", seeds=4, device="cpu", progress=False, workers=2)
     assert [row["mean"] for row in again.arms] == [row["mean"] for row in result.arms]
     assert len(read) == 4, "workers are told"
-    weight_hashes.weight_hashes(plan)
+    request.weight_hashes(plan)
     assert read[-1] == "teacher", "what was passed does not outlive the benchmark"
 
     def changing(task: Any, options: dict[str, Any]) -> None:

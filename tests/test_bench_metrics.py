@@ -34,7 +34,6 @@ from weightscope.data.metrics import (
 )
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import DataConfig, Recipe
-from weightscope.report import verdict
 
 RECIPE = Recipe.parse(
     {
@@ -367,15 +366,6 @@ def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:
     assert f"{planted.arms[1]['difference']:+.4f}" in lines[3]
     accuracies = BenchResult([run | {"accuracy": 0.9} for run in planted.runs], summarise(planted.runs, BITS))
     assert "lower is better" not in accuracies.text() + accuracies.table()
-
-
-def test_verdicts_follow_the_direction() -> None:
-    arguments: dict[str, Any] = {"difference": -0.05, "ci95": (-0.06, -0.04), "p": 1e-6, "unit": "bits per token"}
-    ends = "by 0.050 bits per token (95 % CI 0.040 to 0.060, p = 1e-6)"
-    assert verdict(**arguments, higher_is_better=False) == f"better {ends}"
-    assert verdict(**arguments) == f"worse {ends}"
-    opposite = arguments | {"difference": 0.05, "ci95": (0.04, 0.06)}
-    assert verdict(**opposite, higher_is_better=False) == f"worse {ends}"
 
 
 # Pictures

@@ -269,7 +269,7 @@ def complete(*words: str) -> list[str]:
 
 
 def test_the_shell_completes_names_and_paths() -> None:
-    from weightscope.cli.completion import names
+    from weightscope.cli.options import names
     from weightscope.fitting.network import NETWORK_FITS
     from weightscope.init import INITIALISERS
     from weightscope.structures import STRUCTURES

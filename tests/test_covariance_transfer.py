@@ -21,7 +21,7 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fitting.network import fit_filters, fit_network
 from weightscope.init.covariance_transfer import TransferOptions, target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
 
 ALARM = 1e-6  # probability that a correct draw fails a test of it
 

@@ -18,7 +18,7 @@ from scipy.io import savemat
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.gain import _short
-from weightscope.data import SourceConfig, images, load, locations
+from weightscope.data import SourceConfig, images, load, registry
 from weightscope.data.catalog import dataset_info
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.registry import DATASETS
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No data on this machine."""
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
-    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(registry, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
 
 

@@ -17,8 +17,8 @@ from weightscope.errors import RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.correlation import eigenvalues_clipped
 from weightscope.statistics.permutations import PermutationSpec
+from weightscope.statistics.shrinkage import eigenvalues_clipped
 from weightscope.structures.exchangeable import Exchangeable
 from weightscope.training.collection import collect
 

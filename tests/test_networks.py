@@ -18,7 +18,7 @@ from weightscope.errors import UsageError
 from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
 from weightscope.networks.layers import LayerScale, Mlp, SpatialMean, TokenPool
-from weightscope.networks.positional_attention import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
+from weightscope.networks.vit import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
 from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
 from weightscope.recipe.base import Section
 

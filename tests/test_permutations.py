@@ -10,7 +10,7 @@ import shims
 import torch
 from torch import nn
 
-from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.anatomy.permutation_groups import (
     apply_permutation,
     check_permutations,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
-from weightscope._util.recipes import recipes
+from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from weightscope._util import toml
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Range, Recipe
 
@@ -220,7 +220,7 @@ def test_references_are_parsed_without_importing_them() -> None:
     assert recipe.network.numbers == {"widths": [4, 8], "gain": 0.5}
     assert recipe.init[0].parameters == {"alpha": 2}
     assert Recipe.parse(recipe.to_dict()) == recipe
-    assert Recipe.parse(toml.dumps(recipe.to_dict())) == recipe
+    assert Recipe.parse(tomli_w.dumps(recipe.to_dict())) == recipe
 
 
 def my_function() -> None:

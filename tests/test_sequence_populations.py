@@ -17,12 +17,11 @@ from programs import run
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource, load
-from weightscope.data.sequence_config import SEQUENCE_NAMES, TaskConfig
+from weightscope.data.sequence_config import SEQUENCE_NAMES, TASK_SIZES, TaskConfig, sequence_length
 from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
-from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.networks import build_for
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec

@@ -26,7 +26,8 @@ from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum, separability_test
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.separability import separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightscope._util.results import Result
+from weightscope._util.results import Result, text_table
 from weightscope._util.sources import is_population
-from weightscope._util.tables import text_table
 from weightscope.errors import DataError
 
 if TYPE_CHECKING:

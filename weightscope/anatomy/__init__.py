@@ -24,7 +24,7 @@ from weightscope.anatomy.filter_mlp import FilterMLP
 from weightscope.anatomy.lookalikes import refusal, unparsed
 from weightscope.anatomy.mlp import MLPPart
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
+from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
 from weightscope.errors import AnatomyError
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "inventory",
     "mlps",
     "named_tensors",
-    "opened",
     "patch_embeddings",
     "positions",
     "ssms",

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.sources import ARTIFACT_KEY
-from weightscope.checkpoint import Checkpoint
+from weightscope.checkpoint import open_checkpoint
 from weightscope.errors import AnatomyError, DataError
 
 # Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
@@ -312,7 +311,8 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
         >>> named_tensors("hf://openai-community/gpt2").shape("h.0.attn.c_attn.weight")
         (768, 2304)
     """
-    model = opened(model)
+    if isinstance(model, str | Path):
+        model = open_checkpoint(model)
     if isinstance(model, NamedTensors):
         return model
     if isinstance(model, nn.Module):
@@ -322,20 +322,3 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
     raise AnatomyError(
         f"expected a module, a mapping of tensors, a path or hf://org/name, found {type(model).__name__}"
     )
-
-
-def opened(model: Model) -> nn.Module | Mapping[str, Any] | NamedTensors:
-    """The `Checkpoint` at a path or `hf://org/name`; any other model as it is.
-
-    Raises:
-        DataError: if it cannot be read, or is the artifact of an initialiser.
-    """
-    if not isinstance(model, str | Path):
-        return model
-    found = Checkpoint(model)
-    if ARTIFACT_KEY in found.metadata:
-        raise DataError(
-            f"{model}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "
-            "load_init applies it to a model"
-        )
-    return found

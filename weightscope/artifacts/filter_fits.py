@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.artifacts.numbers import Numbers, StrictModel
 from weightscope.statistics.filters import FilterDistribution
 

@@ -20,9 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from weightscope._util import atomic
-from weightscope._util.regular import open_regular
 from weightscope._util.results import Result
-from weightscope._util.sources import ARTIFACT_KEY
+from weightscope._util.sources import ARTIFACT_KEY, open_regular
 from weightscope.errors import DataError
 
 KEY = ARTIFACT_KEY  # of the header in the file's metadata

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.artifacts.numbers import Numbers, StrictModel
 
 

@@ -10,8 +10,7 @@ missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightscope._util.plugins import is_reference
-from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
+from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
 from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
 from weightscope.anatomy.strictness import require_read
 
@@ -22,7 +21,7 @@ from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.population import opened
+from weightscope.population import open_network
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
@@ -66,7 +65,7 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    tensors = named_tensors(opened(model), config)
+    tensors = named_tensors(open_network(model), config)
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")

@@ -11,7 +11,7 @@ from weightscope.auditing.intervals import correlation as correlation_interval
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import UsageError
-from weightscope.init.across_layers import MODES, first_and_last
+from weightscope.init.mlp import MODES, first_and_last
 
 _SLACK = 0.005  # rounding in half precision
 

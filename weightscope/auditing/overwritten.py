@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.errors import DataError, UsageError
-from weightscope.init.registry import UserInitialiser
+from weightscope.init.base import UserInitialiser
 
 _OURS = "weightscope.init"
-_REGISTRY = f"{_OURS}.registry"
+_REGISTRY = f"{_OURS}.base"
 _SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
 
 

@@ -19,10 +19,18 @@ from weightscope.auditing.intervals import LEVEL, UNTOUCHED, Interval, error_in,
 from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.errors import AnatomyError
-from weightscope.init.impulse import PENALTY, attention_map, impulse_matrix, normalised, span
-from weightscope.init.impulse_attention import filter_offsets, nearest_table, position_codes
-from weightscope.init.positions import table_codes
-from weightscope.networks.positions import TEMPERATURE
+from weightscope.init.attention import table_codes
+from weightscope.init.impulse_attention import (
+    PENALTY,
+    attention_map,
+    filter_offsets,
+    impulse_matrix,
+    nearest_table,
+    normalised,
+    position_codes,
+    span,
+)
+from weightscope.networks.layers import TEMPERATURE
 
 DISTANCE = (0.0, 0.01)
 PEAKS = (0.95, 1.0)

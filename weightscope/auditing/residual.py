@@ -16,7 +16,7 @@ from weightscope.auditing.registry import EXPECTATIONS
 from weightscope.auditing.report import Check, Row, checks_of
 from weightscope.auditing.univariate import selected, uniform_entries
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.residual import (
+from weightscope.init.baselines import (
     CONVOLUTIONS,
     FACTOR,
     QKV,

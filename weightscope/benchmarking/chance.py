@@ -7,8 +7,7 @@ import numpy as np
 from scipy import stats
 
 from weightscope.data.metrics import Metric
-from weightscope.data.sequence_config import TaskConfig
-from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.data.sequence_config import TASK_SIZES, TaskConfig
 from weightscope.errors import DataError
 from weightscope.recipe import DataConfig, Recipe
 

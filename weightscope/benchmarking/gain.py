@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from weightscope._util.checks import count, number
-from weightscope._util.results import Result, finite_or_none
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.tables import text_table
 from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench

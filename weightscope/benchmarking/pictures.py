@@ -161,17 +161,17 @@ def _frontier(
     import torch
 
     from weightscope import plots
-    from weightscope._util.threads import single_threaded
-    from weightscope.init.frontier import equal_random, svd
+    from weightscope._util.environment import single_threaded
+    from weightscope.init.attention import equal_random_points, svd_point
 
     generator, (part, width, heads) = torch.Generator().manual_seed(0), about
     rank = width // heads if part == "qk" else width
     with single_threaded():
-        points = equal_random(width, width, generator)
-        points += equal_random(width, rank, generator) if rank < width else []
+        points = equal_random_points(width, width, generator)
+        points += equal_random_points(width, rank, generator) if rank < width else []
         for row in rows:
             alpha, beta = (float(row["numbers"][axis]) for axis in axes)
-            points.append({**row, **svd(width, rank, alpha, beta, generator)})
+            points.append({**row, **svd_point(width, rank, alpha, beta, generator)})
     return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title or found)
 
 

@@ -8,8 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from weightscope._util.environment import usable_cores
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.benchmarking import training
 from weightscope.benchmarking.arms import Arm, default_folder
 from weightscope.benchmarking.axes import point_text

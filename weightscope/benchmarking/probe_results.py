@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.regular import read_regular
+from weightscope._util.sources import read_regular
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
-from weightscope.training.request import own_code_hashes
-from weightscope.training.weight_hashes import weight_hashes
+from weightscope.training.request import own_code_hashes, weight_hashes
 
 PROBES = "probes"
 _NAME = "arm.json"

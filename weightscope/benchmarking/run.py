@@ -32,8 +32,7 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import collect
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.request import with_classes
-from weightscope.training.weight_hashes import hashed_once
+from weightscope.training.request import hashed_once, with_classes
 
 SEED_OFFSET = 1_000_000
 

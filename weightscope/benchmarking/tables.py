@@ -6,7 +6,7 @@ from typing import Any
 from weightscope._util.arm_labels import LEVEL
 from weightscope._util.checks import choice
 from weightscope._util.divergence import count_range, divergence
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.benchmarking.axes import point_text
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.data.metrics import ACCURACY, Metric

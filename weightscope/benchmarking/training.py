@@ -28,9 +28,8 @@ from weightscope.errors import RecipeError, Resumable
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
-from weightscope.training import weight_hashes
+from weightscope.training import request
 from weightscope.training.collection import collect
-from weightscope.training.references import references
 from weightscope.training.request import with_classes
 from weightscope.training.tile_size import choose_tile
 
@@ -170,8 +169,8 @@ def on_workers(
         # one call at a time, or a bundle of short ones would be lost as a whole
         parallel = joblib.Parallel(batch_size=1, return_as="generator_unordered")
         run = joblib.delayed(_in_worker)
-        passed = plugins.passed({name for recipe in recipes for _, name in references(recipe)})
-        place = _Place(os.getcwd(), list(sys.path), passed, weight_hashes.passed())
+        passed = plugins.passed({name for recipe in recipes for _, name in recipe.references})
+        place = _Place(os.getcwd(), list(sys.path), passed, request.passed())
         with contextlib.closing(parallel(run(function, call, place) for call in calls)) as results:
             yield from results
 
@@ -184,7 +183,7 @@ class _Place:
         folder: the working directory, to which paths are relative.
         path: on which modules of users' own are found.
         passed: their functions that cannot be imported; see `plugins.passed`.
-        hashes: of trained weights; see `weight_hashes.passed`.
+        hashes: of trained weights; see `request.passed`.
     """
 
     folder: str
@@ -197,7 +196,7 @@ def _in_worker(function: Callable[..., Any], call: tuple[Any, ...], place: _Plac
     plugins.restore(place.passed)
     os.chdir(place.folder)
     sys.path[:] = dict.fromkeys((*sys.path, *place.path))
-    with weight_hashes.restored(place.hashes):
+    with request.restored(place.hashes):
         return function(*call)
 
 

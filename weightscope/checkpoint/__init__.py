@@ -10,6 +10,6 @@ a hub; so the header is parsed here, too, and nothing is allocated before it is 
 belongs to exactly one tensor, no key is duplicated, and no size overflows.
 """
 
-from weightscope.checkpoint.checkpoint import Checkpoint
+from weightscope.checkpoint.checkpoint import Checkpoint, open_checkpoint
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
+from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.checks import FileCheck
 from weightscope.checkpoint.entries import WEIGHTS, Entry, Store, open_mapping, open_module
 from weightscope.checkpoint.folder import open_path
@@ -234,6 +234,21 @@ class Checkpoint(Mapping[str, Tensor], Result):
         known = self._store.statistics
         is_statistic = name in known if known is not None else name.endswith(_STATISTICS)
         return "statistic" if is_statistic else "parameter"
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """The `Checkpoint` at a path or `hf://org/name` if it is a model.
+
+    Raises:
+        DataError: if it cannot be read, or is the artifact of an initialiser.
+    """
+    found = Checkpoint(source)
+    if ARTIFACT_KEY in found.metadata:
+        raise DataError(
+            f"{source}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "
+            "load_init applies it to a model"
+        )
+    return found
 
 
 def _open(source: Any, key: str | None) -> Store:

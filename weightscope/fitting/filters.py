@@ -10,7 +10,7 @@ from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 
 from weightscope._util.checks import choice, count
-from weightscope.analysis.within_network.filters import square_and_others
+from weightscope.analysis.within_network import square_and_others
 from weightscope.anatomy import DepthwisePart
 from weightscope.artifacts.filter_fits import FilterFit, ScheduleFit, ScheduleLayer
 from weightscope.artifacts.network_fit import NetworkFit

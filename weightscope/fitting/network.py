@@ -20,7 +20,7 @@ from weightscope.errors import UsageError
 from weightscope.fitting.filters import fit_conv_schedule, fit_filters
 from weightscope.fitting.identity_product import fit_identity_product
 from weightscope.fitting.registry import NETWORK_FITS
-from weightscope.population import opened
+from weightscope.population import open_network
 
 __all__ = ["NETWORK_FITS", "fit_conv_schedule", "fit_filters", "fit_identity_product", "fit_network"]
 
@@ -51,7 +51,7 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
     if unknown:
         raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
-    source = opened(source)
+    source = open_network(source)
     with torch.no_grad():
         found = fit(source, **options)
     if not isinstance(found, NetworkFit):

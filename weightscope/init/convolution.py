@@ -15,8 +15,7 @@ from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
-from weightscope.init._common import M, cpu_generator, normal
-from weightscope.init.registry import INITIALISERS
+from weightscope.init.base import INITIALISERS, M, cpu_generator, normal
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,9 @@ from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
-from weightscope.init._common import M, cpu_generator
+from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.init.registry import INITIALISERS
-from weightscope.statistics.filters import FilterDistribution
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import FilterDistribution, at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
@@ -107,7 +105,7 @@ def _by_stage(
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
     """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker.sums import kronecker_sum
+    from weightscope.statistics.kronecker import kronecker_sum
 
     if not covariance.any():
         return covariance
@@ -167,7 +165,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.analysis.within_network.filters import filter_distributions  # SciPy: a second to import
+    from weightscope.analysis.within_network import filter_distributions  # SciPy: a second to import
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)

@@ -18,8 +18,8 @@ from weightscope.artifacts.population_fit import Group, PopulationFit
 from weightscope.artifacts.product_fit import ProductFit, ProductLayer
 from weightscope.artifacts.resizing import ResizedFit, resized_fit
 from weightscope.errors import DataError, SpecError
-from weightscope.init._common import M, cpu_generator
 from weightscope.init.attention import self_attention, write_query_key, write_value_output
+from weightscope.init.base import M, cpu_generator
 from weightscope.init.convolution import conv_covariance_
 from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
 from weightscope.spec import TensorSpec, WeightSpec

@@ -11,10 +11,8 @@ from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._common import M, normal, put
-from weightscope.init._counterparts import counterparts
-from weightscope.init._family_names import Source, places
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import Source, counterparts, places
+from weightscope.init.base import INITIALISERS, M, normal, put
 from weightscope.init.selection import Layout, found_parts, included
 from weightscope.networks.layers import SumLinear
 
@@ -72,7 +70,7 @@ def net2net_(
     number("noise", noise, least=0)
     everything = _trained.weights(module)
     wanted = included(module, everything, components, exclude)
-    small = _trained.opened(source)
+    small = _trained.open_network(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
     _refuse_other_heads(module, small)

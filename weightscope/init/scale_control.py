@@ -12,7 +12,7 @@ from weightscope._util.checks import count
 from weightscope.anatomy import SSMPart, ssms
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import Initialiser, M, cpu_generator, normal, put
+from weightscope.init.base import Initialiser, M, cpu_generator, normal, put
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested

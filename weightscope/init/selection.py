@@ -13,11 +13,17 @@ from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors
 from weightscope.anatomy import positions as position_tables
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, cpu_generator, put
-from weightscope.init._counterparts import counterparts, end_to_end, spaced
-from weightscope.init._family_names import Place, Source
-from weightscope.init._position_tables import PositionTable, interpolated, selected_tokens
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import (
+    Place,
+    PositionTable,
+    Source,
+    counterparts,
+    end_to_end,
+    interpolated,
+    selected_tokens,
+    spaced,
+)
+from weightscope.init.base import INITIALISERS, M, cpu_generator, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -140,7 +146,7 @@ def matched(
     """
     everything = _trained.weights(student)
     wanted = included(student, everything, components, exclude)
-    teacher = _trained.opened(teacher)
+    teacher = _trained.open_network(teacher)
     source = Source(_trained.tensors(teacher))
     layout = Layout(student, teacher, source)
     for name, place in counterparts(wanted, everything, source, layers).items():

@@ -12,9 +12,8 @@ from weightscope._util.names import listing, matching
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, cpu_generator, put
-from weightscope.init._family_names import Source, places
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import Source, places
+from weightscope.init.base import INITIALISERS, M, cpu_generator, put
 
 
 def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str, Tensor]:
@@ -68,7 +67,7 @@ def resized_filters(filters: Tensor, size: Sequence[int], how: str) -> Tensor:
                    to a constant image about the same
 
     Source: thesis 4.1 ("upsampled, downsampled, or padded"), which gives no formulas; corners as in
-    `weightscope.statistics.resizing`.
+    `weightscope.statistics.filters`.
     """
     if how == "resample":
         scale = filters.shape[2] * filters.shape[3] / (size[0] * size[1])

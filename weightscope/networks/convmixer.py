@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import unknown
 from weightscope.errors import UsageError
-from weightscope.networks.layers import LayerNorm2d, SpatialMean, depthwise, patchify
-from weightscope.networks.registry import NETWORKS
+from weightscope.networks.layers import NETWORKS, LayerNorm2d, SpatialMean, depthwise, patchify
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
 DILATIONS = {

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.errors import UsageError
-from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
-from weightscope.networks.registry import NETWORKS
+from weightscope.networks.layers import NETWORKS, LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
 
 
 class ConvNeXtBlock(nn.Module):

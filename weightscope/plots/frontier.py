@@ -44,7 +44,7 @@ def alpha_beta_frontier(
         UsageError: if there is no point.
 
     Example:
-        >>> alpha_beta_frontier(attention_frontier(192, 64).points)
+        >>> alpha_beta_frontier([svd_point(192, 64, 0.1 * i, 0.7, None) for i in range(11)])
     """
     if not points:
         raise UsageError("alpha-beta frontier: expected at least one product, found none")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from weightscope._util.names import fitted, nearest, shortened
-from weightscope._util.regular import read_regular, reason
+from weightscope._util.sources import read_regular, reason
 from weightscope.errors import RecipeError
 from weightscope.recipe.networks import NETWORK_TYPES
 

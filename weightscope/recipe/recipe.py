@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.recipes import recipe_path
+from weightscope._util.sources import recipe_path
 from weightscope.data.catalog import dataset_info
 from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
 from weightscope.errors import RecipeError, UsageError
@@ -107,6 +107,15 @@ class Recipe(Section):
         if not isinstance(self.data, DataConfig):
             raise UsageError(f"data.name: expected images, found {self.data.name}, which has sequences of tokens")
         return self.data
+
+    @property
+    def references(self) -> list[tuple[str, str]]:
+        """The references to one's own code, with the section of each."""
+        named = [("network", self.network.type), ("data", self.data.name)]
+        if self.distillation is not None and self.distillation.network is not None:
+            named.append(("distillation", self.distillation.network.type))
+        named += [("init", part.strip()) for init in self.init for part in init.name.split("+")]
+        return [(section, name) for section, name in named if is_reference(name)]
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":

@@ -22,8 +22,15 @@ from weightscope._util.plugins import is_reference
 from weightscope.data.catalog import DATASETS, dataset_info
 from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
-from weightscope.data.sequence_config import MARKOV, SEQUENCE_NAMES, TEXT, MarkovConfig, TaskConfig, TextConfig
-from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.data.sequence_config import (
+    MARKOV,
+    SEQUENCE_NAMES,
+    TASK_SIZES,
+    TEXT,
+    MarkovConfig,
+    TaskConfig,
+    TextConfig,
+)
 from weightscope.errors import RecipeError
 from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
 from weightscope.recipe.networks import NetworkConfig

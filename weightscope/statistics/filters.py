@@ -1,10 +1,11 @@
-"""The distribution of the filters of one depthwise layer: their mean and covariance."""
+"""Distributions of filters: mean and covariance of one layer, resized to another kernel, interpolated over depth."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +51,100 @@ class FilterDistribution:
         for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", self.covariance, (k * k, k * k))):
             if array.shape != shape:
                 raise DataError(f"`{self.name}`: expected a {what} of shape {shape}, found {array.shape}")
+
+
+def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
+    """The covariance of k x k filters as one of `size` x `size` filters.
+
+        1. every block is padded with its own mean, or clipped, around its centre: k x k -> K x K pixels
+        2. bilinear interpolation over the grid of blocks, k x k -> K x K blocks, corner to corner
+        3. the symmetric part is taken
+
+    Steps 1 and 2 treat the two pixels of an entry differently, so step 3 is needed for a symmetric result. The thesis
+    specifies neither step 3 nor whether corners or cell edges are aligned; with corners, block (0, 0) stays the first
+    and the central block stays the central one. The result is not positive semi-definite in general; see
+    `covariance_root`.
+
+    Args:
+        covariance: (k*k, k*k), symmetric.
+        k: odd side of its filters.
+        size: K, odd side of the resized filters.
+
+    Returns:
+        (K*K, K*K) float64, symmetric; the covariance itself if K = k.
+
+    Raises:
+        UsageError: if a size is even, or the covariance has another shape.
+
+    Source: thesis section 3.1.1, "Different filter sizes".
+
+    Example:
+        >>> resized_covariance(np.eye(25), 5, 7).shape
+        (49, 49)
+    """
+    _odd(k, size)
+    covariance = np.asarray(covariance, dtype=np.float64)
+    if covariance.shape != (k * k, k * k):
+        raise UsageError(f"expected a covariance {(k * k, k * k)} of {k} x {k} filters, found {covariance.shape}")
+    if size == k:
+        return covariance
+    blocks = _recentred(covariance.reshape(k, k, k, k), size)  # (k, k, K, K)
+    along = _corner_to_corner(k, size)  # (K, k)
+    out = np.einsum("ai,bj,ijlm->ablm", along, along, blocks, optimize=True).reshape(size * size, size * size)
+    return 0.5 * (out + out.T)
+
+
+def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
+    """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is.
+
+    Raises:
+        UsageError: if a size is even, or the mean has another shape.
+    """
+    _odd(k, size)
+    mean = np.asarray(mean, dtype=np.float64)
+    if mean.shape != (k, k):
+        raise UsageError(f"expected a mean filter {(k, k)}, found {mean.shape}")
+    return _recentred(mean, size)
+
+
+def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
+    """Linear interpolation of arrays over relative depth, constant before the first and after the last.
+
+    Args:
+        depths: (L,), ascending.
+        values: L arrays of one shape.
+        depth: at which to interpolate.
+
+    Example:
+        >>> at_depth([0.0, 1.0], [np.zeros(2), np.ones(2)], 0.25)
+        array([0.25, 0.25])
+    """
+    place = float(np.interp(depth, depths, np.arange(len(depths))))
+    low = min(int(place), len(values) - 1)
+    share = place - low
+    return values[low] if share == 0 else (1 - share) * values[low] + share * values[low + 1]
+
+
+def _odd(*sizes: int) -> None:
+    for size in sizes:
+        if size < 1 or size % 2 == 0:
+            raise UsageError(f"expected odd filter sizes (with a centre pixel), found {size}")
+
+
+def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
+    """Pictures (..., k, k) padded with their means, or clipped, to (..., size, size) around the centre."""
+    k = pictures.shape[-1]
+    if size <= k:
+        cut = (k - size) // 2
+        return pictures[..., cut : cut + size, cut : cut + size]
+    pad = (size - k) // 2
+    means = pictures.mean(axis=(-2, -1), keepdims=True)
+    out = np.broadcast_to(means, (*pictures.shape[:-2], size, size)).copy()
+    out[..., pad : pad + k, pad : pad + k] = pictures
+    return out
+
+
+def _corner_to_corner(k: int, size: int) -> np.ndarray:
+    """Weights (size, k) of linear interpolation on a line, ends on ends; a single target is in the middle."""
+    places = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
+    return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(k)))

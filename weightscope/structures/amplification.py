@@ -10,9 +10,8 @@ from scipy import stats
 
 from weightscope._util.checks import choice, number
 from weightscope.errors import UsageError
-from weightscope.statistics.correlated_pairs import design_effect
-from weightscope.statistics.correlation import amplified, eigenvalues_clipped, nearest_correlation
-from weightscope.statistics.exchangeable import TypeCovariance
+from weightscope.statistics.exchangeable import TypeCovariance, design_effect
+from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
 
 Gain = float | Mapping[str, float]
 _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix

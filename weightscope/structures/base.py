@@ -10,7 +10,7 @@ import numpy as np
 from weightscope._util.plugins import Registry, reference_to, underscored
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
+from weightscope.statistics.moments import EntryMoments
 
 S_co = TypeVar("S_co", bound="Structure", covariant=True)
 S = TypeVar("S", bound="Structure")

@@ -8,8 +8,7 @@ from scipy.linalg import cholesky
 
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
-from weightscope.statistics.moments import Moments
+from weightscope.statistics.moments import EntryMoments, Moments
 from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
 from weightscope.structures.affine import AffineGaussian
 from weightscope.structures.base import STRUCTURES, choose_mean, fit_mean, require_variation

@@ -3,7 +3,7 @@
 from typing import Self
 
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
+from weightscope.statistics.moments import EntryMoments
 from weightscope.structures.affine import AffineGaussian
 from weightscope.structures.base import STRUCTURES, EntryAccumulator, choose_mean, require_variation
 

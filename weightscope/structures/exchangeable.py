@@ -110,13 +110,13 @@ class Exchangeable(Structure):
         Args:
             spec: of the D entries.
             gain: multiply the correlations that `denoise` leaves by this factor, >= 0, see
-                `weightscope.statistics.correlation.amplified`; 0 keeps the variances of all parts and no correlation,
+                `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation,
                 None takes correlations as they are, shrunk. Or a mapping of patterns of types ("channels*",
                 "hidden.? x channels", "means") to factors: a type takes the first pattern that matches, and is left
                 as it is if none does.
             denoise: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues" replaces the
                 eigenvalues inside the Marchenko-Pastur edge by their mean, see
-                `weightscope.statistics.correlation.eigenvalues_clipped`. Used with a gain only.
+                `weightscope.statistics.shrinkage.eigenvalues_clipped`. Used with a gain only.
             permutations: of the same tensors; by default that of their names.
             network: see the class.
 

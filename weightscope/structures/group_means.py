@@ -7,7 +7,7 @@ import numpy as np
 
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.entry_moments import EntryMoments
+from weightscope.statistics.moments import EntryMoments
 from weightscope.structures.base import (
     STRUCTURES,
     Structure,

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.spec import WeightSpec
-from weightscope.statistics.kronecker.factorisation import tensor_normal
+from weightscope.statistics.kronecker import tensor_normal
 from weightscope.structures.base import (
     Structure,
     checked_data,
@@ -52,7 +52,7 @@ class Separable(Structure):
     """x = mean + (L_1 (x) ... (x) L_K) z for each array of tensors; arrays are independent of each other.
 
     A subclass says which arrays there are, and names their axes. Fitted by maximum likelihood
-    (`weightscope.statistics.kronecker.factorisation.tensor_normal`).
+    (`weightscope.statistics.kronecker.tensor_normal`).
 
     Attributes:
         axes: names of the K factors of an array, outermost first.

@@ -15,7 +15,7 @@ class TensorNormal(Separable):
     The same tensor of several blocks (`blocks.0.mlp.fc2.weight`, `blocks.1.mlp.fc2.weight`, ...) has L layers; each as
     a matrix (p, n): first axis by all others, a vector as one row. R_L is the covariance between layers, R_p between
     rows, R_n between columns: a tensor normal of order three, a matrix normal where L = 1. Stacks are independent of
-    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.factorisation.tensor_normal`, which says
+    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says
     how many networks are necessary).
 
     Entries of the same place in two layers have the correlation of R_L. Hidden units of two blocks can be renumbered

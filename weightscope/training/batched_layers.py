@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
-from weightscope.networks.positional_attention import ConvolutionalAttention, GatedAttention
+from weightscope.networks.vit import ConvolutionalAttention, GatedAttention
 from weightscope.training.kernels import functions, pytorch
 from weightscope.training.kernels.functions import Kernels, Pair
 

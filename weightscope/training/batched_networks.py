@@ -1,8 +1,8 @@
 """`BatchedNetworks`: many networks for images, their channels side by side.
 
 The module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C
-channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
-residual additions, elementwise functions and pooling give the same result on network-stacked channels.
+channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched
+layers; residual additions, elementwise functions and pooling give the same result on network-stacked channels.
 
 `batched_layers.py` describes the memory layout. Networks do not interact: one that diverges does not affect the others.
 """
@@ -58,11 +58,12 @@ class _ConvNeXtBlock(nn.Module):
         self.weights = [_pair(layer) for layer in (norm, block.mlp.fc1, block.mlp.fc2)]
         self.sizes = *self.filters[0].shape, *self.weights[1][0].shape, self.eps
 
-    def block(self) -> functions.Block:
-        """The weights as the kernels expect them."""
+    def block(self, dtype: torch.dtype) -> functions.Block:
+        """The weights as the kernels expect them, for activations of a type."""
         norm, fc1, fc2 = self.weights
         if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
-            fc2 = fc2[0] * self.gamma[:, :, None], fc2[1] * self.gamma
+            weight, bias, gamma = (value.to(dtype) for value in (*fc2, self.gamma))
+            fc2 = weight * gamma[:, :, None], bias * gamma
         return filters_of(*self.filters), norm, fc1, fc2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class _ConvNeXtBlocks(nn.Module):
 
 
 def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
-    weights = tuple(block.block() for block in blocks)
+    weights = tuple(block.block(x.dtype) for block in blocks)
     y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, blocks[0].eps, kernels="c")
     return y.permute(3, 0, 1, 2)
 
@@ -226,6 +227,14 @@ class BatchedNetworks(Networks):
         inner = images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1])  # (T*C, H, W, B)
         logits = self.network(inner.permute(3, 0, 1, 2))  # (B, T*K)
         return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """The one module that computes all networks' submodules, on network-stacked channels."""
+        return [self.network.get_submodule(path)]
+
+    def of_each(self, outputs: list[Tensor]) -> Tensor:
+        """(T, B, d) of one output (B, T*d)."""
+        return outputs[0].unflatten(1, (self.count, -1)).transpose(0, 1)
 
     def calibrate(self, batches: list[Tensor]) -> None:
         """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""

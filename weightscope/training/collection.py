@@ -25,9 +25,7 @@ from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
-from weightscope.training.provenance import made_on, warn_of_other_builds
-from weightscope.training.references import references
-from weightscope.training.request import portable, requested
+from weightscope.training.request import made_on, portable, requested, warn_of_other_builds
 from weightscope.training.spreading import spread
 from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
 
@@ -230,7 +228,7 @@ def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str, k
         manifest=manifest,
         data=None if data is None else Path(data).absolute(),
         device=device,
-        own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
+        own_code=OwnCode.of(name for _, name in manifest.recipe.references),
         kernels=kernels,
     )
 

@@ -22,7 +22,7 @@ from weightscope._util.seeding import Purpose, kept_generators, seed_generators,
 from weightscope.data import SequenceConfig
 from weightscope.errors import UsageError
 from weightscope.networks.layers import DropPath
-from weightscope.networks.sequences.models import TokenEmbedding, check_tokens
+from weightscope.networks.sequences import TokenEmbedding, check_tokens
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.kernels.functions import Kernels
@@ -88,6 +88,14 @@ class Networks(nn.Module):
 
     def calibrate(self, batches: list[Tensor]) -> None:
         """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """What computes the submodule of this name: one module for all networks, or one for each."""
+        raise NotImplementedError
+
+    def of_each(self, outputs: list[Tensor]) -> Tensor:
+        """The outputs (T, B, d) of all networks, given those of `submodules`."""
+        return torch.stack(outputs)
 
 
 def networks_for(
@@ -238,6 +246,10 @@ class LoopNetworks(Networks):
         self.passes += self.training
         self._store_buffers()
         return torch.stack(logits)
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """The submodule of each network."""
+        return [network.get_submodule(path) for network in self.networks]
 
     @torch.no_grad()
     def _store_buffers(self) -> None:

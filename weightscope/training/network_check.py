@@ -31,7 +31,7 @@ from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.networks.building import vocabulary_of
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.image_batches import CALIBRATION_BATCHES, EVALUATION_IMAGES
+from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, by_kernels
 from weightscope.training.many_networks import USE_LOOP, Networks, networks_for

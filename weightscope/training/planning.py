@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shard_format import expected_bytes
 from weightscope.recipe import Recipe
 from weightscope.training.own_code import OwnCode
-from weightscope.training.references import references
 from weightscope.training.request import portable, requested
 from weightscope.training.spreading import on_each
 from weightscope.training.workers import chosen_workers
@@ -133,7 +131,7 @@ def plan(
         portable(manifest.recipe, kernels, data),
         data=None if data is None else Path(data).absolute(),
         device=device,
-        own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
+        own_code=OwnCode.of(name for _, name in manifest.recipe.references),
     )
     seconds = on_each(job, chosen.on_device(device, manifest.tiles), manifest.tiles)
     return Plan(

@@ -1,8 +1,9 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,17 @@ from weightscope.data.folder import located
 from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
+from weightscope.population import shards
 from weightscope.population.manifest import Manifest
+from weightscope.population.shard_format import header_text
 from weightscope.recipe import DataConfig, Recipe
-from weightscope.training.references import references
-from weightscope.training.weight_hashes import weight_hashes
 
 if TYPE_CHECKING:
     from weightscope.training.devices import Choice  # imports torch
 
 _log = logging.getLogger(__name__)
+_TEACHER = "teacher "  # before its path, in the names of the manifest
+_passed: dict[tuple[str, str], str] = {}  # (name in the manifest, what else the hash depends on) -> hash
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
@@ -35,8 +38,7 @@ def requested(
     from weightscope import training
     from weightscope.data import load
     from weightscope.networks import build_for
-    from weightscope.training import own_networks
-    from weightscope.training.devices import choose_kernels, resolve_device
+    from weightscope.training.devices import choose_kernels, faster_kernels, resolve_device
     from weightscope.training.initial_weights import check_initialisers
     from weightscope.training.tile_size import choose_tile
 
@@ -62,8 +64,8 @@ def requested(
     if recipe.training.kernels == "auto" and there_kernels == "torch":
         recipe = recipe.replace({"training.kernels": "torch"})
     kernels = choose_kernels(recipe, resolved)
-    own_networks.check(recipe, kernels.kernels)
     if recipe.training.kernels == "auto":
+        kernels = faster_kernels(recipe, resolved, kernels) if there is None else kernels
         recipe = _recorded(recipe, path, there_kernels, kernels)
     if recipe.population.tile is None:
         tile = choose_tile(recipe, source, resolved) if there is None else there.tile
@@ -126,7 +128,7 @@ def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """
     return {
         f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
-        for kind, name in references(recipe)
+        for kind, name in recipe.references
         if kind != "data"
     }
 
@@ -156,3 +158,96 @@ def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) 
     if "distillation" in values and "://" not in values["distillation"]["teacher"]:
         values["distillation"]["teacher"] = os.path.abspath(values["distillation"]["teacher"])
     return Recipe.parse(values)
+
+
+def made_on(choice: "Choice", device: str) -> str:
+    """The device for a shard's header: GPU models and builds of kernels round differently."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return f"{name}, kernels {choice.build}" if choice.build else name
+
+
+def warn_of_other_builds(path: Path, manifest: Manifest, device: str) -> None:
+    """Say so if existing shards were trained by something else than this process would use."""
+    for tile in shards.tiles_on_disk(path, manifest):
+        try:
+            with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
+                there = header_text(h5, "device")
+        except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
+            continue
+        if there != device:
+            _log.warning(
+                "%s: tile %d was trained on %s, new ones are on %s, whose results are rounded differently",
+                path,
+                tile,
+                there,
+                device,
+            )
+        return
+
+
+def weight_hashes(recipe: Recipe) -> dict[str, str]:
+    """`"weights PATH"` -> 16 hex digits of the SHA-256 of the tensors of each source; `"teacher PATH"` for the teacher.
+
+    Raises:
+        WeightscopeError: if one cannot be read.
+    """
+    return {name: _passed[name, how] if (name, how) in _passed else _hash(recipe, name) for name, how in _named(recipe)}
+
+
+@contextlib.contextmanager
+def hashed_once(recipes: Iterable[Recipe]) -> Iterator[None]:
+    """Within the block, `weight_hashes` does not read the sources of these recipes again.
+
+    Raises:
+        DataError: at the end, if one of them has changed meanwhile.
+    """
+    firsts = {key: recipe for recipe in recipes for key in _named(recipe)}  # one recipe of each
+    before = {key: _hash(recipe, key[0]) for key, recipe in firsts.items()}
+    with restored(before):
+        yield
+    for key, recipe in firsts.items():
+        if (found := _hash(recipe, key[0])) != before[key]:
+            raise DataError(
+                f"{key[0]} has changed while networks were trained: expected hash {before[key]}, found {found}; "
+                "restore the original and begin again in another folder"
+            )
+
+
+def passed() -> dict[tuple[str, str], str]:
+    """The hashes that hold here; see `restored`."""
+    return dict(_passed)
+
+
+@contextlib.contextmanager
+def restored(hashes: Mapping[tuple[str, str], str]) -> Iterator[None]:
+    """Within the block, the hashes of another process's `passed()`, or of `hashed_once`, hold."""
+    before = dict(_passed)
+    _passed.update(hashes)
+    try:
+        yield
+    finally:
+        _passed.clear()
+        _passed.update(before)
+
+
+def _named(recipe: Recipe) -> list[tuple[str, str]]:
+    """Names in the manifest, each with what else its hash depends on."""
+    own = {name for section, name in recipe.references if section == "init"}
+    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
+    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
+    named = [(f"{manifests.WEIGHTS}{name}", "") for name in sorted({name for name in given if isinstance(name, str)})]
+    teacher = recipe.distillation
+    if teacher is not None and teacher.alpha != 0:
+        network = teacher.network or recipe.network
+        named.append((f"{_TEACHER}{teacher.teacher}", f"{network.model_dump_json()} {recipe.data.model_dump_json()}"))
+    return named
+
+
+def _hash(recipe: Recipe, name: str) -> str:
+    from weightscope.init import _trained  # these import torch
+    from weightscope.training.distillation import teacher_of
+
+    source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
+    return _trained.fingerprint(source)

@@ -36,8 +36,8 @@ def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., 
     """A part of the training step; for "inductor" what `torch.compile` makes of it, on a GPU as a CUDA graph."""
     if kernels != "inductor":
         return function
-    options = {"triton.cudagraphs": True, "deterministic": True}  # the same sums in every process
-    compiled: Callable[..., Any] = torch.compile(function, options=options)
+    # deterministic: the same sums in every process
+    compiled: Callable[..., Any] = torch.compile(function, options={"triton.cudagraphs": True, "deterministic": True})
     return compiled
 
 
@@ -57,8 +57,7 @@ def observed(observer: Observer) -> Iterator[None]:
 def _observable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
-        observer = _observer.get()
-        if observer is not None and kernels == "c":
+        if kernels == "c" and (observer := _observer.get()) is not None:
             observer(function, args, options)
             kernels = "torch"
         return function(*args, kernels=kernels, **options)

@@ -123,7 +123,6 @@ def _block_rows(height: int, width: int) -> int:
     return _BLOCK_ROWS if height % _BLOCK_ROWS == 0 else 1
 
 
-@lru_cache(maxsize=64)
 def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: torch.device) -> Tensor:
     """One-hot map (k*k, N*K) from taps to the entries of a block's Toeplitz matrix.
 
@@ -140,10 +139,11 @@ def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: tor
     hit = (dy % dilation == 0) & (dx % dilation == 0)
     dy, dx = dy // dilation, dx // dilation
     hit &= (dy >= 0) & (dy < k) & (dx >= 0) & (dx < k)
-    onehot = torch.zeros(k * k, y.numel())
-    entry = torch.arange(y.numel())[hit]
-    onehot[(dy * k + dx)[hit], entry] = 1
-    return onehot.to(device)
+    tap = torch.where(hit, dy * k + dx, -1)
+    return (tap == torch.arange(k * k)[:, None]).float().to(device)
+
+
+_cached_taps = lru_cache(maxsize=64)(_taps)
 
 
 def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int]]:
@@ -162,7 +162,8 @@ def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
-    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
+    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
     matrix = (weight.reshape(channels, k * k).to(x.dtype) @ taps).view(channels, rows * width, -1)  # (C, N, K)
     x = x.contiguous()
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
@@ -180,7 +181,8 @@ def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
     """The gradient of the filters, (C, k, k)."""
     channels, height, width, batch = x.shape
     rows = _block_rows(height, width)
-    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
+    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
     x = x.contiguous()
     entries = taps.shape[1] // (rows * width)
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
