@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import weightscope.init as wi
 from weightscope._util.environment import usable_cores
 from weightscope.anatomy import attention, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.init.attention import query_key, value_output
 from weightscope.init.impulse_attention import attention_map, filter_offsets, impulse_matrix, normalised, solve
 from weightscope.networks import ViT

@@ -14,7 +14,8 @@ from weightscope.analysis.covariances import covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.exchangeable import Amplification, Exchangeable
+from weightscope.fits.fitting import fit
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ViT
 from weightscope.spec import TensorSpec, WeightSpec
@@ -28,8 +29,6 @@ from weightscope.statistics.exchangeable import (
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.statistics.shrinkage import amplified, nearest_correlation
-from weightscope.structures.amplification import Amplification
-from weightscope.structures.exchangeable import Exchangeable
 
 SPEC = WeightSpec(
     [
@@ -332,4 +331,4 @@ def test_the_command_refuses_options_that_do_not_apply(
     with pytest.raises(SystemExit) as stop:
         main(["covariance", str(tmp_path), "--exchangeable", option])
     assert stop.value.code == 2
-    assert f"{option.split('=')[0]}: not available with --exchangeable" in capsys.readouterr().err
+    assert f"{option.split('=')[0]} cannot be combined with --exchangeable" in capsys.readouterr().err

@@ -19,8 +19,8 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.anatomy.matrices import fans, matrices
-from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import INITIALISERS, conv_covariance, get
 from weightscope.init.attention import table_codes

@@ -7,7 +7,7 @@ from references_init import impulse_adam, impulse_map
 from torch import nn
 
 from weightscope.anatomy import attention, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.auditing import audit
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_

@@ -92,14 +92,10 @@ def test_networks_that_make_no_sense(network: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"[init]\nname = 'default'\nb = {'9' * 5000}", "init.b: expected an integer below 2.63, found one of 5000"),
         (f"[training]\nepochs = {'9' * 4000}", "training.epochs: .*found one of about 4000 digits"),
         ("[training]\nepochs = 2147483648", "training.epochs: input should be less than 2147483648"),
-        (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "training.x: nested too deeply"),
-        (f"[training]\nepochs = 1\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
-        (f"[init]\nname = 'default'\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
+        (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "recipe: nested too deeply"),
         (f"[training]\nepochs = 1\n{'.'.join('a' * 30)} = 1", "training.a.a.*a: nested too deeply"),
-        (f"[{'.'.join('a' * 10_000)}]", r"a.a.*a.: nested too deeply"),
         ("[population]\nnetworks = 1000000000", "population.networks: .*less than or equal to 10000000"),
         ("[population]\ntile = 1000000000", "population.tile: .*less than or equal to 65536"),
     ],

@@ -21,9 +21,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
-    from weightscope.fitting.network import fit_network
-    from weightscope.fitting.population import fit
-    from weightscope.fitting.source import fit_init
+    from weightscope.fits.fitting import fit, fit_init
+    from weightscope.fits.one_network import fit_network
     from weightscope.init import load_init
     from weightscope.population import Population, export
     from weightscope.recipe import Recipe
@@ -45,9 +44,9 @@ _HOMES = {
     "collect": "training.collection",
     "covariance": "analysis.covariances",
     "export": "population",
-    "fit": "fitting.population",
-    "fit_init": "fitting.source",
-    "fit_network": "fitting.network",
+    "fit": "fits.fitting",
+    "fit_init": "fits.fitting",
+    "fit_network": "fits.one_network",
     "inspect": "analysis.inspection",
     "load_init": "init",
     "products": "analysis.attention_products",

@@ -23,10 +23,10 @@ from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.inits import labelled
+from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data.readers import fashion_mnist_at_hand
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

@@ -36,10 +36,10 @@ from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from plain_torture import report
 from safetensors.torch import save
 
-from weightscope.artifacts.loading import load_artifact
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import load_artifact
 from weightscope.population import Population, export
 from weightscope.population.exporting import read_export
 from weightscope.recipe import InitConfig, Recipe

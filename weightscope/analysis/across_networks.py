@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from scipy import stats
@@ -16,9 +16,9 @@ from weightscope._util.results import Result, text_table
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Computed, Coordinates
+from weightscope.statistics.exchangeable import fisher_interval
 from weightscope.statistics.gram import Precision
 from weightscope.statistics.mlps import (
-    StripeRatio,
     StripeResult,
     TransposedCorrelation,
     stripes,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["covariance", "correlation"]
-_MEANS = ("column", "row", "grand")
+_MLP = "*.mlp.fc?.weight"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,8 +87,7 @@ class PopulationCovariance(Result):
             {"tensor": name, "means": kind, "ratio": ratio.value}
             | {"low": ratio.ci95[0], "high": ratio.ci95[1], "p": ratio.p}
             for name, result in self.stripes.items()
-            for kind in _MEANS
-            for ratio in [getattr(result, kind)]
+            for kind, ratio in result.ratios.items()
         ]
 
     def text(self) -> str:
@@ -100,7 +99,10 @@ class PopulationCovariance(Result):
             lines.append(f"{constant} coordinates do not vary over the networks")
         if self.stripes:
             lines += ["", "variance of group means relative to independent entries (95 % interval):"]
-            cells = [(name, *(_ratio(getattr(x, kind)) for kind in _MEANS)) for name, x in self.stripes.items()]
+            cells = [
+                (name, *(f"{x.value:.2f} ({x.ci95[0]:.2f} to {x.ci95[1]:.2f})" for x in result.ratios.values()))
+                for name, result in self.stripes.items()
+            ]
             lines.append(text_table(("", "column means", "row means", "grand mean"), cells))
             lines.append("column means: over outputs, one per input; row means: over inputs, one per output")
         if self.transposed:
@@ -108,28 +110,24 @@ class PopulationCovariance(Result):
             found = [(name, x.value, *x.ci95) for name, x in self.transposed.items()]
             cells = [(name, f"{value:+.4f} ({low:+.4f} to {high:+.4f})") for name, value, low, high in found]
             lines.append(text_table(("", "correlation"), cells))
-        for name, why in self.diagnostics.get("without_transposed", {}).items():
-            lines.append(f"no correlation of fc1 and fc2 of `{name}`: {why}")
-        for name, why in self.diagnostics.get("without_stripes", {}).items():
-            lines.append(f"no stripe ratios of `{name}`: {why}")
+        for key, what in (("transposed", "correlation of fc1 and fc2"), ("stripes", "stripe ratios")):
+            problems = self.diagnostics.get(f"without_{key}", {})
+            lines += [f"no {what} of `{name}`: {why}" for name, why in problems.items()]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, without the matrix."""
+        stripes = {
+            name: {kind: {"ratio": x.value, "ci95": list(x.ci95), "p": x.p} for kind, x in result.ratios.items()}
+            for name, result in self.stripes.items()
+        }
         return {
             "n": self.n,
             "excluded": self.excluded,
             "kind": self.kind,
             "blocks": {name: [part.start, part.stop] for name, part in self.blocks.items()},
             "diagnostics": self.diagnostics,
-            "stripes": {
-                name: {
-                    kind: {"ratio": ratio.value, "ci95": list(ratio.ci95), "p": ratio.p}
-                    for kind in _MEANS
-                    for ratio in [getattr(result, kind)]
-                }
-                for name, result in self.stripes.items()
-            },
+            "stripes": stripes,
             "transposed": {name: asdict(found) for name, found in self.transposed.items()},
         }
 
@@ -161,7 +159,15 @@ class PopulationCovariance(Result):
 
         A vector's entries are groups of their own; the filters of a convolution are one group for each output channel.
         """
-        return {tensor.name: _groups(tensor.shape) for tensor in self.spec.tensors if tensor.size}
+        out = {}
+        for tensor in self.spec.tensors:
+            axes = [n for n in tensor.shape if n != 1]
+            if len(axes) == 2:
+                out[tensor.name] = over_hidden_units(axes)
+            elif tensor.size:
+                units = axes[0] if len(axes) > 2 else tensor.size
+                out[tensor.name] = np.repeat(np.arange(units), tensor.size // units)
+        return out
 
     def save_matrix(self, path: str | Path) -> None:
         """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
@@ -189,21 +195,6 @@ def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
     return np.repeat(np.arange(rows), columns) if rows < columns else np.tile(np.arange(columns), rows)
 
 
-def _groups(shape: Sequence[int]) -> np.ndarray:
-    axes = [n for n in shape if n != 1]
-    if len(axes) == 2:
-        return over_hidden_units(axes)
-    first = axes[0] if len(axes) > 2 else math.prod(axes)
-    return np.repeat(np.arange(first), math.prod(axes) // first)
-
-
-def _ratio(found: StripeRatio) -> str:
-    return f"{found.value:.2f} ({found.ci95[0]:.2f} to {found.ci95[1]:.2f})"
-
-
-_MLP = "*.mlp.fc?.weight"
-
-
 def covariance_across(
     source: WeightSamples, select: str | Sequence[str] | None = "auto", **options: Any
 ) -> PopulationCovariance:
@@ -228,31 +219,24 @@ def covariance_across(
         select = _MLP if any(fnmatchcase(name, _MLP) for name in source.spec.names) else "*"
     found = joint_covariance(source, select, **options)
     ratios: dict[str, StripeResult] = {}
-    problems: dict[str, str] = {}
-    for tensor in found.spec.tensors:
-        if len(tensor.shape) == 2 and tensor.name in source.spec.slices:
-            try:
-                ratios[tensor.name] = stripes(_tensor(source, tensor.name))
-            except DataError as error:  # too few networks, or a tensor that does not vary
-                problems[tensor.name] = str(error)
-    pairs, apart = _transposed(source, found.spec)
-    diagnostics = found.diagnostics | ({"without_stripes": problems} if problems else {})
-    diagnostics |= {"without_transposed": apart} if apart else {}
-    return replace(found, stripes=ratios, transposed=pairs, diagnostics=diagnostics)
-
-
-def _transposed(source: WeightSamples, spec: WeightSpec) -> tuple[dict[str, TransposedCorrelation], dict[str, str]]:
-    """The correlation of W1[i, j] with W2[j, i] for the MLPs of which both matrices are selected, and problems."""
-    out, problems = {}, {}
-    for name in spec.names:
-        mlp, other = name.removesuffix(".fc1.weight"), name.replace(".fc1.weight", ".fc2.weight")
-        if mlp == name or other not in spec.names or spec[name].shape != spec[other].shape[::-1]:
+    pairs: dict[str, TransposedCorrelation] = {}
+    problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
+    for name, shape in ((t.name, t.shape) for t in found.spec.tensors if t.name in source.spec.slices):
+        if len(shape) != 2:
             continue
         try:
-            out[mlp] = transposed_correlation(_tensor(source, name), _tensor(source, other))
-        except DataError as error:  # too few networks, or weights that do not vary
-            problems[mlp] = str(error)
-    return out, problems
+            ratios[name] = stripes(_tensor(source, name))
+        except DataError as error:  # too few networks, or a tensor that does not vary
+            problems["without_stripes"][name] = str(error)
+        mlp, other = name.removesuffix(".fc1.weight"), name.replace(".fc1.weight", ".fc2.weight")
+        if mlp == name or other not in found.spec.names or found.spec[other].shape != shape[::-1]:
+            continue
+        try:
+            pairs[mlp] = transposed_correlation(_tensor(source, name), _tensor(source, other))
+        except DataError as error:
+            problems["without_transposed"][mlp] = str(error)
+    diagnostics = found.diagnostics | {key: reasons for key, reasons in problems.items() if reasons}
+    return replace(found, stripes=ratios, transposed=pairs, diagnostics=diagnostics)
 
 
 def _tensor(source: WeightSamples, name: str) -> np.ndarray:
@@ -436,6 +420,14 @@ class FilterMLPCorrelation(Result):
     n: int
     excluded: int
 
+    columns: ClassVar = {
+        "central pixel against diag(W2 W1)": "{block}",
+        "channels": "{channels}",
+        "correlation": "{correlation:+.3f}",
+        "95 % interval": "{low:+.3f} to {high:+.3f}",
+        "p": "{p:.2g}",
+    }
+
     def rows(self) -> list[dict[str, Any]]:
         """One record for each block, and one for all."""
         return [
@@ -458,23 +450,9 @@ class FilterMLPCorrelation(Result):
     def summary(self) -> str:
         """The correlation over all blocks."""
         found, (low, high) = self.total, self.total.ci95
-        return f"{self.n} networks, r = {found.correlation:+.3f} ({low:+.3f} to {high:+.3f}), p = {found.p:.2g}"
-
-    def text(self) -> str:
-        """A table of the blocks."""
-        lines = [f"{self.n} networks" + (f" ({self.excluded} excluded)" if self.excluded else "")]
-        header = ("central pixel against diag(W2 W1)", "channels", "correlation", "95 % interval", "p")
-        rows = [
-            (
-                found.name,
-                found.channels,
-                f"{found.correlation:+.3f}",
-                f"{found.ci95[0]:+.3f} to {found.ci95[1]:+.3f}",
-                f"{found.p:.2g}",
-            )
-            for found in (*self.blocks, self.total)
-        ]
-        return "\n".join([*lines, text_table(header, rows)])
+        excluded = f" ({self.excluded} excluded)" if self.excluded else ""
+        r = f"r = {found.correlation:+.3f} ({low:+.3f} to {high:+.3f})"
+        return f"{self.n} networks{excluded}, {r}, p = {found.p:.2g}"
 
 
 def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
@@ -547,9 +525,5 @@ def _correlation(name: str, channels: int, sums: np.ndarray) -> Correlation:
     r = float(a / math.sqrt(b * c))
     psi = sums[0] / math.sqrt(b * c) - r / 2 * (sums[1] / b + sums[2] / c)
     error = math.sqrt(n / (n - 1) * float(np.square(psi - psi.mean()).sum()))
-    if 1 - abs(r) < 1e-12 or not error:
-        return Correlation(name, channels, r, error, (r, r), 0.0 if r else 1.0)
-    centre, step = math.atanh(r), error / (1 - r**2)
-    half = float(stats.t.isf(0.025, n - 1)) * step
-    p = float(2 * stats.t.sf(abs(centre) / step, n - 1))
-    return Correlation(name, channels, r, error, (math.tanh(centre - half), math.tanh(centre + half)), p)
+    interval, _, p = fisher_interval(r, error, stats.t(n - 1))
+    return Correlation(name, channels, r, error, interval, p)

@@ -1,9 +1,10 @@
 """Attention maps of a Transformer: measured maps, maps expected from the weights, and the rank condition."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result, row_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
 
@@ -94,10 +95,6 @@ class AttentionMaps(Result):
         return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.inputs}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer and head; see `statistics`."""
-        return self.statistics()
-
-    def statistics(self) -> list[dict[str, Any]]:
         """One row for each layer and head.
 
         - self: mean weight of a patch token on itself;
@@ -111,12 +108,16 @@ class AttentionMaps(Result):
         near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
         rows: list[dict[str, Any]] = []
         for layer in self.layers:
-            for head in range(layer.heads):
-                block = layer.maps[head, patches, patches]
-                row: dict[str, Any] = {"layer": layer.layer, "head": head, "self": float(np.trace(block) / len(block))}
-                row["near"] = float((block * near).sum() / len(block))
-                row["special"] = float(layer.maps[head, patches, : self.tokens.prefix].sum() / len(block))
-                row |= {"entropy": float(layer.entropy[head]), "beta": float(layer.beta[head])}
+            for head, whole in enumerate(layer.maps):
+                block = whole[patches, patches]
+                shares = {
+                    "self": np.trace(block) / len(block),
+                    "near": (block * near).sum() / len(block),
+                    "special": whole[patches, : self.tokens.prefix].sum() / len(block),
+                    "entropy": layer.entropy[head],
+                    "beta": layer.beta[head],
+                }
+                row = {"layer": layer.layer, "head": head} | {key: float(value) for key, value in shares.items()}
                 other = None if layer.expected is None else layer.expected[head, patches, patches]
                 rows.append(row | {"expected_r": None if other is None else _correlation(block, other)})
         return rows
@@ -136,24 +137,15 @@ class AttentionMaps(Result):
         """
         rows = []
         for layer in self.layers:
-            k, square = float(layer.stable_ranks.mean()), self.taps
+            k = float(layer.stable_ranks.mean())
             low, high = np.quantile(layer.stable_ranks, [0.05, 0.95])
             reach = math.isqrt(int(layer.width / k)) if self.inputs == "images" else int(layer.width / k)
-            rows.append(
-                {
-                    "layer": layer.layer,
-                    "stable_rank": k,
-                    "low": float(low),
-                    "high": float(high),
-                    "needed": k * square,
-                    "width": layer.width,
-                    "holds": layer.width >= k * square,
-                    "share": float(np.mean(layer.width >= layer.stable_ranks * square)),
-                    "largest_f": reach - (reach + 1) % 2 if reach else 0,
-                    "enough_heads": layer.heads >= square,
-                    "enough_copies": layer.width / layer.heads >= k,
-                }
-            )
+            row = {"layer": layer.layer, "stable_rank": k, "low": float(low), "high": float(high)}
+            row |= {"needed": k * self.taps, "width": layer.width, "holds": layer.width >= k * self.taps}
+            row |= {"share": float(np.mean(layer.width >= layer.stable_ranks * self.taps))}
+            row |= {"largest_f": reach - (reach + 1) % 2 if reach else 0}
+            enough = {"enough_heads": layer.heads >= self.taps, "enough_copies": layer.width / layer.heads >= k}
+            rows.append(row | enough)
         return rows
 
     def offsets(self) -> np.ndarray:
@@ -164,27 +156,46 @@ class AttentionMaps(Result):
         Raises:
             DataError: if layers have different numbers of heads.
         """
-        return _by_offset(_stack([layer.maps for layer in self.layers]), self.tokens)
+        rows, columns, prefix = self.tokens.rows, self.tokens.columns, self.tokens.prefix
+        maps = _stack([layer.maps for layer in self.layers])
+        y, x = np.divmod(np.arange(rows * columns), columns)
+        place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
+        size = (2 * rows - 1) * (2 * columns - 1)
+        counts = np.bincount(place.ravel(), minlength=size)
+        flat = maps[..., prefix:, prefix:].reshape(-1, place.size)
+        sums = np.stack([np.bincount(place.ravel(), weights=m, minlength=size) for m in flat])
+        return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
 
     def text(self) -> str:
         """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
-        f, grid = self.filter_size, self.tokens
+        f, grid, images = self.filter_size, self.tokens, self.inputs == "images"
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
-        where = where if self.inputs == "images" else f"{grid.total} tokens"
-        head = f"means over heads and {self.images} {self.inputs}, {where}"
-        near = f"{f}x{f}" if self.inputs == "images" else f"{'last' if grid.causal else 'nearest'} {f}"
-        names = ["layer", "self", near, "special", "entropy", "beta", "r(3.19)", "k", f"{self.taps} k", "D"]
-        table, statistics = [], self.statistics()
-        for layer, row in zip(self.layers, self.condition(), strict=True):
-            mine = [s for s in statistics if s["layer"] == layer.layer]
-            mean = {key: np.mean([s[key] for s in mine]) for key in ("self", "near", "special", "entropy", "beta")}
-            known = [s["expected_r"] for s in mine if s["expected_r"] is not None]
-            cells = [f"{mean[key]:.3f}" for key in ("self", "near", "special", "entropy")]
-            cells += [f"{mean['beta']:+.3f}", f"{np.mean(known):.2f}" if known else "-"]
-            cells += [f"{row['stable_rank']:.2f}", f"{row['needed']:.1f}", str(row["width"])]
-            table.append([str(layer.layer), *cells, "" if row["holds"] else f"D < k {self._taps}"])
-        lines = [head, "", text_table((*names, ""), table, left=(len(names),))]
-        lines += ["", _columns(f, near, self.inputs), "", self.finding()]
+        near = f"{f}x{f}" if images else f"{'last' if grid.causal else 'nearest'} {f}"
+        columns = {"layer": "{layer}", "self": "{self:.3f}", near: "{near:.3f}", "special": "{special:.3f}"}
+        columns |= {"entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
+        columns |= {"k": "{stable_rank:.2f}", f"{self.taps} k": "{needed:.1f}", "D": "{width}", "": "{verdict}"}
+        heads, table = self.rows(), []
+        for row in self.condition():
+            mine = [head for head in heads if head["layer"] == row["layer"]]
+            mean = {
+                key: np.mean([head[key] for head in mine]) for key in ("self", "near", "special", "entropy", "beta")
+            }
+            known = [head["expected_r"] for head in mine if head["expected_r"] is not None]
+            row |= mean | {"expected_r": np.mean(known) if known else None}
+            table.append(row | {"verdict": "" if row["holds"] else f"D < k {self._taps}"})
+        around = f"the {f} x {f} tokens around it" if images else f"the {near} tokens"
+        lines = [
+            f"means over heads and {self.images} {self.inputs}, {where if images else f'{grid.total} tokens'}",
+            "",
+            row_table(columns, table, left=(len(columns) - 1,)),
+            "",
+            f"self, {near}: share of a query's attention on itself, and on {around}; special: on special tokens",
+            "entropy: of the attention, 1 if uniform; beta: mean of the diagonal of W_Q W_K^T",
+            "r(3.19): correlation with the map that positions alone predict",
+            "k: stable rank of the layer's input; D: its width",
+            "",
+            self.finding(),
+        ]
         return "\n".join([*lines, *(f"left out: {name}, {why}" for name, why in self.skipped.items())])
 
     def finding(self) -> str:
@@ -201,7 +212,7 @@ class AttentionMaps(Result):
         """The finding of a picture in numbers."""
         if kind == "ranks":
             return self.finding().replace(">=", "≥").replace("^2", "²")
-        f, rows = self.filter_size, self.statistics()
+        f, rows = self.filter_size, self.rows()
         if kind == "expected":
             r = [row["expected_r"] for row in rows if row["expected_r"] is not None]
             known = f"; correlation with the real maps {np.mean(r):.2f}" if r else ""
@@ -225,7 +236,7 @@ class AttentionMaps(Result):
             "tokens": grid,
             "filter_size": self.filter_size,
             "positions": self.positions,
-            "heads": self.statistics(),
+            "heads": self.rows(),
             "layers": [{"name": a.name} | b for a, b in zip(self.layers, self.condition(), strict=True)],
             "skipped": dict(self.skipped),
         }
@@ -246,56 +257,41 @@ class AttentionMaps(Result):
         from weightscope import plots
 
         choice("kind", kind, get_args(Kind))
-        if kind == "ranks" and self.inputs == "sequences":
-            raise UsageError("kind: 'ranks' is for images; the stable ranks of sequences are in the table")
-        figure = self._ranks(title) if kind == "ranks" else self._grid(kind, title)
+        title = title or self._title(kind)
+        if kind == "ranks":
+            if self.inputs == "sequences":
+                raise UsageError("kind: 'ranks' is for images; the stable ranks of sequences are in the table")
+            ranks, width = [layer.stable_ranks for layer in self.layers], max(layer.width for layer in self.layers)
+            figure = plots.root_figure(plots.rank_condition(ranks, width, title=title))
+        else:
+            panels = self._panels(kind)
+            figure = plots.attention_grid(
+                panels.transpose(1, 0, 2, 3),
+                column_labels=[f"layer {layer.layer}" for layer in self.layers],
+                row_labels=[f"head {h}" for h in range(panels.shape[1])],
+                uniform=1 / self.tokens.total,
+                title=title,
+            )
         if path is not None:
             plots.save(figure, path)
         return figure
 
-    def _ranks(self, title: str | None) -> "Figure":
-        from weightscope import plots
-
-        ranks, widths = [layer.stable_ranks for layer in self.layers], {layer.width for layer in self.layers}
-        return plots.root_figure(plots.rank_condition(ranks, max(widths), title=title or self._title("ranks")))
-
-    def _grid(self, kind: Kind, title: str | None) -> "Figure":
-        from weightscope import plots
-
-        expected = [layer.expected for layer in self.layers if layer.expected is not None]
-        if kind == "expected" and len(expected) < len(self.layers):
-            raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
+    def _panels(self, kind: Kind) -> np.ndarray:
+        """(L, H, n, n), or by relative position."""
         if kind == "offsets":
-            panels = self.offsets()
-        else:
-            panels = _stack([layer.maps for layer in self.layers] if kind == "maps" else expected)
-        labels = [f"layer {layer.layer}" for layer in self.layers], [f"head {h}" for h in range(panels.shape[1])]
-        return plots.attention_grid(
-            panels.transpose(1, 0, 2, 3),
-            column_labels=labels[0],
-            row_labels=labels[1],
-            uniform=1 / self.tokens.total,
-            title=title or self._title(kind),
-        )
+            return self.offsets()
+        if kind == "maps":
+            return _stack([layer.maps for layer in self.layers])
+        expected = [layer.expected for layer in self.layers if layer.expected is not None]
+        if len(expected) < len(self.layers):
+            raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
+        return _stack(expected)
 
 
 def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
     if len({m.shape for m in maps}) != 1:
         raise DataError("expected the same number of heads in all layers, found different ones; draw layers separately")
     return np.stack(maps)
-
-
-def _columns(f: int, near: str, of: str) -> str:
-    """What the columns of the table are."""
-    where = f"the {f} x {f} tokens around it" if of == "images" else f"the {near} tokens"
-    return "\n".join(
-        (
-            f"self, {near}: share of a query's attention on itself, and on {where}; special: on special tokens",
-            "entropy: of the attention, 1 if uniform; beta: mean of the diagonal of W_Q W_K^T",
-            "r(3.19): correlation with the map that positions alone predict",
-            "k: stable rank of the layer's input; D: its width",
-        )
-    )
 
 
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
@@ -307,18 +303,6 @@ def _near(tokens: TokenGrid, f: int) -> np.ndarray:
     return (np.abs(y[:, None] - y) <= f // 2) & (np.abs(x[:, None] - x) <= f // 2)
 
 
-def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
-    """(..., n, n) to means over pairs of equal offset, (..., 2 rows - 1, 2 columns - 1)."""
-    rows, columns = tokens.rows, tokens.columns
-    y, x = np.divmod(np.arange(rows * columns), columns)
-    place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
-    size = (2 * rows - 1) * (2 * columns - 1)
-    counts = np.bincount(place.ravel(), minlength=size)
-    flat = maps[..., tokens.prefix :, tokens.prefix :].reshape(-1, place.size)
-    sums = np.stack([np.bincount(place.ravel(), weights=m, minlength=size) for m in flat])
-    return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
-
-
 def _correlation(one: np.ndarray, other: np.ndarray) -> float | None:
     """Pearson correlation of entries; None if one of the arrays is constant."""
     a, b = one.ravel() - one.mean(), other.ravel() - other.mean()
@@ -326,42 +310,26 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> float | None:
     return float(a @ b) / scale if scale > 0 else None
 
 
+# --- recording the maps of a forward pass ----------------------------------------------------------------------------
+
 _BYTES = 96 * 2**20  # of the maps of single images held at once
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative, between a module's output and the recomputed one
 _HALF = 5e-2  # for half precision, in which the module rounds inner products
 
 
-def rotation_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """How a module rotates its queries and keys (B, H, n, k) by position, if it is one of weightscope's that does."""
-    return rotated if isinstance(module, CausalAttention) and module.rope else None
-
-
-class Recorder:
-    """Sums over images, or sequences, of one attention layer's maps.
-
-    Args:
-        part: the module's weights.
-        n: number of tokens.
-        patches: rows and columns of the patches of images.
-        rotate: see `rotation_of`.
+class _Recorder:
+    """Sums over images, or sequences, of the maps of one attention layer with n tokens.
 
     Attributes:
-        part: the module's weights.
-        tokens: arrangement of its tokens.
         maps: (H, n, n) float64, sum of attention maps.
         entropy: (H,) float64, sum of mean row entropies in units of log n.
         ranks: stable ranks of the inputs' patch tokens, a tensor for each batch.
         images: number of images.
     """
 
-    def __init__(
-        self,
-        part: AttentionPart,
-        n: int,
-        patches: tuple[int, int] | None,
-        rotate: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.part, self._rotate = part, rotate
+    def __init__(self, part: AttentionPart, module: nn.Module, n: int, patches: tuple[int, int] | None) -> None:
+        self.part = part
+        self._rotate = rotated if _rotates(module) else None
         prefix = -1 if patches is None else n - patches[0] * patches[1]
         grid = (1, n, 0) if prefix < 0 or patches is None else (*patches, prefix)
         self.tokens = TokenGrid(*grid, causal=part.causal is True)
@@ -369,15 +337,10 @@ class Recorder:
         self.entropy = torch.zeros(part.heads, dtype=torch.float64)
         self.ranks: list[Tensor] = []
         self.images = 0
-        self._checked = False
-        self._weights = {name: _projection(part, name) for name in ("q", "k", "v")}
+        self._weights = {name: (part.read(name), part.read_bias(name)) for name in ("q", "k", "v")}
 
     def add(self, x: Tensor, answer: Tensor | None) -> None:
-        """Add inputs x (B, n, d); the first few are checked against the module's output.
-
-        Raises:
-            DataError: if the map is not finite, or does not reproduce the output.
-        """
+        """Add inputs x (B, n, d); the first few are checked against the module's output."""
         part, (count, n, _) = self.part, x.shape
         wide = x if x.dtype == torch.float64 else x.float()
         step = max(1, _BYTES // (part.heads * n * n * 4))
@@ -389,8 +352,8 @@ class Recorder:
                 raise DataError(
                     f"`{part.name}`: attention is not finite; do weights or inputs contain NaN or infinity?"
                 )
-            if not self._checked:
-                self._compare(some, maps, answer[start : start + step] if answer is not None else None, x.dtype)
+            if not self.ranks:
+                self._compare(some, maps, None if answer is None else answer[:step], x.dtype)
             self.maps += sums
             rows = -torch.special.xlogy(maps, maps).sum(-1).mean(-1).sum(0, dtype=torch.float64)
             self.entropy += rows.cpu() / math.log(max(n, 2))
@@ -398,11 +361,11 @@ class Recorder:
         self.images += count
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """(B, heads, n, width of a head), key and value heads repeated for the queries that share them."""
+        """(B, H, n, width of a head), key and value heads repeated for the queries that share them."""
         weight, bias = self._weights[name]
-        weight = weight.to(x)
-        out = torch.einsum("bnd,hdk->bhnk", x, weight)
-        return out if bias is None else out + bias.to(x)[:, None]
+        out = torch.einsum("bnd,hdk->bhnk", x, weight.to(x))
+        out = out if bias is None else out + bias.to(x)[:, None]
+        return out if name == "q" else out[:, [self.part.kv_head(h) for h in range(self.part.heads)]]
 
     def _attend(self, x: Tensor) -> Tensor:
         q, k = self._project("q", x), self._project("k", x)
@@ -416,7 +379,7 @@ class Recorder:
 
     def _compare(self, x: Tensor, maps: Tensor, answer: Tensor | None, dtype: torch.dtype) -> None:
         """The maps applied to the values must equal the module's output, before or after the output projection."""
-        part, self._checked = self.part, True
+        part = self.part
         if answer is None:
             raise DataError(
                 f"`{part.name}`: expected an output with one row for each token, found none; its map cannot be checked"
@@ -425,13 +388,9 @@ class Recorder:
         bias = part.read_bias("o")
         whole = torch.einsum("bhnv,hvd->bnd", context, part.read("o").to(x))
         whole = whole if bias is None else whole + bias.to(x)
-        joined = context.transpose(1, 2).flatten(2)
-        distances = [
-            float((ours - answer).norm() / answer.norm().clamp_min(1e-30))
-            for ours in (whole, joined)
-            if ours.shape == answer.shape
-        ]
-        apart = min(distances, default=math.inf)
+        candidates = [ours for ours in (whole, context.transpose(1, 2).flatten(2)) if ours.shape == answer.shape]
+        size = answer.norm().clamp_min(1e-30)
+        apart = min((float((ours - answer).norm() / size) for ours in candidates), default=math.inf)
         if not apart <= _TOLERANCE.get(dtype, _HALF):
             raise DataError(
                 f"`{part.name}`: its output differs by {apart:.2g} of its norm from that of its attention map; "
@@ -439,12 +398,9 @@ class Recorder:
             )
 
 
-def _projection(part: AttentionPart, name: Any) -> tuple[Tensor, Tensor | None]:
-    weight, bias = part.read(name), part.read_bias(name)
-    if name == "q":
-        return weight, bias
-    heads = torch.tensor([part.kv_head(h) for h in range(part.heads)], device=weight.device)
-    return weight[heads], None if bias is None else bias[heads]
+def _rotates(module: nn.Module) -> bool:
+    """Whether it is one of weightscope's modules that rotate their queries and keys by position."""
+    return isinstance(module, CausalAttention) and bool(module.rope)
 
 
 def stable_ranks(x: Tensor) -> Tensor:
@@ -458,73 +414,74 @@ def stable_ranks(x: Tensor) -> Tensor:
     return torch.where(largest > 0, gram.diagonal(dim1=1, dim2=2).sum(1) / largest.clamp_min(1e-300), 0.0)
 
 
-class Recorders:
-    """The recorders of a model, one for each call of an attention module in a forward pass."""
+def _recorded(
+    model: nn.Module,
+    parts: Sequence[AttentionPart],
+    batches: Sequence[Tensor],
+    patches: tuple[int, int] | None,
+    forward: Callable[[nn.Module, Tensor], Any],
+) -> list[_Recorder]:
+    """A recorder for each call of an attention module in a forward pass, in the order of the calls."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    modes = {module: module.training for module in modules.values()}
+    found: dict[tuple[str, int], _Recorder] = {}
+    calls: Counter[str] = Counter()
+    size = 0
 
-    def __init__(self, patches: tuple[int, int] | None) -> None:
-        self._patches = patches
-        self._found: dict[tuple[str, int], Recorder] = {}
-        self._calls: dict[str, int] = {}
-        self._count = 0
-
-    def begin(self, count: int) -> None:
-        """Start a forward pass on `count` images."""
-        self._calls, self._count = {}, count
-
-    def in_order(self) -> list[Recorder]:
-        """All recorders in the order of the calls; a module that is called several times has several."""
-        return list(self._found.values())
-
-    def call(self, part: AttentionPart, module: nn.Module, args: Sequence[Any], named: Mapping, output: Any) -> None:
-        """Record one call of an attention module; the arguments are those of a forward hook.
-
-        Raises:
-            DataError: if none of its inputs has the shape (B, n, d).
-        """
+    def hook(part: AttentionPart, module: nn.Module, args: Any, named: Mapping[str, Any], output: Any) -> None:
         given = [value for value in (*args, *named.values()) if isinstance(value, Tensor)]
         x = next((value for value in given if value.ndim == 3 and value.shape[-1] == part.width), None)
         answer = output[0] if isinstance(output, tuple | list) and output else output
         answer = answer if isinstance(answer, Tensor) and answer.ndim == 3 else None
         if x is not None and getattr(module, "batch_first", True) is False:
             x, answer = x.transpose(0, 1), None if answer is None else answer.transpose(0, 1)
-        if x is None or len(x) != self._count:
+        if x is None or len(x) != size:
             shapes = ", ".join(str(tuple(value.shape)) for value in given) or "nothing"
             raise DataError(
-                f"`{part.name}`: expected tokens ({self._count}, n, {part.width}), found {shapes}; attention within "
+                f"`{part.name}`: expected tokens ({size}, n, {part.width}), found {shapes}; attention within "
                 "windows has no map over the image"
             )
-        number = self._calls.get(part.name, 0)
-        self._calls[part.name] = number + 1
-        if (part.name, number) not in self._found:
-            self._found[part.name, number] = Recorder(part, x.shape[1], self._patches, rotation_of(module))
-        recorder = self._found[part.name, number]
-        if x.shape[1] != recorder.tokens.total:
+        key = part.name, calls[part.name]
+        calls[part.name] += 1
+        if key not in found:
+            found[key] = _Recorder(part, module, x.shape[1], patches)
+        if x.shape[1] != found[key].tokens.total:
             raise DataError(
-                f"`{part.name}`: expected {recorder.tokens.total} tokens as in the first batch, found {x.shape[1]}"
+                f"`{part.name}`: expected {found[key].tokens.total} tokens as in the first batch, found {x.shape[1]}"
             )
-        recorder.add(x, answer)
+        found[key].add(x, answer)
 
-
-@contextlib.contextmanager
-def watch(model: nn.Module, parts: Sequence[AttentionPart], patches: tuple[int, int] | None) -> Iterator[Recorders]:
-    """Hook the modules of these parts and switch to evaluation mode within the block; both are undone at its end."""
-    recorders, modules = Recorders(patches), dict(model.named_modules(remove_duplicate=False))
-    modes = {module: module.training for module in modules.values()}
     handles = []
     try:
         for part in parts:
-
-            def hook(module: nn.Module, args: Any, named: Any, output: Any, part: AttentionPart = part) -> None:
-                recorders.call(part, module, args, named, output)
-
-            handles.append(modules[part.name].register_forward_hook(hook, with_kwargs=True))
+            handles.append(modules[part.name].register_forward_hook(partial(hook, part), with_kwargs=True))
         model.eval()
-        yield recorders
+        with torch.no_grad():
+            for batch in batches:
+                calls.clear()
+                size = len(batch)
+                _run(model, batch, forward)
     finally:
         for handle in handles:
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
+    return list(found.values())
+
+
+def _run(model: nn.Module, batch: Tensor, forward: Callable[[nn.Module, Tensor], Any]) -> None:
+    reference = next((p for p in model.parameters() if p.is_floating_point()), batch)
+    try:
+        forward(model, batch.to(reference.device, reference.dtype if batch.is_floating_point() else batch.dtype))
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        what = "images" if batch.is_floating_point() else "sequences"
+        raise DataError(f"the model failed on {what} {tuple(batch.shape)}: {reason}") from error
+
+
+# --- the analysis ----------------------------------------------------------------------------------------------------
 
 
 def attention_maps(
@@ -580,13 +537,14 @@ def attention_maps(
     sequences = batch.ndim == 2
     parts, skipped = _usable(model, config)
     patch = None if sequences else _patch(model, batch)
-    with watch(model, parts, patch) as recorders, torch.no_grad():
-        for start in range(0, len(batch), batch_size):
-            _run(model, batch[start : start + batch_size], forward, recorders)
-    found = recorders.in_order()
+    found = _recorded(model, parts, batch.split(batch_size), patch, forward or (lambda model, x: model(x)))
     if not found:
         raise AnatomyError("the model called none of its attention modules; pass `forward` to call it differently")
-    tokens = _one_layout(found)
+    layouts = {recorder.tokens for recorder in found}
+    if len(layouts) != 1:
+        counts = sorted({layout.total for layout in layouts})
+        raise DataError(f"expected the same number of tokens in all layers, found {counts}: the model merges tokens")
+    tokens = layouts.pop()
     layers = []
     for i, recorder in enumerate(found):
         codes, origin = _codes(model, tokens, recorder.part.width)
@@ -619,7 +577,7 @@ def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[At
             reasons[part.name] = "it is cross-attention"
         elif part.normalised:
             reasons[part.name] = "queries and keys are normalised"
-        elif part.rotary and rotation_of(modules[part.name]) is None:
+        elif part.rotary and not _rotates(modules[part.name]):
             reasons[part.name] = "queries and keys are rotated by position"
         elif part.positional:
             reasons[part.name] = "gates or convolutions enter its map"
@@ -646,33 +604,6 @@ def _patch(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
             f"`{fitting[0].name}`: expected images divisible into {rows} x {columns} patches, found {height} x {width}"
         )
     return height // rows, width // columns
-
-
-def _run(
-    model: nn.Module, batch: Tensor, forward: Callable[[nn.Module, Tensor], Any] | None, recorders: Recorders
-) -> None:
-    """One forward pass; the hooks record the maps."""
-    reference = next((p for p in model.parameters() if p.is_floating_point()), batch)
-    recorders.begin(len(batch))
-    sequences = batch.ndim == 2
-    inputs = batch.to(device=reference.device, dtype=batch.dtype if sequences else reference.dtype)
-    try:
-        model(inputs) if forward is None else forward(model, inputs)
-    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
-        if isinstance(error, UsageError):
-            raise
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        what = "sequences" if sequences else "images"
-        raise DataError(f"the model failed on {what} {tuple(batch.shape)}: {reason}") from error
-
-
-def _one_layout(found: list[Recorder]) -> TokenGrid:
-    """The arrangement of tokens, equal in all layers: special ones first, then the grid (or a sequence)."""
-    layouts = {recorder.tokens for recorder in found}
-    if len(layouts) != 1:
-        counts = sorted({layout.total for layout in layouts})
-        raise DataError(f"expected the same number of tokens in all layers, found {counts}: the model merges tokens")
-    return layouts.pop()
 
 
 def _codes(model: nn.Module, tokens: TokenGrid, width: int) -> tuple[np.ndarray | None, str]:
@@ -713,7 +644,7 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def _layer(number: int, recorder: Recorder, codes: np.ndarray | None) -> LayerMaps:
+def _layer(number: int, recorder: _Recorder, codes: np.ndarray | None) -> LayerMaps:
     part, images = recorder.part, recorder.images
     q, k = part.read("q").double().cpu(), part.read("k").double().cpu()
     beta = torch.stack([(q[h] * k[part.kv_head(h)]).sum() for h in range(part.heads)]).numpy() / part.width

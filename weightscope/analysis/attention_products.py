@@ -18,58 +18,17 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, text_table
-from weightscope.analysis.attention_reading import Reader, gain_before, mean_rotation, name_of
-from weightscope.analysis.factored_products import STATISTICS, FactoredProduct
+from weightscope.analysis.attention_reading import AttentionReader, gain_before, mean_rotation, name_of
 from weightscope.anatomy import AttentionPart, SSMPart
-from weightscope.anatomy.layer_scale import layer_scale
+from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
 from weightscope.errors import AnatomyError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-Spectra = Literal["heads", "all", "none"]
-AVERAGE = range(256)  # relative positions of rotary="average"
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `products`."""
-
-    fold_norms: bool
-    fold_scales: bool
-    biases: bool
-    rotary: Any
-    spectra: Spectra
-    clip: int | None
-
-    @property
-    def positions(self) -> range | None:
-        """Relative positions that the rotation is averaged over; None for position 0."""
-        if self.rotary == "zero" or self.rotary == 0:
-            return None
-        if self.rotary == "average":
-            return AVERAGE
-        return range(self.rotary, self.rotary + 1) if isinstance(self.rotary, int) else self.rotary
-
-    def checked(self) -> "Options":
-        """These options.
-
-        Raises:
-            UsageError: if one is invalid.
-        """
-        words, number = self.rotary in ("zero", "average"), type(self.rotary) is int
-        if not (words or number or (isinstance(self.rotary, range) and len(self.rotary))):
-            raise UsageError(
-                f"rotary: expected 'zero', 'average', a relative position or a range of them, found {self.rotary!r}"
-            )
-        choice("spectra", self.spectra, get_args(Spectra))
-        if self.clip is not None and self.clip < 1:
-            raise UsageError(f"clip: expected at least 1 or None, found {self.clip}")
-        return self
-
-
 Part = Literal["qk", "vo", "cb"]
+Spectra = Literal["heads", "all", "none"]
 Values = Literal["layers", "heads", "both"]
 View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
@@ -168,36 +127,6 @@ class ProductsResult(Result):
     corners: dict[Key, np.ndarray]
     sources: list[SourceInfo]
     options: dict[str, Any]
-
-    def append(
-        self,
-        place: Row,
-        statistics: Mapping[str, float],
-        about: Row,
-        spectrum: np.ndarray | None,
-        corner: np.ndarray | None,
-        biases: Mapping[str, float] | None = None,
-    ) -> None:
-        """Append one product.
-
-        Args:
-            place: the columns `source` to `rank`.
-            statistics: of the product; NaN if they are undefined.
-            about: the columns `rotary`, `normalised` and `layer_scale`.
-            spectrum: singular values (r,), if they are known.
-            corner: upper left entries, if they are kept.
-            biases: more columns, on the biases.
-        """
-        numbers = {name: finite_or_none(value) for name, value in statistics.items()}
-        beta = numbers["beta"]
-        sign = None if beta is None else (beta > 0) - (beta < 0)
-        norm = None if spectrum is None else float(spectrum[0])
-        row = place | numbers | {"sign": sign, "spectral_norm": norm, "finite": beta is not None} | about
-        row |= {name: finite_or_none(value) for name, value in (biases or {}).items()}
-        self.records.append(row)
-        self.spectra.append(spectrum)
-        if corner is not None:
-            self.corners[Key(*(row[key] for key in Key._fields))] = corner
 
     def rows(self) -> list[Row]:
         """The records: one row for each product."""
@@ -407,83 +336,63 @@ def _number(value: float | None) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
 
 
+# --- computing -------------------------------------------------------------------------------------------------------
+
+_AVERAGE = range(256)  # relative positions of rotary="average"
 _BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
 _BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
 _COLUMNS = (*STATISTICS, *_BIASES["qk"], *_BIASES["vo"])
-_Found = tuple[FactoredProduct, dict[str, Tensor]]
 _Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 
-def append_attention(
-    out: ProductsResult, reader: Reader, label: str, options: Options, nonfinite: dict[str, int]
-) -> None:
-    """Append the products of a model's attention modules to a result.
-
-    Args:
-        out: the result.
-        reader: of the model.
-        label: of the model.
-        options: of `products`.
-        nonfinite: number of entries of each tensor that are NaN or infinite; counted here.
-    """
-    table = _Table.for_parts(reader.parts, options)
-    scaled: dict[str, bool] = {}
-    for part in reader.parts:
-        norm = gain_before(reader.source, part) if options.fold_norms else (None, None)
-        _queries_keys(table, reader, part, options, norm, nonfinite)
-        name = layer_scale(reader.source, part)
-        scale = reader.source.get(name).double().flatten().cpu() if name and options.fold_scales else None
-        scaled[part.name] = name is not None
-        _values_outputs(table, part, options, norm, scale, nonfinite)
-        reader.forget()
-    for i, (part, name, head, rank) in enumerate(table.keys):
-        place = {"source": label, "name": part.name, "kind": part.kind, "layer": part.layer, "head": head, "part": name}
-        numbers = dict(zip(_COLUMNS, table.numbers[i].tolist(), strict=True))
-        spectrum = table.spectra[i, :rank]
-        known = bool(len(spectrum)) and not np.isnan(spectrum).any()
-        side = None if options.clip is None else min(options.clip, part.width)
-        out.append(
-            place | {"width": part.width, "rank": rank},
-            {column: numbers[column] for column in STATISTICS},
-            {"rotary": part.rotary, "normalised": part.normalised, "layer_scale": scaled[part.name]},
-            spectrum if known else None,
-            None if side is None else table.corners[i, :side, :side],
-            {column: numbers[column] for column in _BIASES[name]} if options.biases else {},
-        )
+class _Options(NamedTuple):
+    fold_norms: bool
+    fold_scales: bool
+    biases: bool
+    positions: range | None  # that the rotation is averaged over; None for position 0
+    spectra: Spectra
+    clip: int | None
 
 
-@dataclass
 class _Table:
     """One model's numbers, in arrays that are allocated before anything is read.
 
     Small results allocated between large tensors would fragment the memory of those and prevent its reuse.
     """
 
-    keys: list[tuple[AttentionPart, str, int | None, int]]
-    numbers: np.ndarray  # (rows, columns)
-    spectra: np.ndarray  # (rows, largest rank)
-    corners: np.ndarray  # (rows, n, n)
+    def __init__(self, reader: AttentionReader, label: str, options: _Options) -> None:
+        parts, state_spaces = reader.parts, reader.state_spaces
+        rows = sum(2 * part.heads + 1 for part in parts) + sum(part.groups for part in state_spaces)
+        ranks = [part.width if options.spectra == "all" else max(part.head_width, part.value_width) for part in parts]
+        rank = 0 if options.spectra == "none" else max([*ranks, *(part.state for part in state_spaces)])
+        widths = [*(part.width for part in parts), *(part.channels for part in state_spaces)]
+        side = min(options.clip or 0, max(widths))
+        self.label, self.options = label, options
+        self.places: list[tuple[Row, Row]] = []  # the columns before the statistics, and those after
+        self.nonfinite: dict[str, int] = {}
+        self.numbers = np.full((rows, len(_COLUMNS)), np.nan)
+        self.spectra = np.full((rows, rank), np.nan)
+        self.corners = np.full((rows, side, side), np.nan, dtype=np.float32)
 
-    @classmethod
-    def for_parts(cls, parts: Sequence[AttentionPart], options: Options) -> "_Table":
-        rows = sum(2 * part.heads + 1 for part in parts)
-        rank: Any = {"heads": _head_rank, "all": lambda part: part.width, "none": lambda part: 0}[options.spectra]
-        side = min(options.clip or 0, max((part.width for part in parts), default=0))
-        return cls(
-            [],
-            np.full((rows, len(_COLUMNS)), np.nan),
-            np.full((rows, max(map(rank, parts), default=0)), np.nan),
-            np.full((rows, side, side), np.nan, dtype=np.float32),
-        )
-
-    def add(self, part: AttentionPart, name: str, heads: Sequence[int | None], found: _Found, spectra: str) -> None:
+    def add(
+        self,
+        part: AttentionPart | SSMPart,
+        name: Part,
+        heads: Sequence[int | None],
+        product: FactoredProduct,
+        more: Mapping[str, Tensor] | None = None,
+        scaled: bool = False,
+    ) -> None:
         """Rows for products of one part."""
-        product, more = found
-        start = len(self.keys)
-        rows = slice(start, start + len(heads))
-        self.keys += [(part, name, head, product.rank) for head in heads]
-        for column, values in {**product.statistics(), **more}.items():
+        rows = slice(len(self.places), len(self.places) + len(heads))
+        about = {key: getattr(part, key, False) for key in ("rotary", "normalised")} | {"layer_scale": scaled}
+        kind = getattr(part, "kind", "self")
+        for head in heads:
+            place = {"source": self.label, "name": part.name, "kind": kind, "layer": part.layer, "head": head}
+            self.places.append((place | {"part": name, "width": product.shape[0], "rank": product.rank}, about))
+        for column, values in {**product.statistics(), **(more or {})}.items():
             self.numbers[rows, _COLUMNS.index(column)] = values.numpy()
+        spectra = self.options.spectra
         if spectra == "all" or (spectra == "heads" and heads[0] is not None and product.small):
             spectrum = product.singular_values().numpy()
             self.spectra[rows, : spectrum.shape[1]] = spectrum
@@ -491,142 +400,31 @@ class _Table:
             corner = product.corner(self.corners.shape[1])
             self.corners[rows, : corner.shape[1], : corner.shape[2]] = corner.numpy()
 
+    def read(self, part: AttentionPart | SSMPart, name: Any) -> Tensor:
+        """A factor, on the CPU; entries that are NaN or infinite are counted."""
+        value = part.read(name)
+        if not math.isfinite(value.sum()) and (bad := int((~value.isfinite()).sum())):
+            tensor = part.parameters[name][0]
+            self.nonfinite[tensor] = self.nonfinite.get(tensor, 0) + bad
+        return value.cpu()
 
-def _head_rank(part: AttentionPart) -> int:
-    return max(part.head_width, part.value_width)
-
-
-def _batches(part: AttentionPart, width: int) -> list[list[int]]:
-    """Heads in batches: small enough for little memory, large enough for speed."""
-    size = max(1, _BATCH // (part.width * width))
-    return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
-
-
-def _queries_keys(
-    table: _Table, reader: Reader, part: AttentionPart, options: Options, norm: _Norm, nonfinite: dict[str, int]
-) -> None:
-    q, k = _read(part, "q", nonfinite), _read(part, "k", nonfinite)  # (H, d, k), (kv, d, k)
-    bias_q = _bias(part, "q", q, norm[1]) if options.biases else None
-    bias_k = _bias(part, "k", k, norm[1]) if options.biases else None
-    turn = None
-    if options.positions is not None and part.rotary:
-        turn = mean_rotation(reader.source, part, options.positions)
-    for heads in _batches(part, part.head_width):
-        groups = [part.kv_head(head) for head in heads]
-        left, right = _scaled(q[heads], norm[0]), _scaled(k[groups], norm[0])
-        left = left if turn is None else left.double() @ turn
-        more = {}
-        if bias_q is not None and bias_k is not None:
-            b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
-            more = {
-                "bias_on_keys": _per_channel(torch.einsum("hdk,hk->hd", right.double(), b)),
-                "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
-                "bias_constant": (b * c).sum(-1),
-            }
-        table.add(part, "qk", heads, (FactoredProduct(left, right), more), options.spectra)
-
-
-def _values_outputs(
-    table: _Table,
-    part: AttentionPart,
-    options: Options,
-    norm: _Norm,
-    scale: Tensor | None,
-    nonfinite: dict[str, int],
-) -> None:
-    v, o = _read(part, "v", nonfinite), _read(part, "o", nonfinite)  # (kv, d, k), (H, k, d)
-    bias = _bias(part, "v", v, norm[1]) if options.biases else None
-    total = torch.zeros(part.width, dtype=torch.float64)
-    for heads in _batches(part, part.value_width):
-        groups = [part.kv_head(head) for head in heads]
-        more = {}
-        if bias is not None:
-            added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
-            added = added if scale is None else added * scale
-            total += added.sum(0)
-            more = {"bias_on_output": _per_channel(added)}
-        product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
-        table.add(part, "vo", heads, (product, more), options.spectra)
-        del product
-    more = {}
-    if bias is not None:
-        own = part.read_bias("o")
-        if own is not None:
-            total += own.double().cpu() if scale is None else own.double().cpu() * scale
-        more = {"bias_on_output": _per_channel(total)[None]}
-    values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
-    outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
-    # Query heads of one group add up behind the value head that they share.
-    outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
-    product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
-    table.add(part, "vo", [None], (product, more), options.spectra)
-
-
-def _read(part: AttentionPart, name: Any, nonfinite: dict[str, int]) -> Tensor:
-    value = part.read(name)
-    if not math.isfinite(value.sum()) and (bad := int((~value.isfinite()).sum())):
-        tensor = part.parameters[name][0]
-        nonfinite[tensor] = nonfinite.get(tensor, 0) + bad
-    return value.cpu()
-
-
-def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
-    return value if gain is None else value.double() * gain.cpu()[:, None]
-
-
-def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) -> Tensor:
-    """(heads, k) float64: the bias, plus the contribution of the shift of the normalisation before."""
-    own = part.read_bias(name)
-    bias = torch.zeros(len(weight), weight.shape[2], dtype=torch.float64) if own is None else own.double().cpu()
-    return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
-
-
-def _per_channel(vectors: Tensor) -> Tensor:
-    """||x|| / sqrt(d) along the last axis."""
-    return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])
-
-
-def output_input_product(part: SSMPart) -> FactoredProduct:
-    """`W_C^T W_B` of each group of a state-space layer, (G, d, d) of rank N.
-
-    A map of what C and B read: of the residual stream in Mamba-2, of the p inner channels in Mamba. It is the
-    counterpart of W_Q W_K^T: where states do not decay, token i adds `C_i^T B_j` of token j (thesis Eq. 3.38).
-    """
-    sizes = (part.groups, part.state)
-    return FactoredProduct(part.read("C").cpu().unflatten(0, sizes).mT, part.read("B").cpu().unflatten(0, sizes).mT)
-
-
-def append_state_space(
-    out: ProductsResult, part: SSMPart, label: str, options: Options, nonfinite: dict[str, int]
-) -> None:
-    """Append the products of one state-space layer, one for each group, to a result.
-
-    Args:
-        out: the result.
-        part: the layer.
-        label: of the model.
-        options: of `products`.
-        nonfinite: number of entries of each tensor that are NaN or infinite; counted here.
-    """
-    product = output_input_product(part)
-    spectra = None
-    if options.spectra == "all" or (options.spectra == "heads" and product.small):
-        spectra = product.singular_values().numpy()
-    if not bool(product.finite.all()):
-        for letter in ("B", "C"):
-            name, found = part.parameters[letter][0], int((~part.read(letter).isfinite()).sum())
-            nonfinite |= {name: nonfinite.get(name, 0) + found} if found else {}
-    statistics = {name: values.tolist() for name, values in product.statistics().items()}
-    corners = None if options.clip is None else product.corner(options.clip).float().numpy()
-    for group in range(part.groups):
-        place = {"source": label, "name": part.name, "kind": "self", "layer": part.layer, "head": group, "part": "cb"}
-        out.append(
-            place | {"width": product.shape[0], "rank": product.rank},
-            {name: values[group] for name, values in statistics.items()},
-            {"rotary": False, "normalised": False, "layer_scale": False},
-            None if spectra is None or not bool(product.finite[group]) else spectra[group],
-            None if corners is None else corners[group],
-        )
+    def append_to(self, out: ProductsResult) -> None:
+        """Append the rows to a result."""
+        for i, (place, about) in enumerate(self.places):
+            values = dict(zip(_COLUMNS, map(finite_or_none, self.numbers[i].tolist()), strict=True))
+            spectrum = self.spectra[i, : min(place["rank"], place["width"])]
+            known = bool(len(spectrum)) and not np.isnan(spectrum).any()
+            beta = values["beta"]
+            sign = None if beta is None else (beta > 0) - (beta < 0)
+            row = place | {column: values[column] for column in STATISTICS} | {"sign": sign}
+            row |= {"spectral_norm": float(spectrum[0]) if known else None, "finite": beta is not None} | about
+            if self.options.biases:
+                row |= {column: values[column] for column in _BIASES.get(place["part"], ())}
+            out.records.append(row)
+            out.spectra.append(spectrum if known else None)
+            if self.corners.size:
+                side = min(self.corners.shape[1], place["width"])
+                out.corners[Key(*(row[key] for key in Key._fields))] = self.corners[i, :side, :side]
 
 
 def products(
@@ -686,7 +484,17 @@ def products(
         >>> print(found.text())
         >>> found.plot("products.png")
     """
-    options = Options(fold_norms, fold_scales, biases, rotary, spectra, clip).checked()
+    words, number = rotary in ("zero", "average"), type(rotary) is int
+    if not (words or number or (isinstance(rotary, range) and len(rotary))):
+        raise UsageError(
+            f"rotary: expected 'zero', 'average', a relative position or a range of them, found {rotary!r}"
+        )
+    choice("spectra", spectra, get_args(Spectra))
+    if clip is not None and clip < 1:
+        raise UsageError(f"clip: expected at least 1 or None, found {clip}")
+    positions = range(rotary, rotary + 1) if number else _AVERAGE if rotary == "average" else rotary
+    positions = None if rotary in ("zero", 0) else positions
+    options = _Options(fold_norms, fold_scales, biases, positions, spectra, clip)
     if not sources:
         raise UsageError("products: expected at least one model, found none")
     names = labels_of([name_of(source) for source in sources], labels)
@@ -694,19 +502,32 @@ def products(
     out = ProductsResult([], [], {}, [], stated)
     for source, label in zip(sources, names, strict=True):
         try:
-            _add(out, Reader(source, config, layers, cross), label, options)
+            _add_model(out, AttentionReader(source, config, layers, cross), label, options)
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from error
     return out
 
 
-def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> None:
+def _add_model(out: ProductsResult, reader: AttentionReader, label: str, options: _Options) -> None:
     """Append one model's products, and what is known about the model."""
-    nonfinite: dict[str, int] = {}
-    append_attention(out, reader, label, options, nonfinite)
-    for state_space in reader.state_spaces:
-        append_state_space(out, state_space, label, options, nonfinite)
+    table = _Table(reader, label, options)
+    for part in reader.parts:
+        norm = gain_before(reader.tensors, part) if options.fold_norms else (None, None)
+        turn = None
+        if options.positions is not None and part.rotary:
+            turn = mean_rotation(reader.tensors, part, options.positions)
+        name = layer_scale(reader.tensors, part)
+        scale = reader.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
+        _queries_keys(table, part, norm, turn, scaled=name is not None)
+        _values_outputs(table, part, norm, scale, scaled=name is not None)
         reader.forget()
+    for layer in reader.state_spaces:
+        # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
+        # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
+        c, b = (table.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
+        table.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
+        reader.forget()
+    table.append_to(out)
     checkpoint = reader.checkpoint
     out.sources.append(
         SourceInfo(
@@ -714,11 +535,81 @@ def _add(out: ProductsResult, reader: Reader, label: str, options: Options) -> N
             modules=len(reader.parts),
             heads=tuple(part.heads for part in reader.parts),
             widths=tuple(dict.fromkeys(row["width"] for row in out.records if row["source"] == label)),
-            bytes_read=reader.bytes_read,
+            bytes_read=None if checkpoint is None else checkpoint.bytes_read,
             commit=None if checkpoint is None else checkpoint.commit,
-            nonfinite=nonfinite,
+            nonfinite=table.nonfinite,
             skipped=reader.skipped,
             unverified=() if checkpoint is None else checkpoint.unverified,
             state_spaces=len(reader.state_spaces),
         )
     )
+
+
+def _batches(part: AttentionPart, width: int) -> list[list[int]]:
+    """Heads in batches: small enough for little memory, large enough for speed."""
+    size = max(1, _BATCH // (part.width * width))
+    return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
+
+
+def _queries_keys(table: _Table, part: AttentionPart, norm: _Norm, turn: Tensor | None, scaled: bool) -> None:
+    q, k = table.read(part, "q"), table.read(part, "k")  # (H, d, k), (kv, d, k)
+    biased = table.options.biases
+    bias_q, bias_k = (_bias(part, n, x, norm[1]) if biased else None for n, x in (("q", q), ("k", k)))
+    for heads in _batches(part, part.head_width):
+        groups = [part.kv_head(head) for head in heads]
+        left, right = _scaled(q[heads], norm[0]), _scaled(k[groups], norm[0])
+        left = left if turn is None else left.double() @ turn
+        more = {}
+        if bias_q is not None and bias_k is not None:
+            b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
+            more = {
+                "bias_on_keys": _per_channel(torch.einsum("hdk,hk->hd", right.double(), b)),
+                "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
+                "bias_constant": (b * c).sum(-1),
+            }
+        table.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
+
+
+def _values_outputs(table: _Table, part: AttentionPart, norm: _Norm, scale: Tensor | None, scaled: bool) -> None:
+    v, o = table.read(part, "v"), table.read(part, "o")  # (kv, d, k), (H, k, d)
+    bias = _bias(part, "v", v, norm[1]) if table.options.biases else None
+    total = torch.zeros(part.width, dtype=torch.float64)
+    for heads in _batches(part, part.value_width):
+        groups = [part.kv_head(head) for head in heads]
+        more = {}
+        if bias is not None:
+            added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
+            added = added if scale is None else added * scale
+            total += added.sum(0)
+            more = {"bias_on_output": _per_channel(added)}
+        product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
+        table.add(part, "vo", heads, product, more, scaled)
+        del product
+    more = {}
+    if bias is not None:
+        own = part.read_bias("o")
+        if own is not None:
+            total += own.double().cpu() if scale is None else own.double().cpu() * scale
+        more = {"bias_on_output": _per_channel(total)[None]}
+    values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
+    outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
+    # Query heads of one group add up behind the value head that they share.
+    outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
+    product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
+    table.add(part, "vo", [None], product, more, scaled)
+
+
+def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
+    return value if gain is None else value.double() * gain.cpu()[:, None]
+
+
+def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) -> Tensor:
+    """(heads, k) float64: the bias, plus the contribution of the shift of the normalisation before."""
+    own = part.read_bias(name)
+    bias = torch.zeros(len(weight), weight.shape[2], dtype=torch.float64) if own is None else own.double().cpu()
+    return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
+
+
+def _per_channel(vectors: Tensor) -> Tensor:
+    """||x|| / sqrt(d) along the last axis."""
+    return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])

@@ -1,60 +1,40 @@
-"""Reading the attention of a model: the parts of one layer at a time, each tensor once."""
+"""Reading the attention of a model: one layer at a time, and what stands before it (norms, rotations)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors
 from weightscope.anatomy.attention_modules import find as find_attention
-from weightscope.anatomy.matrices import Layered
 from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError
 from weightscope.population import open_network
 
-P = TypeVar("P", bound=Layered)
 _PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
 
 
-class Once(Mapping[str, Tensor]):
-    """A checkpoint that caches fused tensors until `forget`, because each of their parts asks for the whole tensor.
-
-    Args:
-        checkpoint: to read from.
-    """
+class _Cached(Mapping[str, Tensor]):
+    """A checkpoint that keeps fused tensors until `kept.clear()`, because each of their parts asks for the whole."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._kept: dict[str, Tensor] = {}
-        self._fused: set[str] = set()
-
-    def keep(self, parts: Iterable[AttentionPart | SSMPart]) -> None:
-        """Declare the parts that will be read; tensors that contain several parts are cached."""
-        for part in parts:
-            names = [name for group in part.parameters.values() for name in group]
-            if isinstance(part, AttentionPart):
-                names += [name for group in part.bias_parameters.values() for name in group]
-            self._fused |= {name for name in names if names.count(name) > 1}
-
-    def forget(self) -> None:
-        """Clear the cache."""
-        self._kept.clear()
+        self.kept: dict[str, Tensor] = {}
+        self.fused: set[str] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `Checkpoint.shape`; nothing is read."""
         return self._checkpoint.shape(name)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._kept:
-            return self._kept[name]
-        value = self._checkpoint[name]
-        if name in self._fused:
-            self._kept[name] = value
-        return value
+        if name not in self.fused:
+            return self._checkpoint[name]
+        if name not in self.kept:
+            self.kept[name] = self._checkpoint[name]
+        return self.kept[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._checkpoint
@@ -66,18 +46,17 @@ class Once(Mapping[str, Tensor]):
         return len(self._checkpoint)
 
 
-class Reader:
+class AttentionReader:
     """One model, its self-attention and its state-space layers.
 
     Args:
-        source: a path, `"PATH.pop::k"`, `hf://org/name`, a `Checkpoint`, a module, a mapping of tensors, or
-            an anatomy `NamedTensors`.
+        source: as for `weightscope.population.open_network`, or an anatomy `NamedTensors`.
         config: the model's config, for sources without one.
         layers: indices of layers; None for all.
         cross: include cross-attention between streams of equal width.
 
     Attributes:
-        source: named tensors for the anatomy.
+        tensors: of the model.
         checkpoint: None for a model in memory.
         parts: attention modules, in order.
         state_spaces: state-space layers, in order.
@@ -89,62 +68,45 @@ class Reader:
     """
 
     def __init__(self, source: Any, config: Mapping[str, Any] | None, layers: Any, cross: bool) -> None:
-        self.checkpoint: Checkpoint | None = None
-        self._once: Once | None = None
         source = open_network(source)
-        if isinstance(source, Checkpoint):
-            self.checkpoint, self._once = source, Once(source)
-            source = MappingTensors(self._once, {**source.config, **(config or {})})
-        self.source: NamedTensors = named_tensors(source, config)
-        self.state_spaces: list[SSMPart] = find_state_spaces(self.source)
-        self.parts: list[AttentionPart] = []
-        self.skipped: dict[str, str] = {}
-        if not self.state_spaces or find_attention(self.source):
-            self.parts, self.skipped = _usable(attention(self.source), cross)
-        if layers is not None:
-            _there(layers, {part.layer for part in self.parts} | {part.layer for part in self.state_spaces})
-            self.parts, self.state_spaces = _chosen(self.parts, layers), _chosen(self.state_spaces, layers)
-        if self._once is not None:
-            self._once.keep((*self.parts, *self.state_spaces))
-
-    @property
-    def bytes_read(self) -> int | None:
-        """Bytes read from disk or received from a hub; None for a model in memory."""
-        return None if self.checkpoint is None else self.checkpoint.bytes_read
+        self.checkpoint = source if isinstance(source, Checkpoint) else None
+        cached = None
+        if self.checkpoint is not None:
+            cached = _Cached(self.checkpoint)
+            source = MappingTensors(cached, {**self.checkpoint.config, **(config or {})})
+        self.tensors: NamedTensors = named_tensors(source, config)
+        state_spaces = find_state_spaces(self.tensors)
+        found = find_attention(self.tensors) if state_spaces else attention(self.tensors)
+        self.skipped = {part.name: why for part in found if (why := _unusable(part, cross))}
+        if found and len(self.skipped) == len(found):
+            name, why = next(iter(self.skipped.items()))
+            raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
+        usable = [part for part in found if part.name not in self.skipped]
+        chosen: list[Any] = chosen_layers([*usable, *state_spaces], layers)
+        self.parts: list[AttentionPart] = [part for part in chosen if isinstance(part, AttentionPart)]
+        self.state_spaces: list[SSMPart] = [part for part in chosen if isinstance(part, SSMPart)]
+        self._kept = {} if cached is None else cached.kept
+        if cached is not None:
+            for part in chosen:
+                groups = [*part.parameters.values(), *getattr(part, "bias_parameters", {}).values()]
+                names = [name for group in groups for name in group]
+                cached.fused |= {name for name in names if names.count(name) > 1}
 
     def forget(self) -> None:
         """Drop the tensors of the last part."""
-        if self._once is not None:
-            self._once.forget()
+        self._kept.clear()
 
 
-def _usable(found: list[AttentionPart], cross: bool) -> tuple[list[AttentionPart], dict[str, str]]:
-    skipped: dict[str, str] = {}
-    for part in found:
-        if part.width != part.kv_width:
-            skipped[part.name] = (
-                f"queries read {part.width} channels and keys {part.kv_width}, so the products are not square "
-                "and have no diagonal"
-            )
-        elif part.kind == "cross" and not cross:
-            skipped[part.name] = "cross-attention: queries and keys read two different streams (cross=True includes it)"
-    parts = [part for part in found if part.name not in skipped]
-    if not parts:
-        name, why = next(iter(skipped.items()))
-        raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
-    return parts, skipped
-
-
-def _chosen(parts: list[P], layers: Any) -> list[P]:
-    return [part for part in parts if part.layer in ({layers} if isinstance(layers, int) else set(layers))]
-
-
-def _there(layers: Any, there: set[int]) -> None:
-    """Refuse layers that do not exist."""
-    wanted = {layers} if isinstance(layers, int) else set(layers)
-    if not wanted or not wanted <= there:
-        odd = sorted(wanted - there) or "none"
-        raise UsageError(f"layers: expected some of {min(there)} to {max(there)}, found {odd}")
+def _unusable(part: AttentionPart, cross: bool) -> str | None:
+    """Why the products of an attention module are left out; None if they are not."""
+    if part.width != part.kv_width:
+        return (
+            f"queries read {part.width} channels and keys {part.kv_width}, so the products are not square "
+            "and have no diagonal"
+        )
+    if part.kind == "cross" and not cross:
+        return "cross-attention: queries and keys read two different streams (cross=True includes it)"
+    return None
 
 
 def name_of(source: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.environment import single_threaded
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.errors import UsageError
 from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
 from weightscope.statistics.moments import finite_rows
@@ -45,17 +45,8 @@ class ExchangeableCovariance(Result):
     def rows(self) -> list[dict[str, Any]]:
         """The pairs as records."""
         return [
-            {
-                "groups": " x ".join(pair.groups),
-                "a": pair.a,
-                "b": pair.b,
-                "correlation": pair.correlation,
-                "low": pair.ci95[0],
-                "high": pair.ci95[1],
-                "z": pair.z,
-                "p": pair.p,
-                "in words": self.words(pair),
-            }
+            {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
+            | {"low": pair.ci95[0], "high": pair.ci95[1], "z": pair.z, "p": pair.p, "in words": self.words(pair)}
             for pair in self._pairs
         ]
 
@@ -71,82 +62,44 @@ class ExchangeableCovariance(Result):
             most: rows of the table.
         """
         lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
-        lines.append(
-            text_table(
-                ("type", "dimension", "samples", "copies", "tensors"),
-                [
-                    (
-                        _label(found.kind.groups),
-                        found.kind.dimension,
-                        found.samples,
-                        found.kind.copies,
-                        len(found.kind.views),
-                    )
-                    for found in self.types
-                ],
-            )
-        )
+        kinds = [(found.kind, found.samples) for found in self.types]
+        cells = [(_label(kind.groups), kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
+        lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
         if self.n < 3:
             lines.append("fewer than 3 networks: channels are taken for independent samples, so this is exploratory")
         shown = [pair for pair in self._pairs if pair.p < 0.05][:most]
         if not shown:
-            return "\n".join(
-                [*lines, "", "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"]
-            )
+            none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
+            return "\n".join([*lines, "", none])
         lines += ["", f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), largest effect first:"]
-        lines.append(
-            text_table(
-                ("", "correlation", "95 % interval", "standard errors"),
-                [
-                    (
-                        self.words(pair),
-                        f"{pair.correlation:+.3f}" if pair.signed else f"{pair.correlation:.3f} (canonical)",
-                        f"{pair.ci95[0]:+.3f} to {pair.ci95[1]:+.3f}",
-                        f"{pair.z:+.1f}",
-                    )
-                    for pair in shown
-                ],
-            )
-        )
+        pairs = []
+        for pair in shown:
+            r, (low, high) = pair.correlation, pair.ci95
+            value = f"{r:+.3f}" if pair.signed else f"{r:.3f} (canonical)"
+            pairs.append((self.words(pair), value, f"{low:+.3f} to {high:+.3f}", f"{pair.z:+.1f}"))
+        lines.append(text_table(("", "correlation", "95 % interval", "standard errors"), pairs))
         return "\n".join(lines)
 
     def words(self, pair: Pair) -> str:
         """A pair as a person would say it: `blocks.1: norm.bias and mlp.fc1.weight column means`."""
         views = {view.name: view for view in self.permutations.views}
         (where_a, what_a), (where_b, what_b) = (_split(views[name], pair.groups) for name in (pair.a, pair.b))
-        if where_a == where_b:
-            return f"{where_a}: {what_a} and {what_b}" if where_a else f"{what_a} and {what_b}"
-        return " and ".join(
-            f"{where}: {what}" if where else what for where, what in ((where_a, what_a), (where_b, what_b))
-        )
+        first = f"{where_a}: {what_a}" if where_a else what_a
+        return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: `types` and `pairs`."""
-        return {
-            "networks": self.n,
-            "excluded": self.excluded,
-            "types": [
-                {
-                    "groups": list(found.kind.groups),
-                    "dimension": found.kind.dimension,
-                    "samples": found.samples,
-                    "tensors": [[view.name, view.copies] for view in found.kind.views],
-                }
-                for found in self.types
-            ],
-            "pairs": [
-                {
-                    "groups": list(pair.groups),
-                    "a": pair.a,
-                    "b": pair.b,
-                    "correlation": pair.correlation,
-                    "ci95": list(pair.ci95),
-                    "z": pair.z if np.isfinite(pair.z) else None,
-                    "p": pair.p,
-                }
-                for pair in self._pairs
-            ],
-        }
+        types = [
+            {"groups": list(found.kind.groups), "dimension": found.kind.dimension, "samples": found.samples}
+            | {"tensors": [[view.name, view.copies] for view in found.kind.views]}
+            for found in self.types
+        ]
+        pairs = [
+            {"groups": list(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
+            | {"ci95": list(pair.ci95), "z": finite_or_none(pair.z), "p": pair.p}
+            for pair in self._pairs
+        ]
+        return {"networks": self.n, "excluded": self.excluded, "types": types, "pairs": pairs}
 
     def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
         """The correlation matrix over the copies of one type, tensors ruled off in network order.
@@ -160,26 +113,23 @@ class ExchangeableCovariance(Result):
         """
         from weightscope import plots
 
-        found = self._chosen(groups)
-        kind = found.kind
+        if groups is None:
+            found = max((t for t in self.types if len(t.kind.groups) == 1), key=lambda t: t.kind.copies)
+        else:
+            there = {frozenset(t.kind.groups): t for t in self.types}
+            if frozenset(groups) not in there:
+                labels = "; ".join(_label(t.kind.groups) for t in self.types)
+                raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
+            found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
-        title = f"Correlation over {_label(kind.groups)}: {found.samples:,} samples from {networks}"
+        title = f"Correlation over {_label(found.kind.groups)}: {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan
-        axes = plots.covariance_map(correlation, kind.slices, kind="correlation", title=title)
+        axes = plots.covariance_map(correlation, found.kind.slices, kind="correlation", title=title)
         if path is not None:
             plots.save(axes.figure, path)
         return axes
-
-    def _chosen(self, groups: Sequence[str] | None) -> TypeCovariance:
-        if groups is None:
-            return max((t for t in self.types if len(t.kind.groups) == 1), key=lambda t: t.kind.copies)
-        for found in self.types:
-            if set(found.kind.groups) == set(groups):
-                return found
-        there = "; ".join(_label(found.kind.groups) for found in self.types)
-        raise UsageError(f"groups: no type {' x '.join(groups)}; there are {there}")
 
 
 def exchangeable_covariance(

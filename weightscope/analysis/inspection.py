@@ -13,9 +13,9 @@ import tomli_w
 from weightscope._util.names import unverified
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import is_population, population_member
-from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
-from weightscope.artifacts.format import KEY
 from weightscope.data.metrics import metric_named
+from weightscope.fits import NetworkFit, PopulationFit, load_artifact
+from weightscope.fits.artifact import KEY
 from weightscope.population import Population, open_network
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export

@@ -15,7 +15,7 @@ from weightscope._util.sources import is_population
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces
-from weightscope.data import SequenceConfig, SequenceSource, load
+from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.sequence_config import TASK_SIZES, sequence_length
 from weightscope.data.sequences import TASKS
@@ -106,7 +106,7 @@ def images_for(
             raise UsageError("a population's networks take the images of its recipe; leave out their name and size")
         population: Population = population_in(source)
         recipe = population.recipe
-        data = load(recipe.images, root, **recipe.images.counts)
+        data = recipe.images.load(root)
         return normalise(data.test_images[:count], data.mean, data.std)
     folder = Path(source)
     pixels = load(name or "cifar10", root, train=1, test=count).test_images.float() / 255
@@ -203,9 +203,10 @@ def held_out(source: str | Path, count: int = 64, root: str | Path | None = None
         UsageError: if the recipe has images.
     """
     config = population_in(source).recipe.data
-    if not isinstance(config, SequenceConfig):
-        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has images")
-    return SequenceSource.of(config, root).held_out[1][0].tokens[:count]
+    if config.what != "sequences":
+        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has {config.what}")
+    found: Tensor = config.load(root).held_out[1][0].tokens[:count]
+    return found
 
 
 def _read(path: Path) -> Tensor:

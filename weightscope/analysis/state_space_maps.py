@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result
 from weightscope.anatomy import NamedTensors, named_tensors, ssms
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import Mamba, Mamba2, Mamba2Mixer, MambaMixer, Selected
@@ -77,6 +77,14 @@ class StateSpaceMaps(Result):
     sequences: int
     tokens: int
 
+    columns: ClassVar = {
+        "layer": "{layer}",
+        "reach": "{reach:.3f}",
+        "on itself": "{self:.1%}",
+        "strongest distance": "{offset}",
+        "share": "{offset_share:.1%}",
+    }
+
     def summary(self) -> str:
         """Numbers of layers, sequences and tokens."""
         return f"maps of {len(self.layers)} state-space layers on {self.sequences} sequences of {self.tokens} tokens"
@@ -84,18 +92,6 @@ class StateSpaceMaps(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer; see `StateSpaceLayer.statistics`."""
         return [layer.statistics() for layer in self.layers]
-
-    def text(self) -> str:
-        """A table with one line for each layer."""
-        table = [
-            [
-                *(str(row["layer"]), f"{row['reach']:.3f}", f"{row['self']:.1%}"),
-                *("-" if row["offset"] is None else str(row["offset"]), f"{row['offset_share']:.1%}"),
-            ]
-            for row in self.rows()
-        ]
-        names = ("layer", "reach", "on itself", "strongest distance", "share")
-        return f"{self.summary()}\n\n{text_table(names, table, left=())}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the maps."""

@@ -1,8 +1,7 @@
 """Covariances within one network: filters, rows, columns and patches as samples, layer by layer."""
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,18 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weightscope import anatomy
 from weightscope._util import atomic
 from weightscope._util.checks import choice, count
 from weightscope._util.names import labels_of, unverified
-from weightscope._util.results import Result, finite_or_none, text_table
-from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.anatomy.convolution import listed, strides
+from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
-from weightscope.statistics.filters import FilterDistribution
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.separability import SeparabilityTest, separability_test
@@ -34,165 +31,7 @@ if TYPE_CHECKING:
 
 
 Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
-
-
-@dataclass(frozen=True)
-class Slices:
-    """The samples of one matrix or layer, read on demand.
-
-    Attributes:
-        name: path of the layer.
-        group: which of several matrices of a layer: `"fc1"`, `"fc2"`, `"gate"`, `"channel 0"`; empty if there is one.
-        layer: index of the layer among those of the same kind, from 0.
-        depth: number of these layers.
-        stage: of a depthwise layer, from 0; None elsewhere.
-        stride: of a depthwise layer of a module; None where it is unknown.
-        tensors: names of the tensors that contain the samples.
-        image: (channels, kh, kw) of one sample that is a filter or a patch; None for a row or a column.
-        read: the samples (n, P), in the precision in which they are stored.
-    """
-
-    name: str
-    group: str
-    layer: int
-    depth: int
-    stage: int | None
-    stride: int | None
-    tensors: tuple[str, ...]
-    image: tuple[int, int, int] | None
-    read: Callable[[], np.ndarray]
-
-
-def _filters(source: anatomy.NamedTensors) -> Iterator[Slices]:
-    for p in anatomy.depthwise(source):
-        group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
-        stride = strides(source, p.name)
-        step = max(stride) if stride else None
-        yield Slices(p.name, group, p.layer, p.depth, p.stage, step, p.parameters, (1, *p.kernel), partial(_whole, p))
-
-
-def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[Slices]:
-    parts = anatomy.mlps(source)
-    for p in parts:
-        for matrix in p.parameters:
-            read = partial(_matrix, p, matrix, columns)
-            yield Slices(p.name, matrix, p.layer, len(parts), None, None, p.parameters[matrix], None, read)
-
-
-def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[Slices]:
-    parts = anatomy.patch_embeddings(source)
-    for i, p in enumerate(parts):
-        if not channels:
-            image, read = (p.channels, *p.patch), partial(_whole, p)
-            yield Slices(p.name, "", i, len(parts), None, None, p.parameters, image, read)
-            continue
-        for c in range(p.channels):
-            read = partial(_channel, p, c)
-            yield Slices(p.name, f"channel {c}", i, len(parts), None, None, p.parameters, (1, *p.patch), read)
-
-
-def _whole(part: Any) -> np.ndarray:
-    return _flat(part.read())
-
-
-def _channel(part: Any, channel: int) -> np.ndarray:
-    return _flat(part.read()[:, channel])
-
-
-def _matrix(part: Any, matrix: str, columns: bool) -> np.ndarray:
-    values = _flat(part.read(matrix))
-    return values.T if columns else values
-
-
-def _flat(tensor: Tensor) -> np.ndarray:
-    return tensor.cpu().numpy().reshape(len(tensor), -1)
-
-
-PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[Slices]]] = {
-    "filters": _filters,
-    "mlp-rows": lambda source: _matrices(source, columns=False),
-    "mlp-columns": lambda source: _matrices(source, columns=True),
-    "patch": lambda source: _patches(source, channels=False),
-    "patch-channels": lambda source: _patches(source, channels=True),
-}
-
-
-def first_part(source: Any, config: Mapping[str, Any] | None = None) -> Part:
-    """The first of `PARTS` that a network has.
-
-    Raises:
-        AnatomyError: if it has none of them; lists what it has.
-    """
-    missing = None
-    for part in PARTS:
-        try:
-            find(source, part, config)
-        except AnatomyError as error:
-            missing = missing or error
-        else:
-            return cast(Part, part)
-    raise missing or AnatomyError("expected a network with parts, found none")
-
-
-def find(source: Any, part: str, config: Mapping[str, Any] | None = None) -> list[Slices]:
-    """The slices of a part, in depth order.
-
-    Raises:
-        UsageError: for an unknown part; lists the known ones.
-        AnatomyError: if the network has no such part; lists the parts it has.
-    """
-    choice("part", part, PARTS)
-    return list(PARTS[part](anatomy.named_tensors(source, config)))
-
-
-def skeleton(
-    source: Any, part: Part | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
-) -> nn.Module:
-    """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
-
-    A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
-    It has no forward pass. Torch's global generator does not change.
-
-    Args:
-        source: as for `covariance_within`.
-        part: see `covariance_within`.
-        seed: of the default initialisation.
-        config: hints for a mapping.
-
-    Raises:
-        UsageError: for an unknown part.
-        AnatomyError: if the network has no such part.
-
-    Example:
-        >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
-    """
-    where = anatomy.named_tensors(source, config)
-    part = first_part(where) if part is None else part
-    root = nn.Module()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for name in dict.fromkeys(name for piece in find(where, part) for name in piece.tensors):
-            path = name.rpartition(".")[0]
-            holder = root
-            *above, last = path.split(".")
-            for word in above:
-                if word not in holder._modules:
-                    holder.add_module(word, nn.Module())
-                holder = holder.get_submodule(word)
-            holder.add_module(last, _module(where.shape(name), filters=part == "filters"))
-    return root
-
-
-def _module(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
-    if len(shape) == 2:
-        return nn.Linear(shape[1], shape[0], bias=False)
-    out, inner, *kernel = shape
-    # Anatomy recognises a patch embedding by its stride.
-    groups, stride = (out, [1] * len(kernel)) if filters else (1, kernel)
-    kind: Any = nn.Conv1d if len(kernel) == 1 else nn.Conv2d
-    return kind(inner * groups, out, tuple(kernel), tuple(stride), groups=groups, bias=False)
-
-
+Picture = Literal["maps", "depth", "samples"]
 _LEADING = 32  # eigenvalues that are written to JSON
 
 
@@ -237,8 +76,8 @@ class Layer:
     depth: int
     stage: int | None
     stride: int | None
-    shape: tuple[int, ...]
-    nonfinite: int
+    shape: tuple[int, ...] = ()
+    nonfinite: int = 0
     moments: SliceMoments | None = None
     focus: Focus | None = None
     kronecker: KroneckerShare | None = None
@@ -275,18 +114,9 @@ class Layer:
 
     def row(self) -> dict[str, Any]:
         """The layer as a flat record, the shape as text."""
-        out: dict[str, Any] = {
-            "source": self.source,
-            "layer": self.layer,
-            "depth": self.depth,
-            "stage": self.stage,
-            "stride": self.stride,
-            "name": self.name,
-            "group": self.group,
-            "shape": "x".join(map(str, self.shape)),
-            "nonfinite": self.nonfinite,
-            "problem": self.problem,
-        }
+        places = ("source", "layer", "depth", "stage", "stride", "name", "group")
+        out: dict[str, Any] = {key: getattr(self, key) for key in places}
+        out |= {"shape": "x".join(map(str, self.shape)), "nonfinite": self.nonfinite, "problem": self.problem}
         if (m := self.moments) is not None:
             out |= {"n": m.n, "excluded": m.excluded, "dead": m.dead}
             out |= {key: finite_or_none(value) for key, value in self.statistics.items()}
@@ -302,188 +132,75 @@ class Layer:
         return out
 
 
-def distinct(values: Iterable[str]) -> tuple[str, ...]:
-    """The different values, in order of appearance."""
-    return tuple(dict.fromkeys(values))
+class _Column(NamedTuple):
+    """A column of the table: head, statistic with its format, the part of a layer that has it, and its meaning."""
+
+    head: str
+    cell: str
+    of: str
+    legend: str = ""
 
 
-def selected(layers: Sequence[Layer], source: str, group: str | None = None) -> list[Layer]:
-    """The layers of one network (and one group of matrices)."""
+_COLUMNS = (
+    _Column("variance", "variance:.3g", "moments", "variance: mean over the coordinates"),
+    _Column("rank", "effective_rank:.1f", "moments", "rank: (tr S)^2 / tr S^2"),
+    _Column(
+        "edge",
+        "edge_ratio:.2f",
+        "moments",
+        "edge: largest eigenvalue in units of the largest of independent entries",
+    ),
+    _Column("mean", "mean_ratio:.2f", "moments", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
+    _Column(
+        "spread",
+        "relative_spread:.3f",
+        "focus",
+        "spread: mean squared distance of the variance from the centre, 1 when it is even",
+    ),
+    _Column("± se", "relative_spread_se:.3f", "focus"),
+    _Column("centre", "central_share:.3f", "focus"),
+    _Column(
+        "÷ even",
+        "central_ratio:.2f",
+        "focus",
+        "centre: share of the variance in the central pixel, and in units of an even share",
+    ),
+    _Column(
+        "neighbours",
+        "neighbours:+.2f",
+        "focus",
+        "neighbours: mean correlation of touching pixels; far: of the centre with those not touching it",
+    ),
+    _Column("far", "from_centre:+.2f", "focus"),
+    _Column(
+        "A(x)B",
+        "kronecker:.2f",
+        "kronecker",
+        "A(x)B: share of |S|^2 that one Kronecker product explains; off-diag: the same off the diagonal of S",
+    ),
+    _Column("off-diag", "kronecker_dependence:.2f", "kronecker"),
+    _Column(
+        "p(A(x)B)",
+        "separability_p:.3g",
+        "separability",
+        "p(A(x)B): Monte Carlo p-value of the hypothesis that S is a Kronecker product",
+    ),
+)
+
+
+def _selected(layers: Sequence[Layer], source: str, group: str | None = None) -> list[Layer]:
     return [row for row in layers if row.source == source and group in (None, row.group)]
 
 
-def series(layers: Sequence[Layer]) -> list[tuple[str, list[Layer]]]:
+def _series(layers: Sequence[Layer]) -> list[tuple[str, list[Layer]]]:
     """(name, layers) of every network and group of matrices; the name distinguishes them in text and pictures."""
-    sources, groups = distinct(row.source for row in layers), distinct(row.group for row in layers)
+    sources, groups = (tuple(dict.fromkeys(getattr(row, key) for row in layers)) for key in ("source", "group"))
     out = []
     for source in sources:
         for group in groups:
-            if found := selected(layers, source, group):
+            if found := _selected(layers, source, group):
                 out.append((" ".join(filter(None, (source if len(sources) > 1 else "", group))), found))
     return out
-
-
-ACROSS = 8  # panels in a row
-# Arguments of `plots.Statistic`, for the curves against depth.
-_FOCUS_CURVES = (
-    ("relative_spread", "spread of the variance about the centre ÷ that of even variances", 1.0),
-    ("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, True),
-    ("variance", "variance, mean over pixels", None, True),
-)
-_MATRIX_CURVES = (
-    ("mean_ratio", "squared mean of the samples ÷ that of independent entries", 1.0, True),
-    ("edge_ratio", "largest eigenvalue ÷ edge of independent entries", 1.0, True),
-    ("relative_rank", "effective rank ÷ coordinates"),
-)
-
-
-def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
-    """The covariances in block form (thesis Fig. 3.1).
-
-    Raises:
-        UsageError: if no covariance was kept.
-    """
-    from weightscope import plots
-
-    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in layers if _unkept(x)})
-    drawn = [x for x in layers if not _unkept(x)]
-    if not any(x.moments is not None for x in drawn):
-        raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; increase keep, or choose depth")
-    rows, labels, notes = _rows(drawn, _map)
-    notes += [f"not kept: {', '.join(large)}"] if large else []
-    return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
-
-
-def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
-    """Some of the filters or patches (thesis Fig. 2.4-2.6).
-
-    Raises:
-        UsageError: if samples are rows or columns, not images.
-    """
-    from weightscope import plots
-
-    if all(x.focus is None for x in layers):
-        raise UsageError(f"picture: {part} are not images; choose maps or depth")
-    rows, labels, notes = _rows(layers, _sample)
-    most = max(len(row.examples) for row in layers if row.examples is not None)
-    notes += [f"at most {most} filters of a layer, drawn at random"] if part == "filters" else []
-    return plots.filter_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
-
-
-def _depth_page(layers: Sequence[Layer], title: str) -> "Figure":
-    """The statistics against depth."""
-    from weightscope import plots
-
-    focused = any(x.focus is not None for x in layers)
-    found = series(layers)
-    depths = {rows[0].depth for _, rows in found}
-    statistics = [plots.Statistic(*curve) for curve in (_FOCUS_CURVES if focused else _MATRIX_CURVES)]
-    curves = []
-    for name, rows in found:
-        values = {s.key: _values(rows, s.key) for s in statistics}
-        errors = {
-            s.key: _values(rows, f"{s.key}_se")
-            for s in statistics
-            if any(f"{s.key}_se" in row.statistics for row in rows)
-        }
-        places = [row.layer if len(depths) == 1 else row.relative_depth for row in rows]
-        curves.append(plots.Curve(name or rows[0].source, places, values, errors, _kinds(rows) if focused else ()))
-    axis = "layer" if len(depths) == 1 else "relative depth"
-    notes = ["bars are 95 % intervals"] if any(c.errors for c in curves) else []
-    return plots.depth_curves(curves, statistics, axis=axis, title=title, note="; ".join([*notes, *_excluded(layers)]))
-
-
-def _values(rows: Sequence[Layer], key: str) -> list[float]:
-    return [row.statistics.get(key, np.nan) for row in rows]
-
-
-def _unkept(row: Layer) -> bool:
-    return row.moments is not None and row.moments.covariance is None
-
-
-def _excluded(layers: Sequence[Layer]) -> list[str]:
-    bad = sum(row.nonfinite > 0 for row in layers)
-    return [f"samples with NaN or infinite weights are left out, in {bad} of {len(layers)} layers"] if bad else []
-
-
-def _rows(
-    layers: Sequence[Layer], panel: Callable[[Layer], "Panel"]
-) -> tuple[list[list["Panel | None"]], list[str], list[str]]:
-    """Panels in rows, row labels and notes: one network fills several rows, several networks have one row each."""
-    found = series(layers)
-    if len(found) == 1:
-        rows: list[list[Panel | None]] = [
-            [panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)
-        ]
-        group = layers[0].group
-        return rows, [group] * len(rows) if group else [], []
-    groups = distinct(row.group for row in layers)
-    found.sort(key=lambda item: groups.index(item[1][0].group))  # the same matrix of all networks below each other
-    most = max(len(mine) for _, mine in found)
-    chosen = np.unique(np.linspace(0, most - 1, min(most, ACROSS)).round().astype(int))
-    rows = []
-    for _, mine in found:
-        here = [round(float(i) * (len(mine) - 1) / max(most - 1, 1)) for i in chosen]
-        rows.append([panel(mine[i]) for i in dict.fromkeys(here)])
-    return rows, [name for name, _ in found], [f"{len(chosen)} of {most} layers"] if len(chosen) < most else []
-
-
-def _label(row: Layer) -> str:
-    sizes = "×".join(map(str, row.shape[1:])) if len(row.shape) == 3 else str(row.shape[0])
-    return f"layer {row.layer}, {sizes}"
-
-
-def _map(row: Layer) -> "Panel":
-    from weightscope.plots import Panel
-
-    shape: Any = row.shape if len(row.shape) == 3 else None
-    if row.moments is None:
-        return Panel(None, _label(row), reason="not finite")
-    return Panel(row.moments.covariance, _label(row), shape)
-
-
-def _sample(row: Layer) -> "Panel":
-    from weightscope.plots import Panel
-
-    return Panel(row.examples, _label(row), reason="not finite")
-
-
-def _kinds(layers: Sequence[Layer]) -> list[str]:
-    """The kernel, and the stride where it is more than 1: filters before a smaller image look different."""
-    strides = [f", stride {row.stride}" if row.stride is not None and row.stride > 1 else "" for row in layers]
-    return ["×".join(map(str, row.shape[1:])) + stride for row, stride in zip(layers, strides, strict=True)]
-
-
-Picture = Literal["maps", "depth", "samples"]
-
-# Column heads of the table, the statistic, and its format.
-_MATRIX_COLUMNS = (
-    ("variance", "variance", "{:.3g}"),
-    ("rank", "effective_rank", "{:.1f}"),
-    ("edge", "edge_ratio", "{:.2f}"),
-    ("mean", "mean_ratio", "{:.2f}"),
-)
-_FOCUS_COLUMNS = (
-    ("spread", "relative_spread", "{:.3f}"),
-    ("± se", "relative_spread_se", "{:.3f}"),
-    ("centre", "central_share", "{:.3f}"),
-    ("÷ even", "central_ratio", "{:.2f}"),
-    ("neighbours", "neighbours", "{:+.2f}"),
-    ("far", "from_centre", "{:+.2f}"),
-)
-_KRONECKER_COLUMNS = (("A(x)B", "kronecker", "{:.2f}"), ("off-diag", "kronecker_dependence", "{:.2f}"))
-_TEST_COLUMNS = (("p(A(x)B)", "separability_p", "{:.3g}"),)
-_LEGEND = {
-    "variance": "variance: mean over the coordinates",
-    "rank": "rank: (tr S)^2 / tr S^2",
-    "edge": "edge: largest eigenvalue in units of the largest of independent entries",
-    "mean": "mean: n |mean|^2 / tr S, 1 for samples of mean zero",
-    "spread": "spread: mean squared distance of the variance from the centre, 1 when it is even",
-    "centre": "centre: share of the variance in the central pixel, and in units of an even share",
-    "neighbours": "neighbours: mean correlation of touching pixels; far: of the centre with those not touching it",
-    "A(x)B": "A(x)B: share of |S|^2 that one Kronecker product explains; off-diag: the same off the diagonal of S",
-    "p(A(x)B)": "p(A(x)B): Monte Carlo p-value of the hypothesis that S is a Kronecker product",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -509,12 +226,12 @@ class NetworkCovariances(Result):
             UsageError: if there is no network of that label.
         """
         choice("label", label, self.labels)
-        return selected(self.layers, label, group)
+        return _selected(self.layers, label, group)
 
     @property
     def groups(self) -> tuple[str, ...]:
         """The groups of matrices, in order of appearance."""
-        return distinct(row.group for row in self.layers)
+        return tuple(dict.fromkeys(row.group for row in self.layers))
 
     @property
     def focused(self) -> bool:
@@ -548,7 +265,7 @@ class NetworkCovariances(Result):
 
     def finding(self) -> str:
         """The result in one line: medians over layers, and what independent entries would give."""
-        found = series(self.layers)
+        found = _series(self.layers)
         key, what = ("relative_spread", "Spread of the variance about the centre")
         if not self.focused:
             key, what = "mean_ratio", f"Squared mean of the {'rows' if self.part == 'mlp-rows' else 'columns'}"
@@ -559,45 +276,38 @@ class NetworkCovariances(Result):
                 f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers "
                 "(95 % intervals)"
             )
-        medians = [f"{name} {_text('{:.3g}', _median(rows, key))}".lstrip() for name, rows in found]
+        medians = [f"{name} {_median(rows, key)}".lstrip() for name, rows in found]
         return f"{what} (independent entries: 1), median over layers: {', '.join(medians)}"
 
     def text(self) -> str:
         """Tables against depth, the meaning of the columns, and exclusions; several networks side by side."""
-        columns = list(_MATRIX_COLUMNS)
-        for more, wanted in (
-            (_FOCUS_COLUMNS, "focus"),
-            (_KRONECKER_COLUMNS, "kronecker"),
-            (_TEST_COLUMNS, "separability"),
-        ):
-            columns += more if any(getattr(row, wanted) is not None for row in self.layers) else ()
+        columns = [c for c in _COLUMNS if any(getattr(row, c.of) is not None for row in self.layers)]
         if len(self.labels) > 1:
             kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
-            columns = [c for c in columns if c[0] in kept]
-            table = self._side_by_side(columns)
-        else:
-            head = ("layer", "name", "shape", "n", "dead", *(c[0] for c in columns))
-            rows = [(*_place(row), *_counts(row), *(_cell(row, c) for c in columns)) for row in self.layers]
-            table = text_table(head, rows, left=(1, 2))
-        heads = {head for head, _, _ in columns} | ({"centre"} if "÷ even" in {c[0] for c in columns} else set())
-        lines = [self.finding(), "", table, "", *(text for head, text in _LEGEND.items() if head in heads)]
-        dead = sum(row.moments.dead for row in self.layers if row.moments is not None)
-        if dead:
+            columns = [c for c in columns if c.head in kept]
+        table = self._table(columns)
+        lines = [self.finding(), "", *table, "", *(c.legend for c in columns if c.legend)]
+        if dead := sum(row.moments.dead for row in self.layers if row.moments is not None):
             lines.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
         said = [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
         return "\n".join(lines + self.warnings() + said)
 
-    def _side_by_side(self, columns: Sequence[tuple[str, str, str]]) -> str:
-        """One line for each layer: index and group are shared by the networks."""
-        keys = sorted({(row.layer, self.groups.index(row.group)) for row in self.layers})
-        table = {(row.source, row.layer, self.groups.index(row.group)): row for row in self.layers}
-        head = ["layer", "name", "shape", *(f"{c[0]} [{i + 1}]" for c in columns for i in range(len(self.labels)))]
-        rows = []
-        for key in keys:
-            each = [table.get((label, *key)) for label in self.labels]
-            first = next(row for row in each if row is not None)
-            rows.append((*_place(first), *(_cell(row, c) for c in columns for row in each)))
-        return "\n".join([*(f"[{i + 1}] {x}" for i, x in enumerate(self.labels)), text_table(head, rows, left=(1, 2))])
+    def _table(self, columns: Sequence[_Column]) -> list[str]:
+        """One line for each layer; several networks, which share index and group, side by side."""
+        numbers = {label: i + 1 for i, label in enumerate(self.labels)}
+        lines: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in self.layers:
+            line = lines.setdefault((row.layer, self.groups.index(row.group)), _place(row))
+            line |= {f"{key}_{numbers[row.source]}": value for key, value in row.row().items()}
+        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
+        keys = sorted(lines) if len(numbers) > 1 else list(lines)
+        if len(numbers) == 1:
+            heads |= {key: f"{{{key}_1}}" for key in ("n", "dead")}
+            heads |= {c.head: f"{{{c.cell.replace(':', '_1:')}}}" for c in columns}
+        for c in columns if len(numbers) > 1 else ():
+            heads |= {f"{c.head} [{i}]": f"{{{c.cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
+        legend = [f"[{i}] {label}" for label, i in numbers.items()] if len(numbers) > 1 else []
+        return [*legend, row_table(heads, [lines[key] for key in keys], left=(1, 2))]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: `part`, `labels`, `finding` and one row for each layer."""
@@ -651,28 +361,271 @@ class NetworkCovariances(Result):
             np.savez(file, **arrays)
 
 
-def _place(row: Layer) -> tuple[str, str, str]:
+def _place(row: Layer) -> dict[str, str]:
     sizes = row.shape[1:] if len(row.shape) == 3 and row.shape[0] == 1 else row.shape
     name = row.name if len(row.name) <= 40 else f"…{row.name[-39:]}"
-    return str(row.layer), f"{name} {row.group}".rstrip(), "x".join(map(str, sizes))
+    return {"layer": str(row.layer), "name": f"{name} {row.group}".rstrip(), "shape": "x".join(map(str, sizes))}
 
 
-def _counts(row: Layer) -> tuple[str, str]:
-    return ("-", "-") if row.moments is None else (str(row.moments.n), str(row.moments.dead))
-
-
-def _cell(row: Layer | None, column: tuple[str, str, str]) -> str:
-    return "" if row is None else _text(column[2], row.statistics.get(column[1], math.nan))
-
-
-def _text(form: str, value: float) -> str:
-    return form.format(value) if math.isfinite(value) else "-"
-
-
-def _median(rows: Sequence[Layer], key: str) -> float:
+def _median(rows: Sequence[Layer], key: str) -> str:
     values = [value for row in rows if math.isfinite(value := row.statistics.get(key, math.nan))]
-    return float(np.median(values)) if values else math.nan
+    return f"{np.median(values):.3g}" if values else "-"
 
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+ACROSS = 8  # panels in a row
+# Arguments of `plots.Statistic`, for the curves against depth.
+_FOCUS_CURVES = (
+    ("relative_spread", "spread of the variance about the centre ÷ that of even variances", 1.0),
+    ("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, True),
+    ("variance", "variance, mean over pixels", None, True),
+)
+_MATRIX_CURVES = (
+    ("mean_ratio", "squared mean of the samples ÷ that of independent entries", 1.0, True),
+    ("edge_ratio", "largest eigenvalue ÷ edge of independent entries", 1.0, True),
+    ("relative_rank", "effective rank ÷ coordinates"),
+)
+
+
+def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
+    """The covariances in block form (thesis Fig. 3.1).
+
+    Raises:
+        UsageError: if no covariance was kept.
+    """
+    from weightscope import plots
+
+    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in layers if _unkept(x)})
+    drawn = [x for x in layers if not _unkept(x)]
+    if not any(x.moments is not None for x in drawn):
+        raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; increase keep, or choose depth")
+    rows, labels, notes = _rows(drawn, _map)
+    notes += [f"not kept: {', '.join(large)}"] if large else []
+    return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
+    """Some of the filters or patches (thesis Fig. 2.4-2.6).
+
+    Raises:
+        UsageError: if samples are rows or columns, not images.
+    """
+    from weightscope import plots
+
+    if all(x.focus is None for x in layers):
+        raise UsageError(f"picture: {part} are not images; choose maps or depth")
+    rows, labels, notes = _rows(layers, _sample)
+    most = max(len(row.examples) for row in layers if row.examples is not None)
+    notes += [f"at most {most} filters of a layer, drawn at random"] if part == "filters" else []
+    return plots.filter_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _depth_page(layers: Sequence[Layer], title: str) -> "Figure":
+    """The statistics against depth."""
+    from weightscope import plots
+
+    focused = any(x.focus is not None for x in layers)
+    found = _series(layers)
+    depths = {rows[0].depth for _, rows in found}
+    statistics = [plots.Statistic(*curve) for curve in (_FOCUS_CURVES if focused else _MATRIX_CURVES)]
+    curves = []
+    for name, rows in found:
+        values = {s.key: _values(rows, s.key) for s in statistics}
+        errors = {
+            s.key: _values(rows, f"{s.key}_se")
+            for s in statistics
+            if any(f"{s.key}_se" in row.statistics for row in rows)
+        }
+        places = [row.layer if len(depths) == 1 else row.relative_depth for row in rows]
+        curves.append(plots.Curve(name or rows[0].source, places, values, errors, _kinds(rows) if focused else ()))
+    axis = "layer" if len(depths) == 1 else "relative depth"
+    notes = ["bars are 95 % intervals"] if any(c.errors for c in curves) else []
+    return plots.depth_curves(curves, statistics, axis=axis, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _values(rows: Sequence[Layer], key: str) -> list[float]:
+    return [row.statistics.get(key, np.nan) for row in rows]
+
+
+def _unkept(row: Layer) -> bool:
+    return row.moments is not None and row.moments.covariance is None
+
+
+def _excluded(layers: Sequence[Layer]) -> list[str]:
+    bad = sum(row.nonfinite > 0 for row in layers)
+    return [f"samples with NaN or infinite weights are left out, in {bad} of {len(layers)} layers"] if bad else []
+
+
+def _rows(
+    layers: Sequence[Layer], panel: Callable[[Layer], "Panel"]
+) -> tuple[list[list["Panel | None"]], list[str], list[str]]:
+    """Panels in rows, row labels and notes: one network fills several rows, several networks have one row each."""
+    found = _series(layers)
+    if len(found) == 1:
+        rows: list[list[Panel | None]] = [
+            [panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)
+        ]
+        group = layers[0].group
+        return rows, [group] * len(rows) if group else [], []
+    groups = list(dict.fromkeys(row.group for row in layers))
+    found.sort(key=lambda item: groups.index(item[1][0].group))  # the same matrix of all networks below each other
+    most = max(len(mine) for _, mine in found)
+    chosen = np.unique(np.linspace(0, most - 1, min(most, ACROSS)).round().astype(int))
+    rows = []
+    for _, mine in found:
+        here = [round(float(i) * (len(mine) - 1) / max(most - 1, 1)) for i in chosen]
+        rows.append([panel(mine[i]) for i in dict.fromkeys(here)])
+    return rows, [name for name, _ in found], [f"{len(chosen)} of {most} layers"] if len(chosen) < most else []
+
+
+def _label(row: Layer) -> str:
+    sizes = "×".join(map(str, row.shape[1:])) if len(row.shape) == 3 else str(row.shape[0])
+    return f"layer {row.layer}, {sizes}"
+
+
+def _map(row: Layer) -> "Panel":
+    from weightscope.plots import Panel
+
+    shape: Any = row.shape if len(row.shape) == 3 else None
+    if row.moments is None:
+        return Panel(None, _label(row), reason="not finite")
+    return Panel(row.moments.covariance, _label(row), shape)
+
+
+def _sample(row: Layer) -> "Panel":
+    from weightscope.plots import Panel
+
+    return Panel(row.examples, _label(row), reason="not finite")
+
+
+def _kinds(layers: Sequence[Layer]) -> list[str]:
+    """The kernel, and the stride where it is more than 1: filters before a smaller image look different."""
+    strides = [f", stride {row.stride}" if row.stride is not None and row.stride > 1 else "" for row in layers]
+    return ["×".join(map(str, row.shape[1:])) + stride for row, stride in zip(layers, strides, strict=True)]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+class _Samples(NamedTuple):
+    """The samples of one matrix or layer: the layer without its numbers, its tensors, and their reader, (n, P)."""
+
+    layer: Layer
+    tensors: tuple[str, ...]
+    read: Callable[[], np.ndarray]
+
+
+def _filters(source: anatomy.NamedTensors) -> Iterator[_Samples]:
+    for p in anatomy.depthwise(source):
+        group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
+        stride = strides(source, p.name)
+        step = max(stride) if stride else None
+        layer = Layer("", p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel))
+        yield _Samples(layer, p.parameters, partial(_read, p))
+
+
+def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[_Samples]:
+    parts = anatomy.mlps(source)
+    for p in parts:
+        for matrix, names in p.parameters.items():
+            layer = Layer("", p.name, matrix, p.layer, len(parts), None, None)
+            yield _Samples(layer, names, partial(_read, p, matrix, columns=columns))
+
+
+def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[_Samples]:
+    parts = anatomy.patch_embeddings(source)
+    for i, p in enumerate(parts):
+        whole = Layer("", p.name, "", i, len(parts), None, None, (p.channels, *p.patch))
+        if not channels:
+            yield _Samples(whole, p.parameters, partial(_read, p))
+            continue
+        for c in range(p.channels):
+            layer = replace(whole, group=f"channel {c}", shape=(1, *p.patch))
+            yield _Samples(layer, p.parameters, partial(_read, p, channel=c))
+
+
+def _read(part: Any, *matrix: str, columns: bool = False, channel: int | None = None) -> np.ndarray:
+    """The samples (n, P), in the precision in which they are stored."""
+    values = part.read(*matrix).cpu().numpy()
+    values = values if channel is None else values[:, channel]
+    values = values.reshape(len(values), -1)
+    return values.T if columns else values
+
+
+PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[_Samples]]] = {
+    "filters": _filters,
+    "mlp-rows": partial(_matrices, columns=False),
+    "mlp-columns": partial(_matrices, columns=True),
+    "patch": partial(_patches, channels=False),
+    "patch-channels": partial(_patches, channels=True),
+}
+
+
+def _first_part(source: anatomy.NamedTensors) -> Part:
+    """The first of `PARTS` that a network has; an AnatomyError lists what it has."""
+    missing = None
+    for part in PARTS:
+        try:
+            next(PARTS[part](source))
+        except AnatomyError as error:
+            missing = missing or error
+        else:
+            return cast(Part, part)
+    raise missing or AnatomyError("expected a network with parts, found none")
+
+
+def skeleton(
+    source: Any, part: Part | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
+
+    A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
+    It has no forward pass. Torch's global generator does not change.
+
+    Args:
+        source: as for `covariance_within`.
+        part: see `covariance_within`.
+        seed: of the default initialisation.
+        config: hints for a mapping.
+
+    Raises:
+        UsageError: for an unknown part.
+        AnatomyError: if the network has no such part.
+
+    Example:
+        >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
+    """
+    where = anatomy.named_tensors(source, config)
+    part = _first_part(where) if part is None else part
+    root = nn.Module()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in dict.fromkeys(
+            name for piece in PARTS[choice("part", part, PARTS)](where) for name in piece.tensors
+        ):
+            path = name.rpartition(".")[0]
+            holder = root
+            *above, last = path.split(".")
+            for word in above:
+                if word not in holder._modules:
+                    holder.add_module(word, nn.Module())
+                holder = holder.get_submodule(word)
+            holder.add_module(last, _module(where.shape(name), filters=part == "filters"))
+    return root
+
+
+def _module(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
+    if len(shape) == 2:
+        return nn.Linear(shape[1], shape[0], bias=False)
+    out, inner, *kernel = shape
+    # Anatomy recognises a patch embedding by its stride.
+    groups, stride = (out, [1] * len(kernel)) if filters else (1, kernel)
+    kind: Any = nn.Conv1d if len(kernel) == 1 else nn.Conv2d
+    return kind(inner * groups, out, tuple(kernel), tuple(stride), groups=groups, bias=False)
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
 
 SAMPLES = 64  # filters of a layer that are kept for pictures, as in thesis Fig. 2.6
 _PATCHES = 1024  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this number of filters
@@ -735,8 +688,9 @@ def covariance_within(
     for source, label in zip(sources, names, strict=True):
         network = open_network(source)
         try:
-            part = first_part(network, config) if part is None else part
-            slices = find(network, part, config)
+            tensors = anatomy.named_tensors(network, config)
+            part = _first_part(tensors) if part is None else part
+            slices = list(PARTS[choice("part", part, PARTS)](tensors))
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from None
         mine = [_layer(label, piece, keep, seed, separability) for piece in slices]
@@ -749,11 +703,11 @@ def covariance_within(
     return NetworkCovariances(part, tuple(names), tuple(layers), unverified)
 
 
-def _layer(label: str, piece: Slices, keep: int, seed: int, draws: int) -> Layer:
+def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Layer:
     samples = piece.read()
-    shape = piece.image or (samples.shape[1],)
+    shape = piece.layer.shape or (samples.shape[1],)
     nonfinite = int(samples.size - np.isfinite(samples).sum())
-    layer = Layer(label, piece.name, piece.group, piece.layer, piece.depth, piece.stage, piece.stride, shape, nonfinite)
+    layer = replace(piece.layer, source=label, shape=shape, nonfinite=nonfinite)
     try:
         moments = slice_moments(samples, keep=keep)
     except DataError as error:
@@ -767,15 +721,18 @@ def _layer(label: str, piece: Slices, keep: int, seed: int, draws: int) -> Layer
         try:
             test = separability_test(matrices, draws=draws, seed=seed)
         except DataError as error:
-            raise DataError(f"{label}: `{piece.name}`: separability: {error}") from None
-    most = SAMPLES if piece.stage is not None else _PATCHES
+            raise DataError(f"{label}: `{layer.name}`: separability: {error}") from None
+    most = SAMPLES if layer.stage is not None else _PATCHES
+    shown = samples
+    if len(samples) > most:
+        shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
     return replace(
         layer,
         moments=moments,
         focus=centre_focus(samples, (shape[1], shape[2]), moments),
         kronecker=_kronecker(moments.covariance, *shape[1:]) if square else None,
         separability=test,
-        examples=_examples(samples, most, seed).reshape(-1, *shape),
+        examples=shown.reshape(-1, *shape),
     )
 
 
@@ -788,94 +745,8 @@ def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> KroneckerShare 
     return KroneckerShare(fit.explained, dependence)
 
 
-def _examples(samples: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """At most so many samples, chosen at random and in their order."""
-    if len(samples) <= most:
-        return samples
-    return samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
-
-
 def _own_label(source: Any) -> str:
     text = str(source) if isinstance(source, str | Path) else getattr(source, "source", None)
     if not isinstance(text, str):
         return "state dict" if isinstance(source, Mapping) else type(source).__name__
     return text if "://" in text else Path(text).name or text
-
-
-_DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
-
-
-def filter_distributions(
-    source: Any, config: Mapping[str, Any] | None = None, *, strict: bool = True
-) -> list[FilterDistribution]:
-    """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
-
-    A filter is counted as dead if its norm is below a thousandth of the largest of its layer, or of what is typical of
-    the network's layers (the median of their largest).
-
-    Args:
-        source: a path, `hf://org/name`, a `Checkpoint`, an `nn.Module`, or a mapping of tensors.
-        config: hints for a mapping, as in `weightscope.anatomy`.
-        strict: whether a layer whose filters are one-dimensional, not square or of even size is an error; if not, it
-            is left out, and a warning lists it.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution; lists the layers found.
-        UsageError: if a layer has other filters (strict), or all have.
-        DataError: if the source cannot be read, or a weight is not finite.
-
-    Example:
-        >>> [found.kernel for found in filter_distributions("efficientnet-lite0.pth")][:4]
-        [3, 3, 3, 5]
-    """
-    found, others = square_and_others(source, config)
-    if others and strict:
-        raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
-    if others:
-        warnings.warn(f"left out, not square: {listed(others)}", stacklevel=2)
-    return found
-
-
-def square_and_others(
-    source: Any, config: Mapping[str, Any] | None = None
-) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
-    """The distributions of the layers with square filters of odd size, and the other layers.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution.
-        UsageError: if no layer has square filters of odd size.
-        DataError: if the source cannot be read, or a weight is not finite.
-    """
-    parts = depthwise(source, config)
-    square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
-    if not square:
-        raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
-    found = [_distribution(part, filters) for part, filters in square]
-    norms = [np.linalg.norm(filters.astype(np.float64), axis=1) for _, filters in square]
-    typical = float(np.median([norm.max() for norm in norms]))
-    dead = [int((norm <= _DEAD * max(norm.max(), typical)).sum()) for norm in norms]
-    counted = [replace(layer, dead=count) for layer, count in zip(found, dead, strict=True)]
-    return counted, [part for part in parts if not part.square]
-
-
-def _distribution(part: DepthwisePart, filters: np.ndarray) -> FilterDistribution:
-    kh, kw = part.kernel
-    try:
-        found = slice_moments(filters, keep=kh * kw)
-    except DataError as error:
-        raise DataError(f"`{part.name}`: {error}") from None
-    if found.excluded:
-        raise DataError(
-            f"`{part.name}`: {found.excluded} of {part.channels} filters hold NaN or infinity; "
-            "a covariance needs a network that did not diverge"
-        )
-    assert found.covariance is not None  # every size is kept
-    return FilterDistribution(
-        name=part.name,
-        stage=part.stage,
-        depth=part.layer / max(1, part.depth - 1),
-        kernel=kh,
-        count=found.n,
-        mean=found.mean.reshape(kh, kh),
-        covariance=found.covariance,
-    )

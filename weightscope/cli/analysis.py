@@ -204,7 +204,7 @@ def _with_initialisers(
     import torch
 
     from weightscope.analysis.within_network import skeleton
-    from weightscope.benchmarking.arms import labelled
+    from weightscope.benchmarking.design import labelled
     from weightscope.population import Population, population_in
     from weightscope.training.initial_weights import resolve
 
@@ -424,7 +424,7 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
       weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
     """
     from weightscope.auditing import audit as run
-    from weightscope.benchmarking.arms import labelled
+    from weightscope.benchmarking.design import labelled
     from weightscope.population import open_network
 
     model = open_network(source)

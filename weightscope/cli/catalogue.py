@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -134,8 +134,8 @@ def _initialisers() -> Iterator[Entry]:
 
 
 def _structures() -> Iterator[Entry]:
-    from weightscope.fitting.network import NETWORK_FITS
-    from weightscope.structures import STRUCTURES
+    from weightscope.fits import STRUCTURES
+    from weightscope.fits.one_network import NETWORK_FITS
 
     for name, structure in STRUCTURES.items():
         defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
@@ -149,14 +149,11 @@ def _structures() -> Iterator[Entry]:
 
 
 def _networks() -> Iterator[Entry]:
-    from weightscope.recipe import NetworkConfig
+    from weightscope.recipe.networks import SECTIONS
 
-    for config in _models(NetworkConfig):
-        named = config.model_fields["type"].annotation
-        if get_origin(named) is not Literal:
-            continue  # a user's own factory
-        defaults, required = _fields(config, "type")
-        yield Entry("networks", get_args(named)[0], _first_line(config), defaults, required)
+    for name, section in SECTIONS.items():
+        defaults, required = _fields(section, "type")
+        yield Entry("networks", name, _first_line(section), defaults, required)
 
 
 def _datasets() -> Iterator[Entry]:
@@ -235,16 +232,6 @@ def _source(registry: Any, name: str, item: Any) -> str:
 
 def _first_line(item: Any) -> str:
     return (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def _models(annotation: Any) -> "Iterator[type[BaseModel]]":
-    """The pydantic models of a union."""
-    from pydantic import BaseModel
-
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
 
 
 def _json(value: Any) -> Any:

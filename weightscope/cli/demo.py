@@ -15,11 +15,11 @@ from weightscope.analysis.across_networks import covariance_across
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
-from weightscope.benchmarking.inits import Init
+from weightscope.benchmarking.design import Init
 from weightscope.cli.report import write_report
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect

@@ -22,10 +22,10 @@ _STDOUT = "stdout of --json -"
 
 
 def _registered(registry: str, package: str) -> list[str]:
-    """The names that `@REGISTRY.register("name", ...)` gives in the files of a package, in alphabetical order."""
+    """The names that `REGISTRY.register("name", ...)` gives in the files of a package, in alphabetical order."""
     spec = find_spec("weightscope")  # does not import its parts
     folder = Path(spec.origin or "").parent / package if spec is not None else Path(package)
-    pattern = re.compile(rf'^@{registry}\.register\(\s*"(\w[\w-]*)"', re.MULTILINE)
+    pattern = re.compile(rf'^@?{registry}\.register\(\s*"(\w[\w-]*)"', re.MULTILINE)
     return sorted({name for file in folder.glob("*.py") for name in pattern.findall(file.read_text(encoding="utf-8"))})
 
 
@@ -37,7 +37,7 @@ def _recipes() -> list[str]:
 
 _NAMES: Mapping[str, Callable[[], list[str]]] = {
     "initialisers": lambda: _registered("INITIALISERS", "init"),
-    "structures": lambda: ["auto", *_registered("STRUCTURES", "structures"), *_registered("NETWORK_FITS", "fitting")],
+    "structures": lambda: ["auto", *_registered("STRUCTURES", "fits"), *_registered("NETWORK_FITS", "fits")],
     "recipes": _recipes,
     "datasets": lambda: _registered("DATASETS", "data"),
     "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data")],

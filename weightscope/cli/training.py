@@ -142,9 +142,9 @@ def fit_init(
     """
     from click.core import ParameterSource
 
-    from weightscope.artifacts import PopulationFit, write_standalone
-    from weightscope.fitting.source import fit_init as run
-    from weightscope.fitting.source import parsed_options
+    from weightscope.fits import PopulationFit, write_standalone
+    from weightscope.fits.fitting import fit_init as run
+    from weightscope.fits.fitting import parsed_options
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
@@ -252,8 +252,7 @@ def bench(
     """
     from weightscope.benchmarking import bench as run
     from weightscope.benchmarking import linear_probe, plan_bench
-    from weightscope.benchmarking.arms import default_folder
-    from weightscope.benchmarking.axes import Axis
+    from weightscope.benchmarking.design import Axis, default_folder
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}

@@ -45,11 +45,7 @@ class Contents:
 
 
 def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
-    """The info of a folder or .npz file; without reading it, and without numbers of images, if the classes are given.
-
-    Raises:
-        DataError: if the classes are to be counted, and the folder is missing or has none.
-    """
+    """The info of a folder or .npz file; if the classes are given, without reading it and without numbers of images."""
     size, channels, train, test = config.size or 0, config.channels or 3, 0, 0
     classes = config.classes
     if classes is None:
@@ -64,11 +60,7 @@ def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
 
 
 def located(config: SourceConfig, root: Path | None) -> Path:
-    """The folder or .npz file of a recipe.
-
-    Raises:
-        DataError: if there is none; says where it was searched for.
-    """
+    """The folder or .npz file of a recipe."""
     if config.path is None:
         if root is None:
             raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
@@ -92,17 +84,6 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
     is for testing. Hidden files and folders are skipped. An .npz file has `train_images`, `train_labels`, `test_images`
     and `test_labels`, whose classes are interleaved, or `images` and `labels`, which are split as a folder is; images
     are uint8 (n, S, S), (n, c, S, S) or (n, S, S, c), labels integers (n,).
-
-    Args:
-        info: with the recipe's settings in `info.config`.
-        root: a folder to search first.
-        train: how many training images; None for all.
-        test: how many test images; None for all.
-
-    Raises:
-        DataError: if there is no such folder, a class has no images or only folders of them, images cannot be read
-            (says how many, and which), the number of classes is not the recipe's, or `test_share` or `split_seed` is
-            given for data that have a test part.
     """
     config = info.config
     assert config is not None, "made by `described`"
@@ -120,12 +101,7 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
 
 
 def contents(path: Path, config: SourceConfig) -> Contents:
-    """The classes and files of a folder.
-
-    Raises:
-        DataError: if there are fewer than two classes, one has no images or only folders of them, a test class is not
-            one of training, or the recipe says how to split a folder that has a test part.
-    """
+    """The classes and files of a folder."""
     seed = config.split_seed or 0
     trains, tests = _parts(path, _TRAINS), _parts(path, _TESTS)
     if not trains:
@@ -311,9 +287,6 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays `train_images`, `train_labels`, `test_images`, `test_labels`, or `images` and `labels`.
 
     Images of shape (n, S, S, c) with 1 or 3 channels are transposed to (n, c, S, S). Objects are never unpickled.
-
-    Raises:
-        DataError: if it is not an .npz file, arrays are missing, or a header does not fit the bytes behind it.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -510,6 +510,11 @@ class SequenceSource:
         return self.train
 
     @property
+    def nbytes(self) -> int:
+        """0: sequences are drawn step by step."""
+        return 0
+
+    @property
     def mask(self) -> Tensor:
         """Whether each target of a training sequence is scored, (n,); the same in all."""
         return self.held_out[1][0].mask[0]

@@ -37,11 +37,7 @@ def open_network(source: Any) -> Any:
 
 
 def tensors(source: Any) -> Mapping[str, Any]:
-    """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population."""
     model = open_network(source)
     if isinstance(model, nn.Module):
         return model.state_dict()
@@ -127,11 +123,7 @@ def _anatomical(module: nn.Module | NamedTensors) -> list[tuple[str, list[str]]]
 
 
 def chosen_components(wanted: str | Sequence[str]) -> set[str]:
-    """The set of components of a name or several; "all" for all.
-
-    Raises:
-        UsageError: if one is unknown (lists the known ones), or none is given.
-    """
+    """The set of components of a name or several; "all" for all."""
     names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in names:
         if name not in COMPONENTS:
@@ -211,11 +203,7 @@ def places(names: Iterable[str]) -> dict[str, Place]:
 
 
 class Source:
-    """The tensors of a model by their places, packed or cut as they are wanted.
-
-    Args:
-        tensors: name -> tensor, read when asked for.
-    """
+    """The tensors of a model by their places, packed or cut as they are wanted."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self.tensors = tensors
@@ -262,14 +250,7 @@ def end_to_end(large: int, small: int) -> Tensor:
 def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, rule: str) -> dict[str, Place]:
     """Student tensor -> place in the teacher: the same name, with layer numbers mapped where their numbers differ.
 
-    Args:
-        wanted: tensors of the student.
-        student: all of its tensors.
-        source: the teacher.
-        rule: "first", "spaced" or "linspace", of a larger teacher; "cycle": layer i is layer i mod T of T.
-
-    Raises:
-        SpecError: if the teacher has no such tensor, or fewer layers (unless the rule is "cycle").
+    The rule is "first", "spaced" or "linspace", of a larger teacher, or "cycle": layer i is layer i mod T of T.
     """
     mine = places(student)
     small, large = numbered(place.name for place in mine.values()), numbered(source.names)
@@ -340,11 +321,7 @@ class PositionTable:
 
 
 def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Tensor:
-    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first.
-
-    Raises:
-        SpecError: if the table is not larger.
-    """
+    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
     if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
         raise SpecError(
             f"`{name}`: expected at most the teacher's tokens, {large}, found {small}; use positions='interpolate'"
@@ -363,9 +340,6 @@ def interpolated(name: str, table: Tensor, there: PositionTable, wanted: Positio
 
     Special tokens are copied; pixels are aligned by their edges and smaller grids are filtered (antialias), as in
     `timm.layers.resample_abs_pos_embed`.
-
-    Raises:
-        SpecError: if there are fewer special tokens than wanted.
     """
     if wanted.prefix > there.prefix:
         raise SpecError(f"`{name}`: expected at most {there.prefix} special tokens, found {wanted.prefix}")

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, number, positive
-from weightscope.anatomy import AttentionPart, NamedTensors, PositionEmbedding, attention, positions
-from weightscope.anatomy.attention_part import chosen_heads
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.strictness import reads
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
+from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
 from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
@@ -43,14 +41,10 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
 
-    L is computed from M R, so that `L R^T = M V V^T` to rounding, however small a singular value is.
-
-    Args:
-        matrix: M (m, n), float32, m >= n.
-        rank: r. Above n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix.
-        generator: draws that matrix.
-        spectrum: squared singular values of a matrix like M, see `spectrum`; None decomposes in full. It only
-            affects speed, apart from a relative error below 1e-3 in L R^T.
+    L (m, r) is computed from M R, so that `L R^T = M V V^T` to rounding, however small a singular value is. Above the
+    n columns of M (m, n), m >= n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix.
+    A `spectrum` of a matrix like M only affects speed, apart from a relative error below 1e-3 in L R^T; None decomposes
+    in full.
 
     Returns:
         L (m, r) and R (n, r).
@@ -199,7 +193,6 @@ def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) 
 
 
 @INITIALISERS.register("mimetic_attention", source="thesis 3.2; attention paper", needs="self-attention")
-@reads(("attention modules",))
 def mimetic_attention_(
     module: M,
     *,
@@ -235,8 +228,7 @@ def mimetic_attention_(
         layers: which layers, counted from 0; None for all.
         heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
             rank is theirs; of heads that share a key all or none are chosen.
-        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -253,26 +245,13 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    for part in chosen_heads(chosen_layers(self_attention(module), layers), heads):
+    everything = self_attention(module, strict=strict, caller="mimetic_attention_")
+    for part in chosen_heads(chosen_layers(everything, layers), heads):
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
-
-
-def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart]:
-    """The self-attention parts of a module, or of another source of tensors.
-
-    Raises:
-        AnatomyError: if the module has no attention.
-        UsageError: if it has cross-attention only.
-    """
-    everything = attention(module)
-    found = [part for part in everything if part.kind == "self"]
-    if not found:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
-    return found
 
 
 Numbers = tuple[float, float, float, float]

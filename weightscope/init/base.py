@@ -28,9 +28,6 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """The generator, checked to be a CPU generator.
 
     Numbers are drawn on the CPU and copied, so that a seed gives the same weights on any device.
-
-    Raises:
-        UsageError: for a generator of another device, or another object.
     """
     if generator is None:
         return None
@@ -63,11 +60,7 @@ def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = t
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Copy values into a parameter in place, cast to its data type and device.
-
-    Raises:
-        DataError: if the parameter is on the meta device, where copying would do nothing.
-    """
+    """Copy values into a parameter in place, cast to its data type and device."""
     if tensor.is_meta:
         raise DataError("the module is on the meta device and has no values; materialise it first")
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
@@ -76,18 +69,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
 def each_matrix(
     module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
 ) -> M:
-    """Fill every selected weight, matrix by matrix, and its bias.
-
-    Args:
-        module: changed in place.
-        select: shell patterns of weight names, comma-separated.
-        fill: a matrix (out, in, ...) -> its new values.
-        bias: (old bias, fan in) -> its new values, or None to keep it.
-
-    Raises:
-        AnatomyError: if the module has no linear or convolutional layer.
-        UsageError: if a pattern matches none of their weights.
-    """
+    """Fill every selected weight, matrix by matrix (out, in, ...), and its bias, given its fan in; None keeps it."""
     found = matrices(module)
     wanted = set(matching(select, (matrix.name for matrix in found)))
     for matrix in found:
@@ -120,11 +102,7 @@ class UserInitialiser:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
-        """Initialise the module in place.
-
-        Raises:
-            UsageError: if the function fails or returns anything but the module.
-        """
+        """Initialise the module in place."""
         try:
             found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:

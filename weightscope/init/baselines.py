@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +10,12 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
 from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.attention_modules import find as find_attention
-from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.attention import self_attention
 from weightscope.init.base import INITIALISERS, M, each_matrix, frame, normal, put, uniform
 
 _BIASES = ("uniform", "zero", "keep")
@@ -204,14 +201,7 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
     return signs[:rows, :columns] * 2 ** (-(m - 1) / 2)
 
 
-def branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of parts that `zero_init_` sets."""
-    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
-    return kinds.get(parameters.get("parts", "attention"), ())
-
-
 @INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
-@reads(branches)
 def zero_init_(
     module: M, *, parts: str = "attention", strict: bool = True, generator: torch.Generator | None = None
 ) -> M:
@@ -223,8 +213,7 @@ def zero_init_(
     Args:
         module: changed in place: weights and biases of the parts.
         parts: "attention" (as compared with in the attention paper), "mlp" or "both".
-        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
         generator: not used.
 
     Raises:
@@ -237,7 +226,10 @@ def zero_init_(
         >>> zero_init_(vit)
     """
     choice("parts", parts, ("attention", "mlp", "both"))
-    for heads in attention(module) if parts != "mlp" else []:
+    tensors, caller = named_tensors(module), "zero_init_"
+    every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
+    hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
+    for heads in every:
         for letter in QKV:
             n, d, k = heads.read(letter).shape
             heads.write(letter, zero_matrix(n * k, d).reshape(n, k, d).mT)
@@ -245,7 +237,7 @@ def zero_init_(
         for letter in QKVO:
             if (bias := heads.read_bias(letter)) is not None:
                 heads.write_bias(letter, torch.zeros_like(bias))
-    for mlp in mlps(module) if parts != "attention" else []:
+    for mlp in hidden:
         for name in matrices_of(mlp):
             old = mlp.read(name)
             mlp.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
@@ -255,7 +247,6 @@ def zero_init_(
 
 
 @INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
-@reads(("attention modules", "MLPs"))
 def t_fixup_(
     module: M,
     *,
@@ -277,12 +268,11 @@ def t_fixup_(
         module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
         kind: "encoder" or "decoder".
         embeddings: also initialise token embeddings.
-        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no attention or no MLP.
+        AnatomyError: if the module has no attention or no MLP; nothing is changed then.
         UsageError: if an argument is invalid, or `embeddings` is true and the module has none.
 
     Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
@@ -292,15 +282,20 @@ def t_fixup_(
     """
     choice("kind", kind, ("encoder", "decoder"))
     flag("embeddings", embeddings)
-    layers = len({part.layer for part in self_attention(module)})
+    tensors = named_tensors(module)
+    every = attention(tensors, strict=strict, caller="t_fixup_")
+    hidden = mlps(tensors, strict=strict, caller="t_fixup_")
+    layers = len({part.layer for part in every if part.kind == "self"})
+    if not layers:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{every[0].name}`")
     small = (9 * layers) ** -0.25
     scale = small if kind == "decoder" else 0.67 * layers**-0.25
-    for heads in attention(module):
+    for heads in every:
         for letter in QKVO:
             shape = heads.read(letter).shape
             draws = uniform(*shape, bound=math.sqrt(6 / fan_sum(letter, shape)), generator=generator)
             heads.write(letter, draws * (scale if letter in "vo" else 1.0))
-    for mlp in mlps(module):
+    for mlp in hidden:
         for name in matrices_of(mlp):
             shape = mlp.read(name).shape
             mlp.write(name, uniform(*shape, bound=math.sqrt(6 / sum(shape)), generator=generator) * scale)

@@ -95,11 +95,7 @@ def net2net_(
 
 
 def _grown(name: str, value: Tensor, shape: tuple[int, ...], divide: bool, blocks: int) -> Tensor:
-    """A tensor in a larger shape, by copies; shared among the copies of each input if `divide`.
-
-    Raises:
-        SpecError: if it does not become larger, or a filter would.
-    """
+    """A tensor in a larger shape, by copies; shared among the copies of each input if `divide`."""
     small = tuple(value.shape)
     if len(small) != len(shape) or any(s > n for s, n in zip(small, shape, strict=True)):
         raise SpecError(f"`{name}`: expected at least the smaller network's shape {small}, found {shape}")
@@ -159,11 +155,7 @@ def _added(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> s
 
 
 def _branch_ends(module: nn.Module, added: Set[str]) -> set[str]:
-    """The last layers, with their biases, of the residual branches of added blocks.
-
-    Raises:
-        SpecError: if an added block has none.
-    """
+    """The last layers, with their biases, of the residual branches of added blocks."""
     mine = places(_trained.weights(module))
     ends: set[str] = set()
     for part in [*found_parts(attention, module), *found_parts(mlps, module)]:

@@ -17,14 +17,10 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.environment import single_threaded
-from weightscope.anatomy import AttentionPart, PositionEmbedding, named_tensors
-from weightscope.anatomy.attention_part import PartName, chosen_heads
-from weightscope.anatomy.embedding import find_positions
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.strictness import reads
-from weightscope.anatomy.token_grid import Offset, TokenGrid
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, self_attention
+from weightscope.anatomy.attention_modules import PartName, chosen_heads
+from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init.attention import self_attention
 from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
@@ -86,9 +82,6 @@ def solve(
         Offset -> (Q, K), each float64 (d, k), in the row-vector convention X @ Q. Columns beyond the rank of the
         codes are zero: rotate them (`Q @ R`, `K @ R`) before use.
 
-    Raises:
-        UsageError: if the codes do not match the tokens, or are all zero.
-
     Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
 
     Example:
@@ -107,9 +100,6 @@ def span(codes: Tensor) -> Tensor:
     """Orthonormal directions V (r, d) of the codes X (N, d) that `solve` keeps; the others hardly occur in X.
 
     They are the right singular vectors with singular values above 1e-4 of the largest. `V^T V` projects on them.
-
-    Raises:
-        UsageError: if the codes are all zero.
     """
     return _coordinates(codes.double())[1]
 
@@ -196,13 +186,7 @@ def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _minimised(objective: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, iterations: int) -> Tensor:
-    """A point with a smaller objective, after at most so many iterations of SciPy's L-BFGS-B.
-
-    Args:
-        objective: x -> (value, gradient of the shape of x).
-        start: x, any shape, float64.
-        iterations: most iterations; fewer when the objective no longer decreases.
-    """
+    """A point with a smaller objective, after at most so many iterations of SciPy's L-BFGS-B."""
     from scipy.optimize import minimize
 
     def flat(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -287,11 +271,7 @@ PSEUDO_INPUTS = ("positions", "gaussian", "uniform", "positions+gaussian", "posi
 
 
 def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
-    """The f^2 offsets (dy, dx) of an f x f filter, row by row; the f offsets (0, dx) for a sequence.
-
-    Raises:
-        UsageError: if filter_size is not odd and positive.
-    """
+    """The f^2 offsets (dy, dx) of an f x f filter, row by row; the f offsets (0, dx) for a sequence."""
     if count("filter_size", filter_size) % 2 == 0:
         raise UsageError(f"filter_size: expected an odd number (offsets are centred on the token), found {filter_size}")
     reach = range(-(filter_size // 2), filter_size // 2 + 1)
@@ -299,7 +279,6 @@ def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
 
 
 @INITIALISERS.register("impulse_attention", source="impulse paper, Algorithm 1", needs="self-attention and positions")
-@reads(("attention modules",))
 def impulse_attention_(
     module: M,
     *,
@@ -344,8 +323,7 @@ def impulse_attention_(
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once, in less than a second.
-        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -366,7 +344,10 @@ def impulse_attention_(
     flag("normalise", normalise)
     if adam_steps is not None:
         count("adam_steps", adam_steps)
-    for tower in _towers(module, chosen_heads(chosen_layers(self_attention(module), layers), heads), grid):
+    tensors = named_tensors(module)
+    everything = self_attention(tensors, strict=strict, caller="impulse_attention_")
+    parts = chosen_heads(chosen_layers(everything, layers), heads)
+    for tower in _towers(parts, everything, find_positions(tensors), grid):
         assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
         plans = [assignment.plan(part) for part in tower.parts]
         split = len(plans) if following is None else sum(plan.part.name == tower.first for plan in plans)
@@ -388,11 +369,14 @@ class _Tower:
         self.parts: list[AttentionPart] = []
 
 
-def _towers(module: torch.nn.Module, parts: list[AttentionPart], grid: int | Sequence[int] | None) -> list[_Tower]:
-    tables = find_positions(named_tensors(module))
+def _towers(
+    parts: list[AttentionPart],
+    everything: list[AttentionPart],
+    tables: list[PositionEmbedding],
+    grid: int | Sequence[int] | None,
+) -> list[_Tower]:
     if tables and grid is not None:
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
-    everything = self_attention(module)
     towers: dict[tuple[str, bool], _Tower] = {}
     for part in parts:
         if part.rotary or part.normalised:
@@ -432,12 +416,7 @@ def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> Posit
 def position_codes(
     part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
 ) -> tuple[Tensor, TokenGrid]:
-    """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid.
-
-    Raises:
-        AnatomyError: if there is neither.
-        UsageError: if the grid is neither a length nor a pair.
-    """
+    """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     causal = bool(part.causal)
     if table is not None:
         shape = table.grid or (1, table.tokens - table.prefix)

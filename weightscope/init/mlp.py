@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, flag, number
-from weightscope.anatomy import MLPPart, NamedTensors, filter_mlps, mlps
-from weightscope.anatomy.matrices import chosen_layers, default_deviation
-from weightscope.anatomy.strictness import reads
+from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
+from weightscope.anatomy.matrices import default_deviation
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, M, normal
 
@@ -26,7 +25,6 @@ def anticorrelated(w1: Tensor, w2: Tensor) -> Tensor:
 
 
 @INITIALISERS.register("mimetic_mlp", source="MLP paper, Eq. 1 and 2", needs="MLPs")
-@reads(("MLPs",))
 def mimetic_mlp_(
     module: M,
     *,
@@ -63,8 +61,7 @@ def mimetic_mlp_(
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
         gate: in gated MLPs, do the same to the gate (with its own vector).
         layers: which MLPs, counted from 0; None for all.
-        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one. Only "rows" draws.
 
     Raises:
@@ -80,7 +77,7 @@ def mimetic_mlp_(
     number("b", b)
     number("sigma", sigma, least=0)
     flag("gate", gate)
-    for part in chosen_layers(mlps(module), layers):
+    for part in chosen_layers(mlps(module, strict=strict, caller="mimetic_mlp_"), layers):
         if gate and part.kind != "gated":
             raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
         for name in ("fc1", "gate") if gate else ("fc1",):
@@ -96,7 +93,6 @@ def mimetic_mlp_(
 
 
 @INITIALISERS.register("constant_mlp_bias", source="MLP paper, section 3 and Fig. 4", needs="MLPs with biases")
-@reads(("MLPs",))
 def constant_mlp_bias_(
     module: M,
     *,
@@ -117,8 +113,7 @@ def constant_mlp_bias_(
         module: changed in place: the biases of the first layers only, of gated MLPs not that of the gate.
         value: of every entry.
         layers: which MLPs, counted from 0; None for all.
-        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning.
         generator: not used.
 
     Raises:
@@ -131,7 +126,7 @@ def constant_mlp_bias_(
         >>> constant_mlp_bias_(convnext, value=0.05)
     """
     number("value", value)
-    parts = chosen_layers(mlps(module), layers)
+    parts = chosen_layers(mlps(module, strict=strict, caller="constant_mlp_bias_"), layers)
     biases = []
     for part in parts:  # all before the first is written
         bias = part.read_bias("fc1")
@@ -148,9 +143,6 @@ def correlated(x: Tensor, y: Tensor, correlation: float) -> Tensor:
 
     If y is independent of x, its correlation with x becomes rho, with a standard error of about
     (1 - rho^2) / sqrt(n) for n entries; its mean stays and its variance stays in expectation.
-
-    Raises:
-        UsageError: if all entries of x or of y are equal.
     """
     x, wide = x.double(), y.double()
     (deviation_x, mean_x), (deviation_y, mean_y) = (torch.std_mean(values, correction=0) for values in (x, wide))
@@ -205,12 +197,7 @@ MODES = ("entries", "rows")
 
 
 def first_and_last(source: torch.nn.Module | NamedTensors, layers: Sequence[int]) -> tuple[MLPPart, MLPPart]:
-    """The two MLPs of `mimetic_first_last_mlp_`.
-
-    Raises:
-        AnatomyError: if there are fewer than two MLPs, or the second matrices of the chosen ones differ in shape.
-        UsageError: if `layers` is not two different layers.
-    """
+    """The two MLPs of `mimetic_first_last_mlp_`."""
     parts = mlps(source)
     if len(parts) < 2:
         raise AnatomyError(f"expected at least two MLPs, found one, `{parts[0].name}`")

@@ -134,16 +134,7 @@ def matched(
     exclude: str | None = None,
     positions: str = "select",
 ) -> Iterator[Pair]:
-    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there.
-
-    Args:
-        student: a module, or a `NamedTensors` of a mapping, whose components are known by name only.
-        teacher: see `select_weights_`.
-        layers: see `select_weights_`.
-        components: see `select_weights_`.
-        exclude: see `select_weights_`.
-        positions: see `select_weights_`.
-    """
+    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there."""
     everything = _trained.weights(student)
     wanted = included(student, everything, components, exclude)
     teacher = _trained.open_network(teacher)
@@ -159,11 +150,7 @@ def matched(
 def included(
     module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
 ) -> dict[str, Tensor]:
-    """The student's tensors of the components that are not excluded.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """The student's tensors of the components that are not excluded."""
     allowed, kinds = _trained.chosen_components(components), _trained.components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
     out = {
@@ -198,11 +185,7 @@ class Layout:
         self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
-        """The teacher's tensor at `place` with the student's positions, checked to be selectable.
-
-        Raises:
-            SpecError: if it is not.
-        """
+        """The teacher's tensor at `place` with the student's positions, checked to be selectable."""
         if tensor.ndim == len(shape):
             tensor = self.with_positions(name, place, tensor, positions)
         large = tuple(tensor.shape)

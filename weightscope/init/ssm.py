@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import count, flag, number, positive
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, named_tensors, ssms
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.slots import put
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
+from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, M

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util import plugins
-from weightscope.data import SequenceConfig, SequenceSource
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.networks.layers import NETWORKS, Attention
+from weightscope.networks.layers import Attention
 from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
+from weightscope.recipe.networks import SECTIONS
+
+NETWORKS: dict[str, type[nn.Module]] = {name: plugins.imported(section.network) for name, section in SECTIONS.items()}
+"""The classes that recipes name in `[network] type`."""
 
 
 def build_for(recipe: Recipe) -> nn.Module:
@@ -25,20 +28,7 @@ def build_for(recipe: Recipe) -> nn.Module:
     Example:
         >>> build_for(Recipe.load("populations/digits-convnext.toml"))
     """
-    if isinstance(recipe.data, SequenceConfig):
-        return build_for_tokens(recipe.network, vocabulary_of(recipe.data))
-    info = dataset_info(recipe.images)
-    return build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
-
-
-def vocabulary_of(config: SequenceConfig) -> int:
-    """The vocabulary of a section for sequences; of a text whose vocabulary is not recorded, the files are read.
-
-    Raises:
-        DataError: if these are missing or damaged.
-    """
-    recorded = getattr(config, "vocabulary", None)
-    return SequenceSource.of(config).vocabulary if recorded is None else int(recorded)
+    return _build(recipe.network, recipe.data.sizes())
 
 
 def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
@@ -55,10 +45,7 @@ def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
     Example:
         >>> build_for_tokens(Recipe.load("copying-mamba-small").network, 16)
     """
-    if isinstance(config, OwnNetworkConfig):
-        return _build_own(config, {"vocabulary": vocabulary})
-    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    return NETWORKS[config.type](vocabulary, **options)
+    return _build(config, {"vocabulary": vocabulary})
 
 
 def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
@@ -78,20 +65,21 @@ def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_class
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
         >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     """
+    return _build(config, {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes})
+
+
+def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
+    """The network of a section for the sizes of a task's inputs and outputs, `Task.sizes`."""
     if isinstance(config, OwnNetworkConfig):
-        sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         return _build_own(config, sizes)
-    reduction = getattr(config, "reduction", getattr(config, "patch_size", 1))
-    if image_size % reduction:
-        raise UsageError(
-            f"network.patch_size: the network reduces the image by a factor of {reduction}, which must divide its "
-            f"{image_size} pixels"
-        )
-    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    network = NETWORKS[config.type]
-    if "image_size" in inspect.signature(network).parameters:
-        options["image_size"] = image_size
-    return network(in_channels=in_channels, num_classes=num_classes, **options)
+    if "image_size" in sizes:
+        try:
+            check_patches(config, sizes["image_size"])
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    network = plugins.imported(config.network)
+    taken = inspect.signature(network).parameters
+    return network(**config.options, **{name: size for name, size in sizes.items() if name in taken})
 
 
 def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The registry of networks, the few layers that `torch.nn` lacks, under timm's names, and codes of positions.
+"""The few layers that `torch.nn` lacks, under timm's names, and codes of positions.
 
 A network here is a *container*: it calls leaf layers, adds residuals, applies elementwise functions,
 averages over space, and multiplies by or adds parameters along the channel axis. Everything that mixes or
@@ -16,22 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weightscope._util.plugins import Registry
 from weightscope.errors import UsageError
-
-NETWORKS: Registry[type[nn.Module]] = Registry("network")
-"""Name -> class. A class is registered by `@NETWORKS.register("name", source="...")` above its definition."""
 
 TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
 
 
 class LayerNorm2d(nn.LayerNorm):
-    """LayerNorm over the channels of images (B, C, H, W), at each pixel.
-
-    Args:
-        width: C.
-        eps: added to the variance; 1e-6 as in ConvNeXt.
-    """
+    """LayerNorm over the channels of images (B, C, H, W), at each pixel."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__(width, eps=eps)
@@ -43,12 +34,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class LayerScale(nn.Module):
-    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis.
-
-    Args:
-        width: the number of channels.
-        initial: the initial value of `gamma`.
-    """
+    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis."""
 
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
@@ -103,9 +89,6 @@ class DropPath(nn.Module):
 def drop_paths(rate: float, depth: int) -> list[nn.Module]:
     """One layer for each block i = 0 .. depth - 1, of rate `rate * i / (depth - 1)`; the identity if that is 0.
 
-    Raises:
-        UsageError: if the rate is not in [0, 1).
-
     Source: Huang et al. 2016, Eq. 4, with the rates of ConvNeXt and timm, which begin with 0.
     """
     if not 0 <= rate < 1:
@@ -123,11 +106,7 @@ class SpatialMean(nn.Module):
 
 
 class TokenPool(nn.Module):
-    """Pool tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token).
-
-    Args:
-        first: take the first token instead of the average.
-    """
+    """Pool tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token)."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ The language models are made of blocks `x + mixer(norm(x))`; mixers have transfo
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from weightscope._util.checks import choice
 from weightscope.errors import UsageError
-from weightscope.networks.layers import NETWORKS, TEMPERATURE, Mlp, sinusoidal_positions
+from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
 from weightscope.networks.scans import block_scan, selective_scan
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
@@ -134,11 +135,7 @@ class Selected(NamedTuple):
 
 
 class CausalConv1d(nn.Conv1d):
-    """A depthwise convolution of tokens, (B, n, p) to (B, n, p), whose last tap is the present token.
-
-    Args:
-        channels: p.
-    """
+    """A depthwise convolution of tokens, (B, n, p) to (B, n, p), whose last tap is the present token."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels, TAPS, groups=channels)
@@ -320,11 +317,7 @@ class Mamba2Mixer(nn.Module):
 
 
 def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Refuse tokens outside of 0 to `vocabulary` - 1; on a GPU, for which the check would wait, and on meta, all pass.
-
-    Raises:
-        UsageError: naming the token.
-    """
+    """Refuse tokens outside of 0 to `vocabulary` - 1; on a GPU, for which it would wait, and on meta, all pass."""
     if tokens.device.type == "cpu" and tokens.numel():
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= vocabulary:
@@ -410,20 +403,6 @@ class Backbone(nn.Module):
         return self.norm_f(x)
 
 
-def _hybrid(
-    default: Callable[[], nn.Module], width: int, depth: int, layers: Sequence[LayerKind] | None, key_width: int | None
-) -> list[nn.Module]:
-    kinds = ("default",) * depth if layers is None else tuple(layers)
-    if len(kinds) != depth:
-        raise UsageError(f"layers: expected {depth} names, one for each layer, found {len(kinds)}")
-    made = {
-        "default": default,
-        "attention": lambda: CausalAttention(width, key_width=key_width),
-        "linear_attention": lambda: LinearAttention(width, key_width),
-    }
-    return [made[choice("layers", kind, LAYER_KINDS)]() for kind in kinds]
-
-
 class TiedHead(nn.Linear):
     """Logits of tokens, computed by the embedding's own weight."""
 
@@ -435,12 +414,39 @@ class TiedHead(nn.Linear):
         """Leave the weight, which the embedding resets."""
 
 
-def _head(embeddings: nn.Embedding, tied: bool) -> nn.Linear:
-    return TiedHead(embeddings) if tied else nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False)
+class Hybrid(nn.Module):
+    """Blocks of a default mixer, any of which may be attention of one head without positions, as in the thesis."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        depth: int,
+        default: Callable[[], nn.Module],
+        layers: Sequence[LayerKind] | None,
+        key_width: int | None,
+        tied: bool,
+    ) -> None:
+        super().__init__()
+        kinds = ("default",) * depth if layers is None else tuple(layers)
+        if len(kinds) != depth:
+            raise UsageError(f"layers: expected {depth} names, one for each layer, found {len(kinds)}")
+        made = {
+            "default": default,
+            "attention": lambda: CausalAttention(width, key_width=key_width),
+            "linear_attention": lambda: LinearAttention(width, key_width),
+        }
+        mixers = [made[choice("layers", kind, LAYER_KINDS)]() for kind in kinds]
+        self.backbone = Backbone(vocabulary, width, mixers)
+        embeddings = self.backbone.embeddings
+        self.lm_head = TiedHead(embeddings) if tied else nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 tokens (B, n) to logits (B, n, v)."""
+        return self.lm_head(self.backbone(tokens))
 
 
-@NETWORKS.register("mamba", source="Gu and Dao 2023; thesis Eq. 3.35")
-class Mamba(nn.Module):
+class Mamba(Hybrid):
     """Mamba. Tokens (B, n) to logits (B, n, v).
 
     Names and shapes are those of `transformers.MambaForCausalLM`. Any layer may be attention of one head in place
@@ -477,18 +483,11 @@ class Mamba(nn.Module):
         layers: Sequence[LayerKind] | None = None,
         key_width: int | None = None,
     ) -> None:
-        super().__init__()
-        mixers = _hybrid(lambda: MambaMixer(width, state, expansion), width, depth, layers, key_width)
-        self.backbone = Backbone(vocabulary, width, mixers)
-        self.lm_head = _head(self.backbone.embeddings, tied)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to logits (B, n, v)."""
-        return self.lm_head(self.backbone(tokens))
+        mixer = partial(MambaMixer, width, state, expansion)
+        super().__init__(vocabulary, width, depth, mixer, layers, key_width, tied)
 
 
-@NETWORKS.register("mamba2", source="Dao and Gu 2024")
-class Mamba2(nn.Module):
+class Mamba2(Hybrid):
     """Mamba-2. Tokens (B, n) to logits (B, n, v).
 
     Names and shapes are those of `transformers.Mamba2ForCausalLM`; hybrids as for `Mamba`.
@@ -528,16 +527,8 @@ class Mamba2(nn.Module):
         layers: Sequence[LayerKind] | None = None,
         key_width: int | None = None,
     ) -> None:
-        super().__init__()
-        mixers = _hybrid(
-            lambda: Mamba2Mixer(width, state, head_width, groups, expansion), width, depth, layers, key_width
-        )
-        self.backbone = Backbone(vocabulary, width, mixers)
-        self.lm_head = _head(self.backbone.embeddings, tied)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to logits (B, n, v)."""
-        return self.lm_head(self.backbone(tokens))
+        mixer = partial(Mamba2Mixer, width, state, head_width, groups, expansion)
+        super().__init__(vocabulary, width, depth, mixer, layers, key_width, tied)
 
 
 class TransformerBlock(nn.Module):
@@ -556,7 +547,6 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-@NETWORKS.register("transformer", source="Vaswani et al. 2017; thesis 3.2.6")
 class CausalTransformer(nn.Module):
     """Transformer decoder. Tokens (B, n) to logits (B, n, v), which the tied embedding computes.
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice
 from weightscope.errors import UsageError
 from weightscope.networks.layers import (
-    NETWORKS,
     Attention,
     LayerScale,
     Mlp,
@@ -188,11 +187,7 @@ class ConvolutionalAttention(PositionalAttention):
 def attention_layer(
     kind: str, width: int, heads: int, grid: int, *, prefix: int, qkv_bias: bool, filter_size: int | None
 ) -> Attention:
-    """The attention layer of a kind for N = prefix + grid^2 tokens.
-
-    Raises:
-        UsageError: if the kind or the filter's size is invalid.
-    """
+    """The attention layer of a kind for N = prefix + grid^2 tokens."""
     if kind not in KINDS:
         raise UsageError(f"attention must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
     if kind in CONVOLUTIONAL:
@@ -303,7 +298,6 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-@NETWORKS.register("vit", source="Dosovitskiy et al. 2021; attention paper")
 class ViT(nn.Module):
     """Vision transformer. Images (B, c, S, S) to logits (B, n).
 
@@ -339,6 +333,8 @@ class ViT(nn.Module):
 
     Raises:
         UsageError: if sizes do not divide as required, a choice is invalid, or `drop_path` is not a rate.
+
+    Source: Dosovitskiy et al. 2021; attention paper.
 
     Example:
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")

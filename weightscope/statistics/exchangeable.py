@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import atanh, copysign, inf, prod, sqrt, tanh
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy import stats
@@ -404,14 +404,22 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     r = float(np.clip(found.covariance[i, j] / scale, -1, 1))
     known = np.isfinite(found.errors[i, j])
     error = found.errors[i, j] if known else (1 - r**2) / sqrt(found.samples - 3)
-    null = stats.t(found.networks - 1) if known else stats.norm
-    if abs(r) > 1 - 1e-12:
-        return r, (r, r), copysign(inf, r), 0.0
-    step = error / (1 - r**2)  # of atanh r
-    centre = atanh(r)
-    z = centre / step if step > 0 else copysign(inf, r)
+    return r, *fisher_interval(r, error, stats.t(found.networks - 1) if known else stats.norm)
+
+
+def fisher_interval(r: float, error: float, null: Any) -> tuple[tuple[float, float], float, float]:
+    """The 95 % interval of a correlation, its z and its two-sided p-value, on Fisher's scale atanh r.
+
+    Args:
+        r: the correlation.
+        error: its standard error.
+        null: distribution of the standardised estimate, `scipy.stats.norm` or a Student distribution.
+    """
+    if abs(r) > 1 - 1e-12 or not error > 0:
+        return (r, r), copysign(inf, r), 0.0 if r else 1.0
+    centre, step = atanh(r), error / (1 - r**2)
     half = float(null.isf(0.025)) * step
-    return r, (tanh(centre - half), tanh(centre + half)), z, float(2 * null.sf(abs(z)))
+    return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * null.sf(abs(centre) / step))
 
 
 def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:

@@ -46,6 +46,11 @@ class StripeResult:
     excluded: int
     shape: tuple[int, int]
 
+    @property
+    def ratios(self) -> dict[str, StripeRatio]:
+        """Kind of mean -> its ratio."""
+        return {"column": self.column, "row": self.row, "grand": self.grand}
+
 
 def stripes(matrices: Any) -> StripeResult:
     r"""Variance over networks of column, row and grand means, relative to independent entries.

@@ -23,7 +23,6 @@ from torch.utils._triton import has_triton
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.names import unknown
-from weightscope.data import SequenceConfig
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
@@ -113,7 +112,7 @@ def _choose(recipe: Recipe, device: torch.device) -> Choice | UsageError:
     """The compiled kernels after a comparison, or the error of one that fails."""
     training = recipe.training
     network_check.check_network(recipe)
-    if training.kernels == "torch" or training.engine == "loop" or isinstance(recipe.data, SequenceConfig):
+    if training.kernels == "torch" or training.engine == "loop" or recipe.data.stacked:
         return Choice("torch")
     try:
         _refuse(recipe, device)
@@ -214,7 +213,7 @@ def _timed(recipe: Recipe, device: torch.device, compiled: Kernels) -> str:
 def _step(recipe: Recipe, device: torch.device, kernels: Kernels) -> Callable[[], None]:
     """A training step of a tile with random images."""
     info, training = dataset_info(recipe.images), recipe.training
-    batch = min(training.batch_size, recipe.data.train or info.train or training.batch_size)
+    batch = min(training.batch_size, recipe.images.train or info.train or training.batch_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = networks.build_for(recipe)

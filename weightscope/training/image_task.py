@@ -33,7 +33,8 @@ class ImageBatches:
         distillation: the teacher's term of the losses, if there is one.
     """
 
-    evaluated: tuple[str, ...] = ("test_accuracy", "test_loss")
+    reported = ("train_loss", "train_accuracy")
+    evaluated = ("test_accuracy", "test_loss")
 
     def __init__(
         self,

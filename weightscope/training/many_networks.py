@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
-from weightscope.data import SequenceConfig
 from weightscope.errors import UsageError
 from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences import TokenEmbedding, check_tokens
@@ -122,7 +121,7 @@ def networks_for(
         return LoopNetworks(template, len(ids), device, seeds=seeds)
     if isinstance(recipe.network, OwnNetworkConfig):  # its constants, too
         template = template.to(device)
-    if isinstance(recipe.data, SequenceConfig):
+    if recipe.data.stacked:
         return StackedNetworks(template, len(ids), device)
     from weightscope.training.batched_networks import BatchedNetworks  # which imports this module
 

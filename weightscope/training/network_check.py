@@ -25,10 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope import networks
 from weightscope._util.names import matching, shortened
-from weightscope.data import SequenceConfig
 from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
-from weightscope.networks.building import vocabulary_of
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES
@@ -40,7 +38,7 @@ from weightscope.training.optimiser import BatchedAdamW
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """The largest error of each value or gradient, relative to the largest entry of its network: some hundred roundings."""
 
-_NETWORKS, _EXAMPLES, _TOKENS = 3, 4, 16
+_NETWORKS, _EXAMPLES = 3, 4
 _EXACT = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
 _ROUNDING = 1e-5  # in float32, relative to the largest logit
 _HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
@@ -74,8 +72,8 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
         torch.manual_seed(0)
         plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
     _check_plain(plain[0], recipe)
-    if isinstance(recipe.data, SequenceConfig):
-        _check_causal(plain[0], recipe, vocabulary_of(recipe.data))
+    if recipe.data.causal:
+        _check_causal(plain[0], recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
         with _float64():
             _check_batched([network.double() for network in plain], recipe, kernels)
@@ -107,29 +105,11 @@ def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if name not in left_out}
 
 
-def _shapes(recipe: Recipe) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of one image and its logits, or of one sequence and its logits."""
-    if isinstance(recipe.data, SequenceConfig):
-        tokens = min(recipe.data.longest, _TOKENS)
-        return (tokens,), (tokens, vocabulary_of(recipe.data))
-    info = dataset_info(recipe.images)
-    return (info.channels, info.size, info.size), (info.classes,)
-
-
-def _inputs(recipe: Recipe, generator: torch.Generator, *batch: int) -> Tensor:
-    """Random images or sequences, (*batch, ...)."""
-    shape = (*batch, *_shapes(recipe)[0])
-    if isinstance(recipe.data, SequenceConfig):
-        return torch.randint(vocabulary_of(recipe.data), shape, generator=generator)
-    return torch.randn(shape, generator=generator)
-
-
 def _check_plain(network: nn.Module, recipe: Recipe) -> None:
     """Refuse a network that fails, or has logits of another shape or parameters without effect."""
-    name, expected = recipe.network.type, (_EXAMPLES, *_shapes(recipe)[1])
-    inputs = _inputs(recipe, torch.Generator().manual_seed(1), _EXAMPLES)
-    what = "sequences" if isinstance(recipe.data, SequenceConfig) else "images"
-    where = f"{name}: the forward pass failed on {what} {tuple(inputs.shape)}"
+    name, expected = recipe.network.type, (_EXAMPLES, *recipe.data.output_shape())
+    inputs = recipe.data.inputs(torch.Generator().manual_seed(1), _EXAMPLES)
+    where = f"{name}: the forward pass failed on {recipe.data.what} {tuple(inputs.shape)}"
     with torch.random.fork_rng(devices=[]):
         logits = _run(lambda: network.train()(inputs), where)
     if not isinstance(logits, Tensor) or logits.shape != expected:
@@ -148,7 +128,7 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
     for parameter in _trained(network, recipe).values():  # away from zeros, behind which a dependence does not show
         parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
-    tokens = _inputs(recipe, generator, _EXAMPLES)
+    tokens = recipe.data.inputs(generator, _EXAMPLES)
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % vocabulary
     found = []
@@ -184,8 +164,8 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
     where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
     for case in ("evaluation", "training", "one diverged"):
         training, first = case != "evaluation", 0
-        inputs = _inputs(recipe, generator, len(plain), _EXAMPLES)
-        direction = torch.randn(_EXAMPLES, *_shapes(recipe)[1], generator=generator)
+        inputs = recipe.data.inputs(generator, len(plain), _EXAMPLES)
+        direction = torch.randn(_EXAMPLES, *recipe.data.output_shape(), generator=generator)
         if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
             batched.weights[0], first = float("nan"), 1
             if inputs.is_floating_point():
@@ -285,7 +265,7 @@ def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str
         torch.manual_seed(0)
         plain = [networks.build_for(recipe) for _ in _SCALES]
     nets = networks_for(recipe, plain[0], range(len(plain)), device, kernels)
-    info, data = dataset_info(recipe.images), recipe.data
+    info, data = dataset_info(recipe.images), recipe.images
     batch = min(recipe.training.batch_size, data.train or info.train or recipe.training.batch_size)
     _named("adamw", lambda: check_adamw(nets.weights.shape, kernels, device, recipe.training.betas))
     compared = {"adamw"}
@@ -300,7 +280,7 @@ def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str
 
 def _check_calls(nets: Networks, recipe: Recipe, batch: int) -> set[str]:
     """Compare every distinct call of a function in C; returns their names."""
-    info, data = dataset_info(recipe.images), recipe.data
+    info, data = dataset_info(recipe.images), recipe.images
     seen: dict[str, str] = {}
 
     def compare(function: Callable[..., Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -383,8 +363,8 @@ def _agree(what: str, found: Tensor, expected: Tensor, tolerance: float = TOLERA
 def _check_compiled(nets: Networks, recipe: Recipe, batch: int, dtype: torch.dtype) -> None:
     """Compare logits and gradients of networks that torch has compiled with those of torch's operations."""
     generator = torch.Generator().manual_seed(1)
-    images = _inputs(recipe, generator, nets.count, batch).to(nets.weights.device, dtype)
-    direction = torch.randn(_shapes(recipe)[1], generator=generator).to(images)
+    images = recipe.data.inputs(generator, nets.count, batch).to(nets.weights.device, dtype)
+    direction = torch.randn(recipe.data.output_shape(), generator=generator).to(images)
     found = []
     for forward in (by_kernels(nets.train().forward, nets.kernels), nets.forward):
         logits = forward(images).clone()

@@ -1,26 +1,32 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
 import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+
+from weightscope import training
 from weightscope._util import plugins
 from weightscope._util.environment import environment
-from weightscope.data.config import FOLDER
-from weightscope.data.folder import located
-from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
+from weightscope.init import _trained
+from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import header_text
-from weightscope.recipe import DataConfig, Recipe
-
-if TYPE_CHECKING:
-    from weightscope.training.devices import Choice  # imports torch
+from weightscope.recipe import Recipe
+from weightscope.training import tile_size
+from weightscope.training.devices import Choice, choose_kernels, faster_kernels, resolve_device
+from weightscope.training.distillation import teacher_of
+from weightscope.training.initial_weights import check_initialisers
+from weightscope.training.own_code import OwnCode
 
 _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
@@ -28,71 +34,118 @@ _passed: dict[tuple[str, str], str] = {}  # (name in the manifest, what else the
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
-def requested(
-    recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
-) -> tuple[Manifest, str, "Choice"]:
-    """The manifest of the requested population, device and kernels; raises every error that can be detected beforehand.
+@dataclass(frozen=True)
+class Request:
+    """A population to train. All that is asked for is checked once, here; workers get it and trust it.
 
-    `kernels = "auto"` takes those of an existing population.
+    Attributes:
+        path: the population's folder, absolute.
+        manifest: recipe, with tile and kernels, spec of a network, and hashes of everything that the recipe refers to.
+        recipe: the manifest's, with absolute paths.
+        device: "cpu" or "cuda".
+        kernels: what trains the networks; None if each machine of a cluster chooses them.
+        made_on: device and kernels, as in the headers of shards.
+        data: the first folder to look for the data set in, absolute.
+        own_code: the functions that the recipe refers to.
     """
-    from weightscope import training
-    from weightscope.data import load
-    from weightscope.networks import build_for
-    from weightscope.training.devices import choose_kernels, faster_kernels, resolve_device
-    from weightscope.training.initial_weights import check_initialisers
-    from weightscope.training.tile_size import choose_tile
 
-    if networks is not None:
-        recipe = recipe.replace({"population.networks": networks})
-    recipe = with_classes(recipe, data)
-    resolved = resolve_device(device)
-    device = str(resolved)
-    own_code = own_code_hashes(recipe)
-    there = manifests.read(path) if (path / manifests.NAME).exists() else None
-    if there is None and isinstance(recipe.data, TaskConfig):
-        recipe.data.check_answers()
-    if there is not None:
-        _refuse_changed_code(path, there.inputs, own_code)
-    spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
-    check_initialisers(recipe, lambda: build_for(recipe))
-    source = load(recipe.data, data, **recipe.data.counts)
-    inputs[f"data {recipe.data.name}"] = source.fingerprint
-    if there is None and recipe.training.ema:
-        _warn_of_short_average(recipe, path, source.examples)
-    there_kernels = None if there is None else there.recipe.training.kernels
-    if recipe.training.kernels == "auto" and there_kernels == "torch":
-        recipe = recipe.replace({"training.kernels": "torch"})
-    kernels = choose_kernels(recipe, resolved)
-    if recipe.training.kernels == "auto":
-        kernels = faster_kernels(recipe, resolved, kernels) if there is None else kernels
-        recipe = _recorded(recipe, path, there_kernels, kernels)
-    if recipe.population.tile is None:
-        tile = choose_tile(recipe, source, resolved) if there is None else there.tile
-        recipe = recipe.replace({"population.tile": tile})
-    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
+    path: Path
+    manifest: Manifest
+    recipe: Recipe
+    device: str
+    kernels: Choice | None
+    made_on: str
+    data: Path | None
+    own_code: OwnCode
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe | Mapping[str, Any],
+        path: str | Path,
+        *,
+        networks: int | None = None,
+        data: str | Path | None = None,
+        device: str = "auto",
+        cluster: bool = False,
+        shared: dict[Any, Any] | None = None,
+    ) -> "Request":
+        """Check everything that can be known before a network is trained; nothing is written.
+
+        Args:
+            recipe: see `collect`.
+            path: see `collect`; an existing population keeps its tile and its kernels.
+            networks: see `collect`.
+            data: see `collect`.
+            device: see `collect`.
+            cluster: whether other machines train, which choose their kernels where the recipe leaves it open.
+            shared: results of checks, for requests of the same process that have much in common.
+
+        Raises:
+            RecipeError: if the recipe is invalid, or an initialiser does not apply to the network.
+            UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
+            DataError: if data are missing, or one's own functions have changed.
+        """
+        results: dict[Any, Any] = {} if shared is None else shared
+
+        def once(work: Callable[[], Any], what: str, *about: Any) -> Any:
+            key = what, json.dumps(about)
+            if key not in results:
+                results[key] = work()
+            return results[key]
+
+        path = Path(path)
+        wanted = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+        wanted = wanted.model_copy(update={"bench": None})  # which says nothing about the networks
+        if networks is not None:
+            wanted = wanted.replace({"population.networks": networks})
+        root = None if data is None else Path(data).absolute()
+        wanted = wanted.completed(root)
+        again = cluster and wanted.training.kernels == "auto"
+        where, own_code = resolve_device(device), own_code_hashes(wanted)
+        there = manifests.read(path) if (path / manifests.NAME).exists() else None
+        if there is None:
+            wanted.data.check_new()
+        else:
+            _refuse_changed_code(path, there.inputs, own_code)
+        spec = training.spec_of(wanted)
+        inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted)
+        check_initialisers(wanted, lambda: build_for(wanted))
+        values = wanted.to_dict()
+        source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
+        inputs[f"data {wanted.data.name}"] = source.fingerprint
+        if there is None and wanted.training.ema:
+            _warn_of_short_average(wanted, path, source.examples)
+        there_kernels = None if there is None else there.recipe.training.kernels
+        if wanted.training.kernels == "auto" and there_kernels == "torch":
+            wanted = wanted.replace({"training.kernels": "torch"})
+        kernels = choose_kernels(wanted, where)
+        if wanted.training.kernels == "auto":
+            kernels = faster_kernels(wanted, where, kernels) if there is None else kernels
+            wanted = _recorded(wanted, path, there_kernels, kernels)
+        if wanted.population.tile is None:
+            tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
+            wanted = wanted.replace({"population.tile": tile})
+        return cls(
+            path=path.absolute(),
+            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
+            device=str(where),
+            kernels=None if again else kernels,
+            made_on=made_on(kernels, str(where)),
+            data=root,
+            own_code=OwnCode.of(name for _, name in wanted.references),
+        )
+
+    def kernels_here(self) -> tuple[Choice, str]:
+        """What trains the networks in this process, and device and kernels for the headers of shards."""
+        if self.kernels is not None:
+            return self.kernels, self.made_on
+        kernels = choose_kernels(self.recipe, torch.device(self.device))
+        return kernels, made_on(kernels, self.device)
 
 
-def with_classes(recipe: Recipe, data: str | Path | None) -> Recipe:
-    """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without it.
-
-    Raises:
-        DataError: if the folder is missing or has no classes, or the text is damaged.
-        UsageError: if the text is shorter than a sequence.
-    """
-    from weightscope.data import SequenceSource
-    from weightscope.data.catalog import dataset_info
-
-    if isinstance(recipe.data, TextConfig) and recipe.data.vocabulary is None:
-        return recipe.replace({"data.vocabulary": SequenceSource.of(recipe.data, data).vocabulary})
-    if not isinstance(recipe.data, DataConfig):
-        return recipe
-    if recipe.data.name != FOLDER or recipe.data.classes is not None:
-        return recipe
-    return recipe.replace({"data.classes": dataset_info(recipe.data, data).classes})
-
-
-def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") -> Recipe:
+def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) -> Recipe:
     """The recipe with what the manifest records in place of "auto"."""
     kept = there or ("torch" if kernels.kernels == "torch" else "compiled")
     if (kept, kernels.kernels) == ("compiled", "torch"):
@@ -142,16 +195,11 @@ def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[st
             )
 
 
-def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) -> Recipe:
-    """The recipe with absolute paths and the kernels to use, for a worker that runs in another folder."""
-    values = recipe.to_dict()
-    if values["training"]["kernels"] == "compiled":
-        actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
-        values["training"]["kernels"] = actual
-    if isinstance(recipe.data, TextConfig):
-        values["data"]["path"] = str(recipe.data.located(data).absolute())
-    elif isinstance(recipe.data, DataConfig) and recipe.data.path is not None:
-        values["data"]["path"] = str(located(recipe.data, None if data is None else Path(data)).absolute())
+def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
+    """The recipe with absolute paths, for workers in other folders; with the kernels open if they choose again."""
+    values = recipe.model_copy(update={"data": recipe.data.absolute(root)}).to_dict()
+    if again:
+        values["training"]["kernels"] = "auto"
     for init in values["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])
@@ -160,16 +208,15 @@ def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) 
     return Recipe.parse(values)
 
 
-def made_on(choice: "Choice", device: str) -> str:
+def made_on(choice: Choice, device: str) -> str:
     """The device for a shard's header: GPU models and builds of kernels round differently."""
-    import torch
-
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     return f"{name}, kernels {choice.build}" if choice.build else name
 
 
-def warn_of_other_builds(path: Path, manifest: Manifest, device: str) -> None:
+def warn_of_other_builds(request: Request) -> None:
     """Say so if existing shards were trained by something else than this process would use."""
+    path, manifest, device = request.path, request.manifest, request.made_on
     for tile in shards.tiles_on_disk(path, manifest):
         try:
             with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
@@ -246,8 +293,5 @@ def _named(recipe: Recipe) -> list[tuple[str, str]]:
 
 
 def _hash(recipe: Recipe, name: str) -> str:
-    from weightscope.init import _trained  # these import torch
-    from weightscope.training.distillation import teacher_of
-
     source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
     return _trained.fingerprint(source)

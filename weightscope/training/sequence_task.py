@@ -30,6 +30,8 @@ class SequenceBatches:
         nets: the networks.
     """
 
+    reported = ("train_loss", "train_accuracy")
+
     def __init__(
         self,
         recipe: Recipe,
