@@ -18,10 +18,10 @@ from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.training import devices
-from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.collection import collect
 from weightscope.training.devices import kernels_on
 from weightscope.training.kernels import build, functions
+from weightscope.training.many_networks import BatchedNetworks
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 TYPES = {torch.float64: 1e-12, torch.float32: 2e-6}
