@@ -111,25 +111,32 @@ def test_round_trip_is_bit_exact(tmp_path, structure, select):
 
 
 @pytest.mark.parametrize(("structure", "select"), ARTIFACTS)
-def test_load_init_draws_from_the_distribution(tmp_path, structure, select):
-    # |z| < 5.5 for means and variances of at most 120 entries over 1,500 networks: false-alarm rate below 1e-5.
+def test_load_init_draws_what_the_structures_make_of_the_generators_noise(tmp_path, structure, select):
     result = make(structure, select)
+    init = load_init(result.save(tmp_path / "a.safetensors"))
+    module = init(Network().double(), generator=torch.Generator().manual_seed(0))
+    generator, state = torch.Generator().manual_seed(0), module.state_dict()
+    for group in result.groups:
+        noise = [torch.randn(shape, generator=generator, dtype=torch.float64).numpy() for shape in group.noise_shapes]
+        for name, wanted in group.spec.unpack(group.transform([z[None] for z in noise], 1)[0]).items():
+            np.testing.assert_array_equal(state[name].numpy(), wanted)
+
+
+def test_many_draws_have_the_fitted_moments(tmp_path):
+    # |z| < 5.5 for means and variances of at most 120 entries over 1,500 networks: false-alarm rate below 1e-5.
+    result = fitted("group_means", "fc?.*,conv.*")
     init = load_init(result.save(tmp_path / "a.safetensors"))
     generator, module, n = torch.Generator().manual_seed(0), Network(), 1500
     rows = []
     for _ in range(n):
-        init(module, generator=generator)
-        state = dict(module.state_dict())
+        state = init(module, generator=generator).state_dict()
         rows.append(np.concatenate([state[name].double().numpy().reshape(-1) for name in result.spec.names]))
-    rows = np.array(rows)
     expected = result.sample(np.random.default_rng(0), 20_000)
-    spread = expected.std(axis=0)
+    spread, covariance = expected.std(axis=0), np.cov(expected, rowvar=False)
     error = np.sqrt(1 / n + 1 / 20_000)
-    assert (np.abs(rows.mean(axis=0) - expected.mean(axis=0)) <= 5.5 * error * spread + 1e-6).all()
-    assert (np.abs(rows.std(axis=0) - spread) <= 5.5 * error * spread + 1e-6).all()
-    covariance = np.cov(expected, rowvar=False)
+    assert (np.abs(np.mean(rows, axis=0) - expected.mean(axis=0)) <= 5.5 * error * spread + 1e-6).all()
     limit = 5.5 * error * np.sqrt(np.outer(spread, spread) ** 2 + covariance**2) + 1e-6
-    assert (np.abs(np.cov(rows, rowvar=False) - covariance) <= limit).all()
+    assert (np.abs(np.cov(np.array(rows), rowvar=False) - covariance) <= limit).all()
 
 
 def test_only_selected_tensors_change_and_the_report_says_so(path):
