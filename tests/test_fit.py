@@ -316,10 +316,9 @@ class Stream:
             del chunk, rows
 
 
-@pytest.mark.parametrize("structure", ["isotropic", "diagonal", "group_means", "dense", "all"])
-def test_structures_from_moments_hold_one_chunk(structure, monkeypatch):
+def test_structures_from_moments_hold_one_chunk(monkeypatch):
     monkeypatch.setattr(fitting, "HELD", 0)
-    chosen = ["isotropic", "group_means", "diagonal", "dense"] if structure == "all" else structure
+    chosen = ["isotropic", "group_means", "diagonal", "dense"]
     peaks = []
     for n in (2000, 8000):
         tracemalloc.start()
