@@ -14,8 +14,8 @@ from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.moments import BLOCK
-from weightscope.statistics.out_of_core import _BLOCKS, margins, top_eigenpairs, write_covariance
+from weightscope.statistics.moments import BLOCK, EntryMoments
+from weightscope.statistics.out_of_core import _BLOCKS, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightArray
 
 
@@ -91,9 +91,9 @@ def test_data_that_change_between_passes_are_refused(tmp_path: Path) -> None:
 
 def test_margins_count_constant_columns_as_exactly_constant() -> None:
     data = rows(900, 20)
-    found = margins(iter(np.array_split(data, 7)), 20)
-    assert found.variance[1] == 0
-    np.testing.assert_allclose(found.variance, data.astype(np.float64).var(axis=0, ddof=1), rtol=1e-11)
+    found = EntryMoments(20, np.array_split(data, 7))
+    assert found.variance()[1] == 0
+    np.testing.assert_allclose(found.variance(), data.astype(np.float64).var(axis=0, ddof=1), rtol=1e-11)
 
 
 def check_pairs(found, data: np.ndarray, tolerance: float) -> None:

@@ -22,7 +22,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data.config import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
-from weightscope.population.shard_format import TrainedTile
+from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
