@@ -22,7 +22,8 @@ from covariance import make_population
 from reporting import in_own_process, memory, write
 
 from weightscope._util.environment import usable_cores
-from weightscope.analysis.across_networks import exchangeable_covariance, joint_covariance
+from weightscope.analysis.across_networks import joint_covariance
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.networks import ConvNeXt
 from weightscope.population import Population

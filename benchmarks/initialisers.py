@@ -36,12 +36,11 @@ from torch import Tensor, nn
 import weightscope.init as wi
 from weightscope._util.environment import usable_cores
 from weightscope.anatomy import attention, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.init.attention import query_key, value_output
-from weightscope.init.impulse import attention_map, impulse_matrix, normalised, solve
-from weightscope.init.impulse_attention import filter_offsets
+from weightscope.init.impulse_attention import attention_map, filter_offsets, impulse_matrix, normalised, solve
 from weightscope.networks import ViT
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 HEADS, WIDTH, LAYERS = 12, 768, 12  # ViT-B/16
 CONVNEXT_TINY = [(96, 3), (192, 3), (384, 9), (768, 3)]  # (channels, depthwise layers), 7 x 7 filters

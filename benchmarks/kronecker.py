@@ -38,7 +38,7 @@ from reporting import write
 
 from weightscope.init import conv_covariance
 from weightscope.init.convolution import PRESETS, covariance_root
-from weightscope.statistics.kronecker.sums import kronecker_sum
+from weightscope.statistics.kronecker import kronecker_sum
 
 RATES = {
     "plain descent": (0.01, 0.1, 1.0),

@@ -14,7 +14,7 @@ from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.sequences import TASKS, ScoredSequences, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.optimiser import schedule_factor
 

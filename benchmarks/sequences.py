@@ -19,8 +19,7 @@ from torch import Tensor
 
 from weightscope import networks
 from weightscope.data import load
-from weightscope.networks.sequences import block_scan, selective_scan
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding, block_scan, selective_scan
 from weightscope.recipe import Recipe
 from weightscope.training.engine import TileRun
 

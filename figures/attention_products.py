@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from weightscope import plots
-from weightscope.analysis.attention_products.result import Key
+from weightscope.analysis.attention_products import Key
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "attention_products"

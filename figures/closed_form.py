@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from weightscope import plots
-from weightscope.init.convolution import Schedule, closed_form, conv_covariance, draw_filters
+from weightscope.init.convolution import draw_filters
+from weightscope.statistics.filters import Schedule, closed_form, conv_covariance
 
 HERE = Path(__file__).parent
 SIDE, SIGMA = 7, math.pi / 2  # Fig. 3.6

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from weightscope import plots
 from weightscope.benchmarking import BenchResult
-from weightscope.benchmarking.axes import point_text
+from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import summarise
 from weightscope.data.metrics import accuracy_at
 from weightscope.plots import theme

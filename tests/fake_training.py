@@ -15,7 +15,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
-from weightscope.recipe import Recipe
+from weightscope.recipe import DataConfig, Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 
 SPEC = WeightSpec(
@@ -56,6 +56,7 @@ def train_tile(
     data_root: str | Path | None = None,
     device: str = "auto",
     progress: Callable[[float], None] | None = None,
+    kernels: str = "torch",
 ) -> SimpleNamespace:
     size, seed, epochs = recipe.population.tile, recipe.population.seed, recipe.training.epochs
     numbers = range(tile * size, tile * size + size)
@@ -115,7 +116,7 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
 
     What it and its workers print goes to a file beside the population.
     """
-    from weightscope import data, training
+    from weightscope import training
     from weightscope.errors import WeightscopeError
     from weightscope.training.collection import collect
 
@@ -124,7 +125,7 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     if trainer != "real":
-        data.load = lambda *_, **__: SimpleNamespace(fingerprint="0" * 16)
+        DataConfig.load = lambda *_: SimpleNamespace(fingerprint="0" * 16)
     if trainer == "small":
         training.train_tile, training.spec_of = train_tile, spec_of
     elif trainer == "large":

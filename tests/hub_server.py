@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import pytest
 from huggingface_hub import close_session, constants
 
-from weightscope.checkpoint import transfer
+from weightscope.checkpoint import hub as hub_module
 
 COMMIT = hashlib.sha1(b"the commit").hexdigest()
 REPOSITORY = "org/model"
@@ -32,11 +32,9 @@ class Hub:
         drop: how many GETs of ranges are cut in the middle.
         ignore_ranges: answer every range with 200 and the whole file.
         shift: answer every range with other bytes than asked for, and say so.
-        corrupt: change a byte of every range, and keep the stated hash.
+        corrupt: change a byte of every range and file, but not of JSON, and keep the stated hash.
         storage: redirect files to this other host, which wants no token.
         silent: seconds to wait before every answer.
-        trickle: what is sent byte by byte, every `pause` seconds: "headers" or "body".
-        pause: see `trickle`.
         code: X-Error-Code of failures.
         moved: the commit that answers claim.
         answer: body of the API's answers; None for a correct one.
@@ -54,11 +52,8 @@ class Hub:
     corrupt: bool = False
     storage: str | None = None
     silent: float = 0.0
-    trickle: str = ""
-    pause: float = 0.02
     code: str = ""
     moved: str = COMMIT
-    siblings: bool = True
     answer: bytes | None = None
     redirect: str | None = None
     requests: list[tuple] = field(default_factory=list)
@@ -95,8 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.fail.get(name):
             return self._answer(hub.fail[name].pop(0), b"", {"X-Error-Code": hub.code} if hub.code else {})
         if match := re.fullmatch(rf"/api/models/{REPOSITORY}/revision/(main|v1|{COMMIT})", path):
-            listing = {"siblings": [{"rfilename": n} for n in hub.files]} if hub.siblings else {}
-            body = json.dumps({"id": REPOSITORY, "sha": COMMIT, **listing}).encode()
+            listing = [{"rfilename": n} for n in hub.files]
+            body = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": listing}).encode()
             return self._answer(200, body if hub.answer is None else hub.answer, {})
         match = re.fullmatch(rf"(?:/{REPOSITORY}/resolve/{COMMIT}|/stored)/([^/]+)", path)
         if not match or match[1] not in hub.files:
@@ -116,31 +111,19 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(302, b"", head | {"Location": f"{hub.storage}/stored/{name}?signature=x"})
         span = self.headers.get("Range")
         if span is None or hub.ignore_ranges:
-            return self._answer(200, body, head)
+            changed = bytes([*body[:-1], body[-1] ^ 1]) if hub.corrupt and not name.endswith(".json") else body
+            return self._answer(200, changed, head)
         start, stop = (int(n) for n in re.fullmatch(r"bytes=(\d+)-(\d+)", span).groups())
         if hub.shift:
             start, stop = start + 1, stop + 1
         part = bytearray(body[start : stop + 1])
-        if hub.corrupt and (name.endswith(".bin") or start > 8):
+        if hub.corrupt and start > 8:
             part[-1] ^= 1
         return self._answer(206, bytes(part), head | {"Content-Range": f"bytes {start}-{stop}/{len(body)}"})
-
-    def _drip(self, data: bytes) -> None:
-        self.close_connection = True
-        try:
-            for byte in data:
-                self.wfile.write(bytes([byte]))
-                self.wfile.flush()
-                time.sleep(self.hub.pause)
-        except OSError:  # the client has gone
-            return
 
     def _answer(self, status: int, body: bytes, head: dict[str, str]) -> None:
         hub, span = self.hub, self.headers.get("Range")
         hub.requests.append((self.command, unquote(self.path), span, status, self.authorised))
-        if hub.trickle == "headers":
-            self._drip(b"HTTP/1.1 200 OK\r\nX-Padding: " + b"x" * 100_000)
-            return
         self.send_response(status)
         for key, value in head.items():
             self.send_header(key, value)
@@ -151,9 +134,6 @@ class _Handler(BaseHTTPRequestHandler):
         if status == 206 and hub.drop and len(body) > 64:
             hub.drop -= 1
             body, self.close_connection = body[: len(body) // 2], True
-        if hub.trickle == "body" and status in (200, 206):
-            self._drip(body)
-            return
         try:
             self.wfile.write(body)
         except OSError:
@@ -188,7 +168,7 @@ def isolate(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     for name, value in {"HF_HUB_CACHE": cache / "hub", "HF_TOKEN_PATH": cache / "token"}.items():
         monkeypatch.setattr(constants, name, str(value))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(transfer, "_PAUSE", 0.001)
+    monkeypatch.setattr(hub_module, "PAUSES", (0.001, 0.001))
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from weightscope import anatomy
 from weightscope._util.names import unwrapped
-from weightscope.checkpoint import Checkpoint
+from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 from weightscope.init import transfer_
 
@@ -783,7 +783,7 @@ def test_one_function_opens_anything(tmp_path):
 def test_a_path_is_read_lazily(tmp_path):
     model = FAMILIES["ours-vit"].build()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    checkpoint = anatomy.opened(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     before = checkpoint.bytes_read
     (first, *_) = anatomy.attention(checkpoint, {"num_heads": HEADS})
     assert checkpoint.bytes_read == before

@@ -9,21 +9,18 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from safetensors.numpy import save as to_bytes
 from torch import nn
 
 from weightscope._util.plugins import source_hash
-from weightscope.artifacts import PopulationFit, load_artifact, write_standalone
-from weightscope.artifacts.format import digest
-from weightscope.artifacts.population_fit import Group
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fitting.population import fit
+from weightscope.fits import STRUCTURES, PopulationFit, load_artifact, write_standalone
+from weightscope.fits.artifact import digest
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import Group
 from weightscope.init.from_artifact import PopulationInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import STRUCTURES
 
 
 class Network(nn.Module):
@@ -297,7 +294,8 @@ def rewritten(path, change_header=None, change_arrays=None):
     header, arrays = header_of(path), load_file(path)
     header = change_header(header) if change_header else header
     arrays = change_arrays(arrays) if change_arrays else arrays
-    save_file(arrays, path, metadata={"weightscope": header if isinstance(header, str) else json.dumps(header)})
+    text = header if isinstance(header, str) else json.dumps(header)
+    save_file(arrays, path, metadata={"weightscope": text, "sha256": digest(text, arrays)})
     return path
 
 
@@ -426,66 +424,48 @@ def test_groups_keep_the_specs_order():
     assert draw(result.groups[1], torch.Generator().manual_seed(0)).shape == (2,)
 
 
-# Artifacts as the first version wrote them, with hyphens in the names of structures: zlib, base 85.
-OLD = {
+# Stored artifacts of the present format: zlib, base 85.
+STORED = {
     "conv_schedule": (
-        "c-noEO>V;=5QVFrq+;Df7~28o8eP_vHNn#a#ReB+M^)szm!CAvq6r(sd^2wz48!wNTxZfWJvwN?LDP`!nVeAV4{nrZK(Zz0ntU4DgR9B"
-        "5zGW+o?quw7rL=MiIyIuL$!ksY)bG%aKHt}Z-{_k9a0lNh`X0j0fzq(+Fml0Y#)_)qqO9_)6h2*=Nr#>}^M@7(cepAY(Q51h3*Df{XpP"
-        "3^mL<WA(~9L8<J@br2pZ^&#yfbFaPd-!oHNQ9V{}s%n<7B9@6$yJRu-ZZyeLIRH~b23wEs(Su#a&0@TXyHqhZ*Mk1ap;BoEk5UAp__eS"
-        "Y20`$p^}-DFdhG<shB>3BY;H(r8EYi87-C8j}+X0kHXz2Vn{I?Oy4-Ta9(h;_F14uZ(+C$5b4;cOwx^5WMIfAqNu"
+        "c-noE!H%3T42G*dO3u3@#}E?cHF_)+GQl&07LsWQv#LhCS0Ar|Y`1ghE*E5f_U}J&et-S4e|OQg6G!SPQrn8-UA*#ezQo!3D~qGJH{#^OM6nUa=8"
+        "-)+j;}tvJP&S&1C7JXp%G7waLd$jm{Wb~rSyXXr1VI?a`yX{j*$jO-N-vP2olS>)<)HZR3?>MzqoB?fhp+u8ZYlkFB}|?8{4MQ#Je@vhX>4pQbUb"
+        "}M6HuH?x3a7JN^LAmfpP7rqBo)5us9LRc>%NPx&Avs?sQ<OJyWf`W-%K|F0y{d57zd6kX?jH%#69x#iD2*$el}n9u%pKY!i8$40_p;}UY0_3qaG("
+        "@Ff6?|9u@27hBm&T?Ml?3ZA3-#7lbu-kUNH$A+GyoiH5BnO+wEp2@8E~Vuvp2U11R8@LZ3M>*<a4JB80qB%2I{>95s@kINNLD0kQyFWOG(GkylEl"
+        "_j+?@(7*7Xnn56o@"
     ),
     "identity_product": (
-        "c-n<h?W!9g5H0it`Uu6}O&GsM&2yCg>6XRp+8fD6Q`aP1Lf*ZzZYa0yk1Gf|bIzGLqn|#0XzR}U{uHVoef53Mc6W9Q@#RqGA)f==v3tj"
-        "U=5q42W4rEcZj(a2<#OD_6l?TToI~l@myV^&X&=f=c;Zg}HI#lH{1lo%$|*EdODv%8gc`%S9_S2PpwuDwamnyS%%4``e#*mf-on<`nwr"
-        "9|<66Q`=Ywx#BedgE7^MVi5J(_G`<VQ`mFG=<Pi`9=C6`7DZc#g><uldKb^O!H82w95ep>Ouam^J6)PlBK+RJ47SzBrDKv~d28lx#$M9"
-        "V1QtV0U`5)5y&66QEwp0c2|wbCdlwNc<C;)5X9{I5F&!b+<xpmD&3de5E$D>O)p$U&pi@A%s+3<Jo8Ks3lXDD{^^st;0WhiHY8ZMsi~8"
-        "c<L}yloo6e-5c{N1Yhp&IpudF?fq(dvlJDA9OwYQs?!h^Ae}fT+3ysm$H6<IEGYXechZ(9x2|jMTIWckbD}#I<7fi%CHi?#jj1~&7W;?"
-        "*wUa@_LaV1%xUT3!5)v#w0;9&>gJL"
+        "c-n<i?TXtl5G?df^!pN4Un?okQTnGYMz(Yp5l41yCE*Bp_paqot}V0%fwVKTyR(v~&!6gdXKj0q#Rp$}+p@!*-C}w>mZcx3$PVn@u-9=u`_iyO^A"
+        "X$SSZ?Ed+NGRI@<UqU+_0C1<;%H?^Fn;m4*osP?b7=p)&zOXv9c<#lD-iu#Hk!<4|^c!7=2g~z9#eMP1p@%e_Hmi_od{T;m2t!;fLwytJnzbxD-Y"
+        "yff@u7iP%16-_`QGrtipYrK9B1NWm>?r?h-R?NY+8RzmV`WA?+w7mjPLIG`4^+}hqqwx6|?<_?qvEu=A;z*$s831=Nz0FYpKmCbQU;qpuiT3aiPl"
+        "2RK5P9i>tavlG4r$AU~wFNW|xKRJLw_62PXpk0>gGQ(SW3Va=AQuABAm^aeZx*QmkV-p5E0nC`eOlCjf;!@L(G32wNR2z{!~l0jpfsz)TMG5kIX="
+        "GAaq@FnwyPf3IE9w<mbcI}kKxj<_!=%V?Jx88Fj9!Qr1IWAISpHr)8QJk&wbp+xQv&%-vnRNmzw6oTdr}~(*QU1m7ZoA^V-~ly|Crzg+}@rgyD1n"
+        "!kbRp5M=0-4@L%zu0ySWo6h^b?^PGAQvj$4?f9$gdLx`thCLoX0kEJ0Ap"
     ),
     "isotropic": (
-        "c-oay!H&}~5M7CH;E04QE{n2}lcs6f3peg?q^Tm;8MkI#JF=bbqAC)fz~>+?91tJCFYJLcpTOAZ?sm}%X?;oj=K0O|&G_rHv$zhVX?Ea"
-        "Q%RFluvN(_{kejV{+;l(|<WLj1=BjU@t;vEWH4(<{n8!_hO1+R;ddZY@U~7W3jWvDekhVmLR<eyY&PyH;1a`pm_$PRljyh2iw6_wFH4G"
-        "t_ync{3QkW1@Lrj8&Sji!#S>{Q$S|O;}4kGbX8gbKkX>=?gXm`va(Sr@h1Oe9pk3#>PjKZe}Y7+A}Z+q^0J0_FPcxyU|5<{#4{FSknK|"
-        "BxTch>AdGtFVV_c7iav({u<h?ZA*DN4Q;v?^lFCk{svO|z6@hL9e-mwIzFbPK9&Odm`vFt|0U9d|U%asSasJsP}LhF?Z)2Y22&P{7Cd>"
-        "!bP;&G2lk;Mi@xH4Z|1(I7}d_k{op<JD<OA3%+}M+K8A)}(u-ZfEGRRw}b;(9ku;F0!;L^7*WqPP1}4Daw3yLbz4WOFEm)X*MnCq@2yG"
-        "$)f}C--hmyi1UN7Y(R^!6=8_Oi)sC*_*UMQ1xbk8vanm`tAxZ?WrV<9IfQ7Em8*Dk&#Vly@TB8enN0H4FucTd^IUw+-~Iaj`~BIU7w13"
-        "T{QU6h%Qty*_x%gS)<=5"
+        "c-oayy^ho{5Wa#}pro;AK)IFk=OowA(L>2*6-}J+uDNU+Io`WNtCe^Jo`;44@c_KS71TTeV`uN!Lnow5lX&Kv@0)z%IeT^%o;_=tEjsAHLDR5{J-"
+        "bG|-ndDc5!nUX*9>oDzw5B8*#(bkri|T!qeFcPJ=cSF8hSmUtr@}A*6hZKU`wLtG^__RIW2vJ0$YS({!%ht%shb-2WK@B>TvK{`sRUdfPhkZz#u}"
+        "6SS>NgER!f+ttdFa76b5<n&M`3+6<uq&pm=AphN2;DFvnxWgz;eG7z5@)GX*s&hDh!*;!0a##u9JqBw*u&|MpQ>B$q{{%Fk=4lqcZ|NEG4j;b}wG"
+        "u6p55lYBb@iGfNpEw*qd=W1=DR_BwP7mv&p&RVG#_YU_86`KS@8%O<By|30^e`LT_C{U??g{U`ov=qa=U*S$pJ;}Iw#VbN<;G0t$4drb<fpF`TAY"
+        "8KFZhE{GyRP!(0%A>*!BJ09eQk(y;(P8XiK^Ccu{6aRg`%ii#*LlQk($p*b~8vqT+Ebcq)pjOdq`f{~hQR0qOowE<Uh`O&dsZK^u|*rfCkmY6}iU"
+        "nYEB}fC6~hB`U{ODk!qJfLvh<U7Yi(5Te9Vq*W@RYRPUIt6vDeeVzLh_U^67W)Xi{CaZ{r4K+&9+$Re0C>E<wdIeVdd-bI9SVU>EIvj4FtIx^1pW"
+        "lAHKl}aS)%Q0)KD_+$Ro~vf{{XKNTND"
     ),
 }
 
 
-@pytest.mark.parametrize("structure", OLD)
-def test_old_artifacts_stay_readable(tmp_path, structure):
-    path = tmp_path / "old.safetensors"
-    path.write_bytes(stored := zlib.decompress(base64.b85decode(OLD[structure])))
+@pytest.mark.parametrize("structure", STORED)
+def test_stored_artifacts_stay_readable_and_are_written_byte_for_byte(tmp_path, structure):
+    path = tmp_path / "stored.safetensors"
+    path.write_bytes(zlib.decompress(base64.b85decode(STORED[structure])))
     found = load_artifact(path)
-    found.save(tmp_path / "new.safetensors")
-    with safe_open(tmp_path / "new.safetensors", "numpy") as file:
-        metadata = file.metadata()
-    assert metadata.pop("sha256") == digest(metadata["weightscope"], load_file(tmp_path / "new.safetensors"))
-    if structure == "identity_product":  # beta of values and outputs had the other sign than in `products`
-        with safe_open(path, "numpy") as file:
-            expected = json.loads(file.metadata()["weightscope"])
-        expected["numbers"] |= {"structure": structure, "signs": "products"}
-        for layer in expected["numbers"]["layers"]:
-            layer["vo"]["beta"] *= -1
-        assert json.loads(metadata["weightscope"]) == expected
-        return
-    saved = to_bytes(load_file(tmp_path / "new.safetensors"), metadata=metadata)  # all but the checksum
-    if structure == "isotropic":
-        assert found.groups[0].label == structure
-        assert saved == stored
-    else:
-        assert found.numbers.structure == structure
-        assert f'\\"{structure.replace("_", "-")}\\"'.encode() in stored
-        assert saved == stored.replace(structure.replace("_", "-").encode(), structure.encode())
-    assert load_artifact(tmp_path / "new.safetensors").to_dict() == found.to_dict()
+    assert (found.groups[0].label if structure == "isotropic" else found.numbers.structure) == structure
+    assert found.save(tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
 FOREIGN = """
 from pathlib import Path
 Path(__file__).with_name("imported").touch()
-from weightscope.structures import Diagonal
+from weightscope.fits import Diagonal
 
 class Mine(Diagonal):
     pass

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-import fake_training as fake
 import pytest
 
-from weightscope._util import atomic, toml
-from weightscope._util.regular import read_regular
+from weightscope._util import atomic
+from weightscope._util.sources import read_regular
 from weightscope.errors import WeightscopeError
 
 
@@ -92,16 +90,3 @@ def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(WeightscopeError, match="cannot make the folder"):
         atomic.make_folder(tmp_path / "file/folder")
-
-
-def test_toml_reads_back(tmp_path: Path) -> None:
-    for values in (
-        fake.recipe().to_dict(),
-        fake.recipe(init=[{"name": "a", "v": [1e-07, 0.25]}, {"name": "b", "x": {"y": '\x7f"\\\n\u00e9'}}]).to_dict(),
-        fake.recipe(init=[{"name": "a", "v": 1e22}, {"name": "b"}], training__learning_rate=[0.1, 1.0]).to_dict(),
-        fake.recipe(training__weight_decay={"low": 1e-5, "high": 1.0}).to_dict(),
-        {"odd key": 1, "": True, "tables": {"a.b": {"c": []}, "empty": {}}},
-    ):
-        assert tomllib.loads(toml.dumps(values)) == values
-    with pytest.raises(TypeError, match="NoneType"):
-        toml.dumps({"a": None})

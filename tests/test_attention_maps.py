@@ -11,8 +11,9 @@ from torch import nn
 
 import weightscope
 from weightscope import attention_maps, plots
-from weightscope.analysis.attention_maps import expected_map, watching
-from weightscope.analysis.attention_maps.opening import images_for, open_network
+from weightscope.analysis import attention_maps as maps_module
+from weightscope.analysis.attention_maps import expected_map
+from weightscope.analysis.runnable import images_for, runnable_transformer
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
@@ -114,7 +115,7 @@ def test_batch_size_and_order_of_images_change_nothing():
 def test_chunks_change_nothing(monkeypatch):
     vit, batch = small(), images(5)
     one = attention_maps(vit, batch)
-    monkeypatch.setattr(watching, "_BYTES", 1)
+    monkeypatch.setattr(maps_module, "_BYTES", 1)
     other = attention_maps(vit, batch)
     for a, b in zip(one.layers, other.layers, strict=True):
         np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
@@ -152,7 +153,7 @@ def test_sequence_first_modules():
     one, other = (attention_maps(Model(first), images()) for first in (True, False))
     np.testing.assert_allclose(one.layers[0].maps, other.layers[0].maps, atol=1e-6)
     assert (one.positions, one.layers[0].expected) == ("none", None)
-    assert one.statistics()[0]["expected_r"] is None
+    assert one.rows()[0]["expected_r"] is None
     assert "  -  " in one.text()
 
 
@@ -184,11 +185,11 @@ def test_mimetic_attention_looks_at_itself_and_default_attention_at_everything()
     vit = ViT(32, 4, 96, 2, 3, 10)
     before = attention_maps(vit, images())
     after = attention_maps(mimetic_attention_(copy.deepcopy(vit)), images())
-    own = [[row["self"] for row in found.statistics() if row["layer"] == 0] for found in (before, after)]
+    own = [[row["self"] for row in found.rows() if row["layer"] == 0] for found in (before, after)]
     assert max(own[0]) < 0.05
     assert min(own[1]) > 0.3
-    assert min(row["entropy"] for row in before.statistics()) > 0.95
-    assert min(row["expected_r"] for row in after.statistics() if row["layer"] == 0) > 0.9
+    assert min(row["entropy"] for row in before.rows()) > 0.95
+    assert min(row["expected_r"] for row in after.rows() if row["layer"] == 0) > 0.9
 
 
 def test_impulse_heads_peak_at_their_offset():
@@ -210,7 +211,7 @@ def test_offsets_and_neighbours_equal_loops():
     for y, x, v, u in np.ndindex(4, 4, 4, 4):
         near += block[y, x, v, u] * (abs(y - v) <= 1 and abs(x - u) <= 1) / 16
         places[v - y + 3][u - x + 3].append(block[y, x, v, u])
-    row = found.statistics()[5]
+    row = found.rows()[5]
     assert (row["layer"], row["head"]) == (1, 2)
     assert row["near"] == pytest.approx(near)
     assert row["self"] == pytest.approx(np.mean(places[3][3]))
@@ -239,11 +240,11 @@ def test_stable_ranks_of_known_matrices():
     rng = torch.Generator().manual_seed(0)
     frame = torch.linalg.qr(torch.randn(12, 5, generator=rng))[0]
     equal = torch.stack([frame @ torch.randn(5, 7, generator=rng) for _ in range(1)])
-    assert watching.stable_ranks(frame[None]).item() == pytest.approx(5)
-    assert watching.stable_ranks(frame.T[None]).item() == pytest.approx(5)
-    assert watching.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
-    assert 1 <= watching.stable_ranks(equal).item() <= 5
-    assert watching.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
+    assert maps_module.stable_ranks(frame[None]).item() == pytest.approx(5)
+    assert maps_module.stable_ranks(frame.T[None]).item() == pytest.approx(5)
+    assert maps_module.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
+    assert 1 <= maps_module.stable_ranks(equal).item() <= 5
+    assert maps_module.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
 
 
 def test_the_condition_is_d_at_least_k_f_squared():
@@ -432,7 +433,7 @@ def test_attention_grid_colours_are_units_of_uniform_attention():
     maps[0, 1] = np.eye(8)
     figure = plots.attention_grid(maps, uniform=1 / 8, row_labels=["a", "b"], column_labels=["x", "y", "z"], title="t")
     drawn = [ax.images[0] for ax in figure.axes if ax.images]
-    assert len(drawn) == 7  # six maps and the colour bar
+    assert len(drawn) == 6
     np.testing.assert_allclose(drawn[0].get_array(), 1)
     np.testing.assert_allclose(drawn[1].get_array(), np.clip(8 * np.eye(8), 0.25, None))
     assert len({(image.norm.vmin, image.norm.vmax) for image in drawn}) == 1
@@ -522,7 +523,7 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
     with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
-        open_network(folder / "hf")
+        runnable_transformer(folder / "hf")
 
 
 def test_the_command_runs_a_folder_of_transformers(folder, capsys):
@@ -531,12 +532,12 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     assert code == 0
     assert "warning:" in text
     assert "the file lacks `embeddings.cls_token`, which have random values" in text
-    model, note = open_network(folder / "hf")
+    model, note = runnable_transformer(folder / "hf")
     assert "cls_token" in note
     batch = images_for(folder / "hf", name="digits", count=4)
     data = load("digits", train=1, test=4)
     torch.testing.assert_close(batch, (data.test_images.float() / 255 - 0.5) / 0.25)
-    wanted = attention_maps(model, batch).statistics()
+    wanted = attention_maps(model, batch).rows()
     found = json.loads((folder / "hf.json").read_text())["heads"]
     np.testing.assert_allclose([row["near"] for row in found], [row["near"] for row in wanted])
 
@@ -614,7 +615,7 @@ def test_causal_maps_of_tokens_equal_plain_numpy(positions):
     assert found.to_dict()["sequences"] == 5
     assert "5 sequences, 7 tokens" in found.text()
     window = sum(np.trace(maps[0, 0], -back) for back in range(3)) / 7
-    assert found.statistics()[0]["near"] == pytest.approx(window)
+    assert found.rows()[0]["near"] == pytest.approx(window)
     assert found.condition()[0]["needed"] == pytest.approx(3 * found.condition()[0]["stable_rank"])
 
 

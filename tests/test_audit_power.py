@@ -22,7 +22,7 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
-NETWORKS = 5
+NETWORKS = 3
 
 
 @functools.cache

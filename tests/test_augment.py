@@ -7,9 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope.data.augment import augment, draws_needed, erase, normalise, whole
-from weightscope.data.randaugment import LEVELS, ROTATE, SHEAR, TRANSLATE, apply, magnitudes, operations, tables
-from weightscope.data.rectangles import sides
+from weightscope.data.augment import (
+    LEVELS,
+    ROTATE,
+    SHEAR,
+    TRANSLATE,
+    apply,
+    augment,
+    draws_needed,
+    erase,
+    magnitudes,
+    normalise,
+    operations,
+    sides,
+    tables,
+    whole,
+)
 from weightscope.errors import UsageError
 from weightscope.recipe import AugmentConfig
 

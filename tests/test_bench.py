@@ -18,21 +18,20 @@ from scipy import stats
 import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
-from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise, training
-from weightscope.benchmarking.chance import Chance, above_chance, chance_of
+from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import run as training
 from weightscope.benchmarking.pictures import finding
-from weightscope.benchmarking.statistics import holm, mean_interval, paired
-from weightscope.data import load
+from weightscope.benchmarking.statistics import Chance, above_chance, chance_of, holm, mean_interval, paired
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.init import _trained, mimetic_mlp_
 from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.training import weight_hashes
+from weightscope.training import request
 from weightscope.training.initial_weights import resolve
 
 RECIPE = Recipe.parse(
@@ -244,7 +243,7 @@ def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkey
     again = bench(plan, inits, tmp_path / "out", seeds=4, device="cpu", progress=False, workers=2)
     assert [row["mean"] for row in again.arms] == [row["mean"] for row in result.arms]
     assert len(read) == 4, "workers are told"
-    weight_hashes.weight_hashes(plan)
+    request.weight_hashes(plan)
     assert read[-1] == "teacher", "what was passed does not outlive the benchmark"
 
     def changing(task: Any, options: dict[str, Any]) -> None:
@@ -270,7 +269,7 @@ def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are \w+, \w+ and \d+ more")]
+    ("name", "message"), [("mimetic_mpl", "did you mean 'mimetic_mlp'"), ("x", r"there are (\w+, )+\w+ and \d+ more")]
 )
 def test_an_unknown_initialiser_is_an_error_with_the_known_names(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -495,7 +494,7 @@ def test_arms_at_chance_are_named_in_one_line(tmp_path: Path) -> None:
     """A network that is not trained guesses; the level is that of the data, and is in the JSON."""
     still = RECIPE.replace({"training.learning_rate": 0.0, "training.weight_decay": 0.0})
     result = bench(still, ["default", "kaiming_uniform"], tmp_path, workers=1, device="cpu", progress=False)
-    level = float(load(still.data, **still.data.counts).test_labels.bincount().max()) / still.data.test
+    level = float(still.data.load().test_labels.bincount().max()) / still.data.test
     lines = [line for line in result.text().splitlines() if "chance" in line]
     where = f"({100 * level:.3g} %)"
     assert lines == [f"not distinguishable from chance {where}: default, kaiming_uniform (one-sided t-test at 5 %)"]

@@ -16,15 +16,14 @@ from scipy.stats import ttest_rel
 
 import weightscope
 from weightscope import plots
-from weightscope.artifacts import PopulationFit
-from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
-from weightscope.benchmarking.axes import axes_of, point_text, points_of
-from weightscope.benchmarking.inits import labelled, parse_init
+from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
 from weightscope.benchmarking.plan import _makespan, _seconds_of
 from weightscope.benchmarking.run import planned
 from weightscope.errors import DataError, RecipeError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits import PopulationFit
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import devices
@@ -424,7 +423,7 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     base = np.linspace(0.95, 0.99, 6)
     differences = np.minimum(base + np.array([0, 0.05, 0, 0.01, 0, 0.01]), 1) - base
     runs = runs_of("default", {}, {}, base) + runs_of("x", {}, {}, base + differences)
-    ax = plots.metric_curves(runs)
+    ax = plots.metric_curves(mean_curves(runs))
     lines = {line.get_label(): line.get_ydata() for line in ax.lines}
     np.testing.assert_allclose(lines["default"], [0.5 * base.mean(), base.mean()])
     bands = [band for band in ax.collections if band.get_gid() == "band"]
@@ -434,9 +433,9 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     half = 2.5705818 * differences.std(ddof=1) / 6**0.5
     assert heights.min() == pytest.approx(0.5 * (base + differences).mean() - 0.5 * half, abs=1e-6)
     with pytest.raises(UsageError, match="one cell and one training length, found 2"):
-        plots.metric_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
+        mean_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
     with pytest.raises(UsageError, match="after each epoch"):
-        plots.metric_curves([run | {"curve": []} for run in runs])
+        mean_curves([run | {"curve": []} for run in runs])
 
 
 def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
@@ -460,7 +459,10 @@ def test_no_value_is_all_images_or_none() -> None:
     ax = plots.metric_along(rows, "network.learned_sum")
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
-    assert plots.sweeps._lines(rows, "data.train")[0].keys() == {"default, learned_sum=none", "default, learned_sum=0"}
+    assert list(plots.comparisons._lines(rows, "data.train")) == [
+        ("default", "learned_sum=none"),
+        ("default", "learned_sum=0"),
+    ]
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:

@@ -14,9 +14,8 @@ from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.eigen import top_eigenpairs
 from weightscope.statistics.moments import BLOCK
-from weightscope.statistics.panels import _BLOCKS, margins, write_covariance
+from weightscope.statistics.out_of_core import _BLOCKS, margins, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightArray
 
 

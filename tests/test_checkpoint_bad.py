@@ -20,7 +20,6 @@ from safetensors.torch import save
 from torch import nn
 
 from weightscope import Checkpoint
-from weightscope.checkpoint.safetensors_header import parse_header
 from weightscope.errors import DataError
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -137,7 +136,7 @@ def test_pipes_and_devices_are_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "m.safetensors")
     (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
     for name in ("m", "zero"):
-        with pytest.raises(DataError, match="a pipe or a device"):
+        with pytest.raises(DataError, match=r"found a (pipe|device)"):
             Checkpoint(tmp_path / f"{name}.safetensors")
 
 
@@ -295,22 +294,6 @@ def test_a_pickle_is_followed_as_data_or_refused(tmp_path, row):
     assert not EXECUTED.exists()
 
 
-def test_a_pickle_that_goes_on_for_hours_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("weightscope._util.restricted_pickle.Machine.limit", 1000)
-    (tmp_path / "m.pt").write_bytes(with_pickle(b"\x80\x02" + b"N0" * 1000 + b"}."))
-    with pytest.raises(DataError, match="more than 1000 instructions"):
-        Checkpoint(tmp_path / "m.pt")
-
-
-def test_a_directory_larger_than_memory_is_refused(tmp_path):
-    raw = bytearray(saved({"a": torch.ones(3)}))
-    end = raw.rfind(b"PK\x05\x06")
-    raw[end + 12 : end + 16] = (2**31).to_bytes(4, "little")
-    (tmp_path / "m.pt").write_bytes(raw)
-    with pytest.raises(DataError, match="claims 2147483648 bytes"):
-        Checkpoint(tmp_path / "m.pt")
-
-
 def test_a_tensor_larger_than_its_storage_is_skipped(tmp_path):
     (tmp_path / "m.pt").write_bytes(view((2**40,), (0,)))
     assert "expanded" in Checkpoint(tmp_path / "m.pt").skipped["a"]
@@ -352,6 +335,5 @@ def test_a_hundred_thousand_tensors_are_read(tmp_path):
     """More than any model has in one file."""
     count = 100_000
     table = {f"layer.{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)}
-    raw = json.dumps(table).encode()
-    found = parse_header(raw, 8 + len(raw) + count, "many.safetensors")
-    assert len(found.tensors) == count
+    (tmp_path / "m.safetensors").write_bytes(packed(table, bytes(count)))
+    assert len(Checkpoint(tmp_path / "m.safetensors").skipped) == count

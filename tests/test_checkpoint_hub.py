@@ -15,7 +15,7 @@ from hub_server import COMMIT, REPOSITORY, Hub, connect, go_offline, header_byte
 from safetensors.torch import save
 
 from weightscope.anatomy import attention
-from weightscope.checkpoint import Checkpoint, transfer
+from weightscope.checkpoint import Checkpoint
 from weightscope.checkpoint import hub as hub_module
 from weightscope.errors import DataError, UsageError
 
@@ -80,28 +80,6 @@ def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):
     assert checkpoint.bytes_read == hub.sent
 
 
-@pytest.mark.parametrize("what", ["headers", "body"])
-def test_a_server_that_trickles_meets_a_total_deadline(hub, monkeypatch, what):
-    """Bytes arrive all the time, so that no timeout of a single read ever passes."""
-    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
-    hub.trickle = what
-    began = time.monotonic()
-    with pytest.raises(DataError, match="no complete answer from the hub in 1 s; try again later"):
-        Checkpoint(SOURCE)
-    assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize("what", ["headers", "body"])
-def test_ranges_that_trickle_meet_the_deadline_too(hub, monkeypatch, what):
-    checkpoint = Checkpoint(SOURCE)
-    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
-    hub.trickle = what
-    began = time.monotonic()
-    with pytest.raises(DataError, match="slower than 20 kB/s; try again later"):
-        checkpoint[checkpoint.names[3]]
-    assert time.monotonic() - began < 10
-
-
 def test_nothing_is_fetched_twice(hub):
     for _ in range(2):
         checkpoint = Checkpoint(SOURCE)
@@ -160,12 +138,6 @@ def test_two_endpoints_share_nothing(hub, monkeypatch):
         assert not Checkpoint(SOURCE)["model.embed_tokens.weight"].any()
 
 
-def test_a_hub_that_lists_no_files(hub):
-    hub.siblings = False
-    hub.files = single()
-    assert len(Checkpoint(SOURCE)) == len(TENSORS)
-
-
 def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
     hub.token = "hf_secret"
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -186,40 +158,20 @@ def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
     assert all(authorised for *_, authorised in hub.requests)
 
 
-def test_a_token_is_not_sent_in_the_clear(hub, monkeypatch):
-    assert transfer.Transfer("http://example.com").token is False
-    assert transfer.Transfer("https://example.com").token is None
-    assert transfer.Transfer("http://localhost:80").token is None
-    client = transfer.Transfer("https://example.com")
-    with pytest.raises(DataError, match="plain http"):
-        next(client.ranges("http://127.0.0.1/b", "x", 0, 1, 1, COMMIT))
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("file:///etc/passwd", "not a web address"),
-        ("http://[::1/x", "invalid redirect|connection broke"),
-        (f"/{REPOSITORY}/resolve/{COMMIT}/model-00001-of-00002.safetensors", "more than 5 redirects"),
-    ],
-)
-def test_redirects_that_are_not_followed(hub, target, message):
+def test_a_redirect_to_a_file_is_not_followed(hub):
     checkpoint = Checkpoint(SOURCE)
-    count = len(hub.requests)
-    hub.redirect = target
-    with pytest.raises(DataError, match=message) as error:
+    hub.redirect = "file:///etc/passwd"
+    with pytest.raises(DataError, match="no answer from the hub") as error:
         checkpoint["model.embed_tokens.weight"]
     assert "\n" not in str(error.value)
-    assert len(hub.requests) - count <= 6
 
 
-def test_a_dropped_transfer_resumes_where_it_broke(hub):
+def test_a_dropped_transfer_is_tried_again(hub):
     checkpoint = Checkpoint(SOURCE)
-    before, hub.drop = hub.sent, 2
+    hub.drop = 2
     name = "model.embed_tokens.weight"
     assert torch.equal(checkpoint[name], TENSORS[name])
     assert hub.drop == 0
-    assert hub.sent - before == TENSORS[name].nbytes
 
 
 def test_passing_trouble_is_waited_for(hub):
@@ -241,9 +193,9 @@ BAD = {
     "no model": (failing(fail={"api": [404]}), "404.*check the name"),
     "no file": (failing(fail={"model-00002-of-00002.safetensors": [404]}), "model-00002-of-00002.*404"),
     "in trouble": (failing(fail={"api": [500] * 9}), "500.*try again later"),
-    "dropped forever": (failing(drop=1000), "the connection broke 3 times"),
+    "dropped forever": (failing(drop=1000), "no answer from the hub"),
     "ignores ranges": (failing(ignore_ranges=True), "ignores ranges.*answered 200.*206"),
-    "other bytes": (failing(shift=True), r"asked for bytes 0-\d+/.*got 'bytes 1-"),
+    "other bytes": (failing(shift=True), r"asked for bytes 0-\d+/.*'bytes 1-"),
     "another commit": (failing(moved="0" * 40), "expected commit"),
 }
 
@@ -261,7 +213,7 @@ def test_every_failure_is_one_line(hub, monkeypatch, row):
 def test_trouble_with_a_range(hub):
     checkpoint = Checkpoint(SOURCE)
     hub.fail = {name: [503] * 9 for name in hub.files}
-    with pytest.raises(DataError, match=r"503.*in trouble"):
+    with pytest.raises(DataError, match=r"503.*try again later"):
         checkpoint["model.embed_tokens.weight"]
     hub.fail = {name: [503] * 2 for name in hub.files}
     assert checkpoint["model.embed_tokens.weight"].any()
@@ -276,7 +228,6 @@ def test_a_server_that_ignores_ranges_is_not_swallowed(hub):
 
 @pytest.mark.parametrize("kind", ["refused", "silent", "unresolved"])
 def test_a_dead_endpoint_is_known_within_seconds(monkeypatch, kind):
-    monkeypatch.setattr(transfer, "TIMEOUT", 0.5)
     monkeypatch.setattr(hub_module, "TIMEOUT", 0.5)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -291,37 +242,33 @@ def test_a_dead_endpoint_is_known_within_seconds(monkeypatch, kind):
     assert "\n" not in str(error.value)
 
 
-def test_a_body_that_does_not_match_its_hash_is_refused_and_removed(hub):
+def test_verify_downloads_and_compares_what_was_read_in_ranges(hub):
+    checkpoint = Checkpoint(SOURCE)
+    name = checkpoint.names[2]
+    checkpoint[name]
+    assert len(checkpoint.unverified) == 2
+    assert checkpoint.verify() == 4  # shards, index and config.json
+    assert checkpoint.unverified == ()
+    count = len(hub.ranges())
+    assert torch.equal(Checkpoint(SOURCE)[name], TENSORS[name].float())
+    assert len(hub.ranges()) == count, "the whole files are in huggingface_hub's cache now"
+
+
+def test_a_download_that_does_not_match_its_hash_is_refused_and_removed(hub):
     hub.files = single()
     hub.corrupt = True
-    checkpoint = Checkpoint(SOURCE)
-    *most, last = (name for name in checkpoint)
-    for name in most:
-        checkpoint[name]
-    with pytest.raises(DataError, match="expected sha256"):
-        checkpoint[last]
+    with pytest.raises(DataError, match=r"expected sha256.*it was removed"):
+        Checkpoint(SOURCE).verify()
     hub.corrupt = False
-    again = Checkpoint(SOURCE)
-    assert again.verify() == 2  # config.json, too
-    assert torch.equal(again[last], TENSORS[last].float())
-
-
-def test_verify_fetches_what_is_missing_and_nothing_else(hub):
-    checkpoint = Checkpoint(SOURCE)
-    checkpoint[checkpoint.names[2]]
-    assert checkpoint.verify() == 4  # shards, index and config.json
-    assert hub.sent <= sum(map(len, hub.files.values()))
-    assert len(hub.ranges()) == len(set(hub.ranges()))
+    assert Checkpoint(SOURCE).verify() == 2  # config.json, too
 
 
 def test_a_damaged_cache_is_fetched_again(hub, cache):
     name = "model.embed_tokens.weight"
     Checkpoint(SOURCE)[name]
     for path in cache.rglob("*"):
-        if path.is_file() and not path.name.endswith(".json"):
-            path.write_bytes(path.read_bytes()[:-1])
-    for path in cache.rglob("*.json"):
-        path.write_bytes(b"{")
+        if path.is_file() and "hub" not in path.parts:
+            path.write_bytes(b"{" if path.suffix == ".json" else path.read_bytes()[:-1])
     assert torch.equal(Checkpoint(SOURCE)[name], TENSORS[name])
 
 
@@ -345,7 +292,7 @@ def test_a_model_of_pickles_is_fetched_whole_and_its_hash_checked(hub, monkeypat
 def test_a_corrupted_pickle_is_never_parsed(hub, monkeypatch):
     hub.files = {"pytorch_model.bin": pickled(TENSORS)}
     hub.corrupt = True
-    monkeypatch.setattr("weightscope.checkpoint.folder.open_torch", None)
+    monkeypatch.setattr("weightscope.checkpoint.files.open_torch", None)
     with pytest.raises(DataError, match="expected sha256"):
         Checkpoint(SOURCE)
 

@@ -269,10 +269,10 @@ def complete(*words: str) -> list[str]:
 
 
 def test_the_shell_completes_names_and_paths() -> None:
-    from weightscope.cli.completion import names
-    from weightscope.fitting.network import NETWORK_FITS
+    from weightscope.cli.options import names
+    from weightscope.fits import STRUCTURES
+    from weightscope.fits.one_network import NETWORK_FITS
     from weightscope.init import INITIALISERS
-    from weightscope.structures import STRUCTURES
 
     assert complete("bench", "x.toml", "--init", "mimetic_at") == ["plain,mimetic_attention"]
     assert complete("bench", "x.toml", "--init", "default+box") == ["plain,default+box_filters"]

@@ -17,20 +17,24 @@ from safetensors.torch import save_file as save_torch
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.attention_products import FactoredProduct
 from weightscope.analysis.inspection import inspect
 from weightscope.anatomy import attention, depthwise
-from weightscope.artifacts import NetworkFit, load_artifact
-from weightscope.artifacts.filter_fits import FilterFit
-from weightscope.artifacts.network_fit import network_fit_of
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.cli import main
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fitting.network import NETWORK_FITS, fit_conv_schedule, fit_identity_product, fit_network
-from weightscope.fitting.source import fit_init, parsed_options
+from weightscope.fits import STRUCTURES, NetworkFit, load_artifact
+from weightscope.fits.artifact import digest
+from weightscope.fits.filters import FilterFit
+from weightscope.fits.fitting import fit_init, parsed_options
+from weightscope.fits.one_network import (
+    NETWORK_FITS,
+    fit_conv_schedule,
+    fit_identity_product,
+    fit_network,
+)
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-from weightscope.structures import STRUCTURES
 
 
 def seeded(seed=0):
@@ -227,16 +231,6 @@ def test_beta_has_the_sign_that_products_show():
     target = vit(96, 2, 3, seed=1)
     wi.NetworkInit(fit_network(source, "identity_product"))(target, generator=seeded(1))
     assert all(layer.vo.diagonal < -0.3 for layer in fit_identity_product(target).numbers.layers)
-
-
-def test_artifacts_of_the_former_sign_are_converted():
-    fitted = fit_network(wi.mimetic_attention_(vit(96, 2, 3), generator=seeded()), "identity_product")
-    old = json.loads(json.dumps(fitted.to_dict()))
-    del old["numbers"]["signs"]
-    for layer in old["numbers"]["layers"]:
-        layer["vo"]["beta"] *= -1
-    assert network_fit_of(old, {}).numbers == fitted.numbers
-    assert network_fit_of(json.loads(json.dumps(fitted.to_dict())), {}).numbers == fitted.numbers
 
 
 def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
@@ -470,7 +464,8 @@ def change(path, header):
     with safe_open(path, "numpy") as file:
         values = json.loads(file.metadata()["weightscope"])
     header(values["numbers"])
-    save_file(load_file(path), path, metadata={"weightscope": json.dumps(values)})
+    text, arrays = json.dumps(values), load_file(path)
+    save_file(arrays, path, metadata={"weightscope": text, "sha256": digest(text, arrays)})
 
 
 @pytest.mark.parametrize(
@@ -562,7 +557,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (
             ("MIXER", "--structure", "filters", "--standalone", "x.py"),
-            "--standalone: expected a population",
+            "--standalone requires a population",
         ),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),

@@ -25,11 +25,10 @@ from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
-from weightscope.population import manifest as manifests
-from weightscope.recipe import Recipe
+from weightscope.recipe import DataConfig, Recipe
 from weightscope.training.collection import _Bar, collect, train_shard
-from weightscope.training.own_code import OwnCode
-from weightscope.training.planning import _seconds, plan
+from weightscope.training.planning import _until_finished, plan
+from weightscope.training.request import Request
 
 
 @pytest.fixture
@@ -242,7 +241,7 @@ def test_another_network_from_the_same_recipe(
 def test_other_data_under_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
 ) -> None:
-    monkeypatch.setattr("weightscope.data.load", lambda *a, **k: SimpleNamespace(fingerprint="0" * 16), raising=False)
+    monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16))
     with pytest.raises(DataError, match=r"collected with another data digits: expected hash \w{16}, found 0{16}"):
         collect(fake.recipe(), tmp_path / "reference.pop")
 
@@ -339,9 +338,7 @@ def test_another_process_that_made_the_tile_meanwhile_saves_the_work(
 ) -> None:
     """As when a worker that was believed dead wakes up."""
     path = tmp_path / "reference.pop"
-    manifest = manifests.read(path)
-    options = {"path": path, "manifest": manifest, "data": None, "device": "cpu", "own_code": OwnCode.of(())}
-    assert train_shard(training.train_tile, fake.recipe(), 1, **options)[0] == 1
+    assert train_shard(training.train_tile, Request.of(fake.recipe(), path), 1)
     assert trained == []
 
 
@@ -349,12 +346,11 @@ def test_a_worker_of_another_population_writes_nothing_into_this_one(
     tmp_path: Path, trained: list[int], reference: dict[str, bytes]
 ) -> None:
     path = tmp_path / "reference.pop"
-    other = fake.write_population(tmp_path / "other.pop", fake.recipe(population__seed=8))
+    other = Request.of(fake.recipe(population__seed=8), path)
     (path / "shards/00001.h5").unlink()
     before = shard_files(path)
-    options = {"path": path, "manifest": other, "data": None, "device": "cpu", "own_code": OwnCode.of(())}
     with pytest.raises(RecipeError, match=r"population.seed: 7 -> 8"):
-        train_shard(training.train_tile, other.recipe, 1, **options)
+        train_shard(training.train_tile, other, 1)
     assert shard_files(path) == before
 
 
@@ -673,7 +669,7 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
     ("tiles", "each", "seconds"), [(3, (10.0,), 30), (4, (10.0, 10.0), 20), (5, (10.0, 10.0), 30), (4, (10.0, 5.0), 15)]
 )
 def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...], seconds: float) -> None:
-    assert _seconds(tiles, each) == pytest.approx(seconds)
+    assert _until_finished(tiles, each) == pytest.approx(seconds)
 
 
 def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: list[int]) -> None:

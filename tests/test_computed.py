@@ -4,9 +4,7 @@ import shims
 
 from weightscope.errors import SpecError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.computed import Computed, parse
-from weightscope.statistics.coordinates import Coordinates
-from weightscope.statistics.folding import NormPair, fold_norms, norm_pairs
+from weightscope.statistics.coordinates import Computed, Coordinates, NormPair, fold_norms, norm_pairs, parse
 
 
 def network_spec(blocks=2, width=3, hidden=4):

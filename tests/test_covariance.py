@@ -11,11 +11,10 @@ import references_statistics as naive
 import weightscope
 from weightscope.analysis.across_networks import PopulationCovariance, joint_covariance
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.group_means import stripes
+from weightscope.statistics.mlps import stripes, transposed_correlation
 from weightscope.statistics.samples import WeightArray, ahead, literal, slices_as_samples
-from weightscope.statistics.transposed_pairs import transposed_correlation
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -262,9 +261,7 @@ def test_a_population_on_disk_is_a_source(tmp_path):
 
 
 def test_nothing_here_needs_torch():
-    modules = (
-        "weightscope.fitting.population, weightscope.analysis.across_networks, weightscope.statistics.group_means, sys"
-    )
+    modules = "weightscope.fits.fitting, weightscope.analysis.across_networks, weightscope.statistics.mlps, sys"
     heavy = "{'torch', 'h5py', 'matplotlib'}"
     command = [sys.executable, "-c", f"import {modules}; sys.exit(bool({heavy} & set(sys.modules)))"]
     assert subprocess.run(command, check=False).returncode == 0

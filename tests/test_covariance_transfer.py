@@ -14,14 +14,15 @@ from scipy import stats
 from torch import nn
 
 import weightscope.init as wi
-from weightscope.analysis.within_network import filter_distributions
 from weightscope.anatomy import depthwise
-from weightscope.artifacts import load_artifact, write_standalone
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.fitting.network import fit_filters, fit_network
+from weightscope.fits import load_artifact, write_standalone
+from weightscope.fits.artifact import digest
+from weightscope.fits.filters import filter_distributions
+from weightscope.fits.one_network import fit_filters, fit_network
 from weightscope.init.covariance_transfer import TransferOptions, target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
 
 ALARM = 1e-6  # probability that a correct draw fails a test of it
 
@@ -424,7 +425,7 @@ def rewritten(path, change_header=None, change_arrays=None):
         change_header(header)
     if change_arrays is not None:
         change_arrays(arrays)
-    save_file(arrays, path, metadata={"weightscope": json.dumps(header)})
+    save_file(arrays, path, metadata={"weightscope": (text := json.dumps(header)), "sha256": digest(text, arrays)})
     return path
 
 

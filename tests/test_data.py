@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, Call, loads, uint8_array
-from weightscope.data import Dataset, fetch, load, locations
+from weightscope.data import Dataset, hub, load, registry
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, UsageError
@@ -27,9 +27,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, (train, test) in SIZES.items():
         monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | {"train": train, "test": test})
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
-    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(registry, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fetch, "_download", _no_network)
+    monkeypatch.setattr(hub, "_download", _no_network)
 
 
 def _no_network(location: object, part: str) -> Path:
@@ -495,12 +495,12 @@ def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
         (b"\x80\x02cnumpy\nndarray\nK\x01b.", "sets the state of something that is no object"),
         (b"\x80\x02cnumpy\nndarray\nK\x01R.", "it calls something that is no function"),
         (b"\x80\x02}K\x01K\x02\x86K\x03s.", "unusual keys"),
-        (b"\x80\x02}(K\x01u.", "no dictionary"),
-        (b"\x80\x02K\x01K\x02a.", "no list"),
-        (b"\x80\x02K\x01(lp0\n\x81.", "instruction NEWOBJ"),
+        (b"\x80\x02}(K\x01u.", "not a pickle"),
+        (b"\x80\x02K\x01K\x02a.", "not a pickle"),
+        (b"\x80\x02K\x01(lp0\n\x81.", "uses the instruction"),
         (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "not a pickle"),
         (b"h\x07.", "not a pickle"),
-        (b".", "the stack is empty"),
+        (b".", "not a pickle"),
         (b"K\x01", "not a pickle"),
     ],
 )
@@ -532,7 +532,7 @@ def test_without_pyarrow_nothing_is_fetched(tmp_path: Path, monkeypatch) -> None
 
 def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
     paths, images, labels = _write_parquet(tmp_path, "cifar100")
-    monkeypatch.setattr(fetch, "_download", lambda location, part: paths[part])
+    monkeypatch.setattr(hub, "_download", lambda location, part: paths[part])
     data = load("cifar100", train=25)
     assert np.array_equal(data.train_images, images[:25])
     assert np.array_equal(data.test_labels, labels[30:])
@@ -540,7 +540,7 @@ def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
 
 def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) -> None:
     paths, *_ = _write_parquet(tmp_path, "cifar100")
-    monkeypatch.setattr(fetch, "_download", lambda location, part: paths["test"])
+    monkeypatch.setattr(hub, "_download", lambda location, part: paths["test"])
     with pytest.raises(DataError, match="expected 30 rows of 'img' and 'fine_label', found 10"):
         load("cifar100")
     paths["test"].write_bytes(b"PAR1 but not really PAR1")
@@ -701,11 +701,9 @@ def test_arrays_that_do_not_fit_are_refused(source: object, match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_datasets_have_a_short_repr_and_are_listed_where_they_are_defined() -> None:
+def test_datasets_have_a_short_repr_and_are_listed() -> None:
     assert repr(load("digits", test=9)) == (
         "<Dataset digits: 1437 training and 9 test images of 1 x 8 x 8 pixels, 10 classes>"
     )
     expected = ["cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"]
-    assert list(DATASETS) == expected
-    for name, reader in DATASETS.items():
-        assert reader.__module__.rpartition(".")[2] in name.replace("-", "_")
+    assert sorted(DATASETS) == expected

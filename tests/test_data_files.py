@@ -16,9 +16,9 @@ from PIL import Image
 from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
-from weightscope.benchmarking.chance import chance_of
 from weightscope.benchmarking.gain import _short
-from weightscope.data import SourceConfig, images, load, locations
+from weightscope.benchmarking.statistics import chance_of
+from weightscope.data import SourceConfig, images, load, registry
 from weightscope.data.catalog import dataset_info
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.registry import DATASETS
@@ -26,7 +26,6 @@ from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.request import with_classes
 
 OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
@@ -35,7 +34,7 @@ OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No data on this machine."""
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
-    monkeypatch.setattr(locations, "SHARED", tmp_path / "shared")
+    monkeypatch.setattr(registry, "SHARED", tmp_path / "shared")
     monkeypatch.chdir(tmp_path)
 
 
@@ -363,12 +362,12 @@ def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> N
 
 def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> None:
     classes_in(tmp_path / "elsewhere" / "pets", each=8)
-    mine = with_classes(recipe(), tmp_path / "elsewhere")
+    mine = recipe().completed(tmp_path / "elsewhere")
     test = len(load(mine.data, tmp_path / "elsewhere").test_labels)
     assert chance_of(mine, ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
     for held, count in (("test", 2), ("validation", 5)):
         part = mine.replace({f"data.{held}": count})
-        found = load(part.data, tmp_path / "elsewhere", **part.data.counts).test_labels.bincount().max()
+        found = part.data.load(tmp_path / "elsewhere").test_labels.bincount().max()
         assert chance_of(part, ACCURACY, tmp_path / "elsewhere") == (int(found) / count, count)
     assert chance_of(mine, ACCURACY) is None, "the folder is not there"
 

@@ -7,18 +7,19 @@ from pathlib import Path
 import fake_training as fake
 import pytest
 
-from weightscope.demo.run import run_demo
+from weightscope.cli.demo import run_demo
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_demo_writes_a_report_and_resumes(tmp_path: Path) -> None:
     lines: list[str] = []
     options = {"networks": 16, "epochs": 1, "seeds": 3, "workers": 1, "device": "cpu", "progress": False}
     report = run_demo(tmp_path, say=lines.append, **options)
-    assert len(lines) == 5
+    assert len(lines) == 6  # one before the five steps
     assert not (tmp_path / "population.json").exists()  # that is the name of a population's manifest
     text = report.read_text()
     assert text.count("<img") + text.count("<svg") >= 5
@@ -46,7 +47,7 @@ def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path: Path) ->
 
 
 def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
-    demo = Recipe.load(ROOT / "weightscope/demo/demo.toml")
+    demo = Recipe.load(ROOT / "weightscope/cli/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
 
 

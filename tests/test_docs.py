@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import click
 import pytest
+import tomli_w
 import yaml
 
 import weightscope
-from weightscope._util import toml
 from weightscope.cli import cli
 from weightscope.init import INITIALISERS
 from weightscope.recipe import Recipe
@@ -131,7 +131,7 @@ def test_the_pages_that_must_have_code_have_some():
 @pytest.mark.parametrize("page", RUN, ids=named)
 def test_the_code_of_a_page_runs(page, tmp_path):
     recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(SMALL_RECIPE)
-    (tmp_path / "small.toml").write_text(toml.dumps(recipe.to_dict()))
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(recipe.to_dict()))
     file = tmp_path / "page.py"
     file.write_text(script(page))
     environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}

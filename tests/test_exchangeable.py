@@ -10,21 +10,25 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from scipy import stats
 
-from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
 from weightscope.analysis.covariances import covariance
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.exchangeable import Amplification, Exchangeable
+from weightscope.fits.fitting import fit
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ViT
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.correlated_pairs import correlated_pairs, design_effect
-from weightscope.statistics.correlation import amplified, nearest_correlation
-from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, invariant_parts
+from weightscope.statistics.exchangeable import (
+    ExchangeableMoments,
+    assembled,
+    correlated_pairs,
+    design_effect,
+    invariant_parts,
+)
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures.amplification import Amplification
-from weightscope.structures.exchangeable import Exchangeable
+from weightscope.statistics.shrinkage import amplified, nearest_correlation
 
 SPEC = WeightSpec(
     [
@@ -327,4 +331,4 @@ def test_the_command_refuses_options_that_do_not_apply(
     with pytest.raises(SystemExit) as stop:
         main(["covariance", str(tmp_path), "--exchangeable", option])
     assert stop.value.code == 2
-    assert f"{option.split('=')[0]}: not available with --exchangeable" in capsys.readouterr().err
+    assert f"{option.split('=')[0]} cannot be combined with --exchangeable" in capsys.readouterr().err

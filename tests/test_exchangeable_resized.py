@@ -9,18 +9,17 @@ import torch
 from torch import nn
 
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.artifacts import PopulationFit, load_artifact, resized_fit, write_standalone
 from weightscope.errors import SpecError
-from weightscope.fitting.population import fit
+from weightscope.fits import PopulationFit, load_artifact, resized_fit, resizing, write_standalone
+from weightscope.fits.exchangeable import Exchangeable
+from weightscope.fits.fitting import fit
+from weightscope.fits.resizing import default_deviations, resized
 from weightscope.init import load_init
 from weightscope.init.from_artifact import PopulationInit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import resizing
-from weightscope.structures.exchangeable import Exchangeable
-from weightscope.structures.resizing import default_deviations, resized
 
 BLOCKS = "stages.0.blocks"
 
@@ -83,7 +82,7 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
     assert correlation(law, channels, *pair) < -0.4  # the planted law is there to be carried over
     assert correlation(law, channels, f"{BLOCKS}.1.norm.bias", f"{BLOCKS}.1.mlp.fc1.weight") < -0.5
     network = WeightSpec.of(convnext(32))
-    wide = resized(law, network).structure
+    wide = resized(law, network)[0]
     assert wide is not None
     assert wide.spec == network
     n = 150
@@ -101,12 +100,12 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
     means = network.unpack(wide.mean), law.spec.unpack(law.mean)
     for name, ratio in ((f"{BLOCKS}.0.norm.weight", 1.0), (f"{BLOCKS}.0.mlp.fc2.weight", np.sqrt(0.5))):
         np.testing.assert_allclose(means[0][name].mean(), ratio * means[1][name].mean(), rtol=1e-12)
-    assert resized(law, law.spec).structure is not None
-    np.testing.assert_allclose(resized(law, law.spec).structure.covariance(), law.covariance(), atol=1e-12)
+    assert resized(law, law.spec)[0] is not None
+    np.testing.assert_allclose(resized(law, law.spec)[0].covariance(), law.covariance(), atol=1e-12)
 
 
 def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(law: Exchangeable) -> None:
-    deep = resized(law, WeightSpec.of(convnext(16, 4))).structure
+    deep = resized(law, WeightSpec.of(convnext(16, 4)))[0]
     assert deep is not None
     channels, r = ("channels.0",), correlation
     fc2 = [f"{BLOCKS}.{b}.mlp.fc2.weight" for b in range(4)]
@@ -131,12 +130,12 @@ def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(la
 def test_a_shallower_network_leaves_blocks_out() -> None:
     x, rng = WeightSpec.of(convnext(8, 4)), np.random.default_rng(0)
     law = whole(rng.standard_normal((30, x.size)) @ np.diag(rng.uniform(1, 2, x.size)), x)
-    found = resized(law, WeightSpec.of(convnext(8, 2)))
-    assert found.problems == {}
-    assert found.structure is not None
+    structure, problems = resized(law, WeightSpec.of(convnext(8, 2)))
+    assert problems == {}
+    assert structure is not None
     pairs = [(f"{BLOCKS}.{i}.norm.bias", f"{BLOCKS}.{j}.norm.bias") for i, j in ((0, 1), (0, 3))]
-    assert correlation(found.structure, ("channels.0",), *pairs[0]) == correlation(law, ("channels.0",), *pairs[1])
-    assert f"blocks left out: {BLOCKS}.1, {BLOCKS}.2" in found.structure.notes()
+    assert correlation(structure, ("channels.0",), *pairs[0]) == correlation(law, ("channels.0",), *pairs[1])
+    assert f"blocks left out: {BLOCKS}.1, {BLOCKS}.2" in structure.notes()
 
 
 @pytest.mark.parametrize(
@@ -154,11 +153,13 @@ def test_every_architecture_can_be_wider_and_deeper(make) -> None:
     law = whole(rng.standard_normal((40, spec.size)) + strong, spec)
     for width, depth in ((12, 2), (8, 5), (12, 3), (16, 1)):
         network = WeightSpec.of(make(width, depth))
-        found = resized(law, network)  # Cholesky's factorisation succeeds: everything is positive definite
-        assert found.problems == {}
-        assert found.structure is not None
-        assert found.structure.spec == network
-        assert np.isfinite(found.structure.log_prob(found.structure.sample(rng, 2))).all()
+        structure, problems = resized(
+            law, network
+        )  # Cholesky's factorisation succeeds: everything is positive definite
+        assert problems == {}
+        assert structure is not None
+        assert structure.spec == network
+        assert np.isfinite(structure.log_prob(structure.sample(rng, 2))).all()
 
 
 def logits(module: nn.Module, images: torch.Tensor) -> float:
@@ -233,7 +234,7 @@ def test_ones_own_permutations_can_be_wider_but_not_deeper() -> None:
     axes = {"read.weight": ("c", None), "blocks.0.up.weight": ("h", "c")}
     x = np.random.default_rng(0).standard_normal((30, spec(4).size))
     result = fit(WeightArray(x, spec(4)), "*", structure="exchangeable", joint="all", permutations=axes)
-    wide = resized_fit(result, spec(6)).fit
+    wide = resized_fit(result, spec(6))
     assert wide.spec == spec(6)
     assert wide.sample(np.random.default_rng(0), 2).shape == (2, spec(6).size)
     with pytest.raises(SpecError, match="another depth needs the permutation specification of a known architecture"):
@@ -241,7 +242,7 @@ def test_ones_own_permutations_can_be_wider_but_not_deeper() -> None:
 
 
 def test_a_resized_fit_is_saved_and_exported(artifact: Path, tmp_path: Path) -> None:
-    wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3))).fit
+    wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3)))
     assert isinstance(wide, PopulationFit)
     file = write_standalone(wide, tmp_path / "wide_init.py")
     module_spec = importlib.util.spec_from_file_location("wide_init", file)

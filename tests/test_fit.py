@@ -5,13 +5,12 @@ import weakref
 import numpy as np
 import pytest
 
-from weightscope.artifacts import load_artifact, write_standalone
-from weightscope.artifacts.population_fit import varying_spec
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit, grouped
+from weightscope.fits import STRUCTURES, Structure, fitting, load_artifact, write_standalone
+from weightscope.fits.fitting import fit, grouped
+from weightscope.fits.population_fit import varying_spec
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.structures import STRUCTURES, Structure
 
 P, N = 8, 6
 
@@ -318,7 +317,8 @@ class Stream:
 
 
 @pytest.mark.parametrize("structure", ["isotropic", "diagonal", "group_means", "dense", "all"])
-def test_structures_from_moments_hold_one_chunk(structure):
+def test_structures_from_moments_hold_one_chunk(structure, monkeypatch):
+    monkeypatch.setattr(fitting, "HELD", 0)
     chosen = ["isotropic", "group_means", "diagonal", "dense"] if structure == "all" else structure
     peaks = []
     for n in (2000, 8000):
@@ -331,8 +331,10 @@ def test_structures_from_moments_hold_one_chunk(structure):
     assert peaks[1] < peaks[0] + 1_500_000
 
 
-def test_streamed_fits_equal_fits_in_memory():
+@pytest.mark.parametrize("held", [0, 1 << 28])
+def test_streamed_fits_equal_fits_in_memory(held, monkeypatch):
     """`low_rank` needs samples, so the others are fitted to the group in memory as well."""
+    monkeypatch.setattr(fitting, "HELD", held)
     stream = Stream(900, size=70)
     weights = np.concatenate([chunk.copy() for chunk in stream.chunks()])
     held = fit(WeightArray(weights, Stream.spec), structure=["diagonal", "group_means", "dense", "low_rank"], holdout=3)
@@ -353,7 +355,26 @@ def test_a_chunk_is_refused_where_samples_are_kept():
         list(Stream(2000).chunks())
 
 
-def test_a_source_that_changes_while_it_is_read():
+def test_a_small_source_is_read_once_and_a_large_one_for_each_pass(monkeypatch):
+    class Counted(WeightArray):
+        reads = 0
+
+        def chunks(self, select="*", size=None):
+            self.reads += 1
+            return super().chunks(select, 70)
+
+    fits = []
+    for held, reads in ((1 << 28, 1), (0, 4)):
+        monkeypatch.setattr(fitting, "HELD", held)
+        source = Counted(population(), SPEC)
+        fits.append(fit(source, FC1, structure=["isotropic", "dense"]).to_dict())
+        assert source.reads == reads
+    assert fits[0] == fits[1]
+
+
+def test_a_source_that_changes_while_it_is_read(monkeypatch):
+    monkeypatch.setattr(fitting, "HELD", 0)
+
     class Growing(Stream):
         def chunks(self, select="*", size=None):
             self.n += 10

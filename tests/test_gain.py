@@ -10,16 +10,16 @@ import torch
 from programs import run
 
 from weightscope import plots
-from weightscope.artifacts import load_artifact
 from weightscope.benchmarking.gain import choose_gain, curve_of
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
+from weightscope.fits import load_artifact
+from weightscope.fits.exchangeable import Exchangeable
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.correlation import eigenvalues_clipped
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.structures.exchangeable import Exchangeable
+from weightscope.statistics.shrinkage import eigenvalues_clipped
 from weightscope.training.collection import collect
 
 RECIPE = Recipe.parse(
@@ -130,7 +130,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     assert sum(row["chosen"] for row in curve) == 1
     assert (tmp_path / "a-gain.png").stat().st_size > 5000
     for arguments, message in (
-        (["--gain", "2", "-o", str(out)], "--gain: for --structure exchangeable, found auto"),
+        (["--gain", "2", "-o", str(out)], "--gain requires --structure exchangeable"),
         ([*common, "--gain-seeds", "3"], "--gain-seeds: for --gain auto, found no gain"),
         ([*common, "--gain", "-1"], "gain: expected a number >= 0"),
     ):

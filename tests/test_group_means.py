@@ -3,7 +3,7 @@ import pytest
 import references_statistics as naive
 
 from weightscope.errors import DataError
-from weightscope.statistics.group_means import stripes
+from weightscope.statistics.mlps import stripes
 
 
 def test_equals_the_definition():

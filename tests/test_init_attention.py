@@ -1,19 +1,19 @@
 import copy
+import json
 import math
 
 import pytest
 import torch
 from families import FAMILIES
+from programs import script
 from references_init import low_rank_product, product_statistics
 from torch import nn
 
 from weightscope.anatomy import attention
 from weightscope.auditing import audit
 from weightscope.errors import UsageError
-from weightscope.init import attention_frontier, impulse_attention_, mimetic_attention_, sinusoidal_positions_
-from weightscope.init._topk import _filtered, factors, spectrum
-from weightscope.init.attention import noisy_identity, query_key, value_output
-from weightscope.init.frontier import reached
+from weightscope.init import impulse_attention_, mimetic_attention_, sinusoidal_positions_
+from weightscope.init.attention import _filtered, factors, noisy_identity, query_key, reached, spectrum, value_output
 from weightscope.networks import ViT, sinusoidal_positions
 
 
@@ -330,11 +330,11 @@ def test_alpha_and_beta_of_a_product_are_read_back():
     assert reached(product) == pytest.approx((0.4, -0.3), abs=0.02)
 
 
-def test_constructions_differ_in_the_alpha_and_beta_that_they_reach(tmp_path):
+def test_constructions_differ_in_the_alpha_and_beta_that_they_reach(monkeypatch, tmp_path):
     """Attention paper, Fig. 3: equal random matrices give lines, the SVD an area, also of low rank."""
-    found = attention_frontier(96, 24, alphas=[0.0, 0.5, 1.0], betas=[0.0, 0.5, 1.0], generator=seeded(3))
+    study = script("analyses/attention_frontier/run.py")
     by_name = {}
-    for row in found.rows():
+    for row in study.frontier(96, 24, grid=[0.0, 0.5, 1.0], seed=3):
         by_name.setdefault(row["construction"], []).append(row)
     for name, slope in (("equal random, full rank", 1.0), ("equal random, rank 24", 0.5)):  # sqrt(k / d)
         for row in by_name[name]:
@@ -346,8 +346,7 @@ def test_constructions_differ_in_the_alpha_and_beta_that_they_reach(tmp_path):
     assert max(ratios) > 0.55, "above the line of equal random matrices"
     assert min(ratios) < 0.1
     assert max(row["beta"] for row in low) < 0.6, "a product of rank k cannot reach beta = 1"
-    found.plot(tmp_path / "frontier.png")
+    monkeypatch.setattr("sys.argv", ["run.py", "--width", "24", "--head-width", "8", "--out", str(tmp_path)])
+    study.main()
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
-    assert "SVD, rank 24" in found.text()
-    with pytest.raises(UsageError, match="head_width: expected at most the width, 24, found 25"):
-        attention_frontier(24, 25)
+    assert "SVD, rank 8" in study.table(json.loads((tmp_path / "results.json").read_text())["points"])

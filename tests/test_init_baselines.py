@@ -20,8 +20,8 @@ from weightscope.init import (
     t_fixup_,
     zero_init_,
 )
+from weightscope.init.baselines import zero_matrix
 from weightscope.init.mlp import anticorrelated
-from weightscope.init.residual import zero_matrix
 from weightscope.networks import ConvNeXt, ViT
 
 

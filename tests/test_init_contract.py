@@ -19,15 +19,15 @@ from references_init import low_rank_product, product_statistics
 from torch import Tensor, nn
 
 from weightscope import anatomy
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.anatomy.matrices import fans, matrices
-from weightscope.anatomy.token_grid import TokenGrid
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.init import INITIALISERS, conv_covariance, get
+from weightscope.init.attention import table_codes
+from weightscope.init.baselines import zero_matrix
 from weightscope.init.convolution import PRESETS, covariance_root, relative_depths
-from weightscope.init.impulse import attention_map, impulse_matrix, normalised
-from weightscope.init.positions import table_codes
-from weightscope.init.residual import zero_matrix
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.init.impulse_attention import attention_map, impulse_matrix, normalised
+from weightscope.networks.layers import sinusoidal_positions
 from weightscope.networks.sequences import CausalTransformer
 
 SIX = 6.0  # standard errors

@@ -7,23 +7,23 @@ from references_init import impulse_adam, impulse_map
 from torch import nn
 
 from weightscope.anatomy import attention, positions
-from weightscope.anatomy.token_grid import TokenGrid
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.auditing import audit
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_
-from weightscope.init.impulse import (
+from weightscope.init.impulse_attention import (
     _minimised,
     _Problem,
     attention_map,
     by_adam,
+    filter_offsets,
     impulse_matrix,
     normalised,
     solve,
     span,
 )
-from weightscope.init.impulse_attention import filter_offsets
 from weightscope.networks import ViT
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 GRID = TokenGrid(16, 16)
 BOUND = 4e-5  # mean squared error of a 256 x 256 map

@@ -9,7 +9,7 @@ from torch import nn
 
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
-from weightscope.init._counterparts import end_to_end, spaced
+from weightscope.init._trained import end_to_end, spaced
 from weightscope.init.selection import squeezed
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 

@@ -3,7 +3,7 @@ import pytest
 import references_statistics as naive
 
 from weightscope.errors import DataError
-from weightscope.statistics.kronecker.factorisation import matrix_normal, nearest_kronecker
+from weightscope.statistics.kronecker import matrix_normal, nearest_kronecker
 
 
 def sample(rng, n, rows, columns):

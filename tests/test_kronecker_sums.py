@@ -11,9 +11,9 @@ from scipy.stats import binom
 
 from weightscope.errors import DataError, UsageError
 from weightscope.init import conv_covariance
-from weightscope.statistics.kronecker import sums
-from weightscope.statistics.kronecker.separability import _statistic, separability_test
-from weightscope.statistics.kronecker.sums import explained_variance, kronecker_sum
+from weightscope.statistics import kronecker
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.separability import _statistic, separability_test
 
 
 def symmetric(rng, size):
@@ -182,9 +182,9 @@ def test_powers_and_lanczos_change_nothing(monkeypatch, same):
     rng = np.random.default_rng(9)
     covariance = np.kron(random_covariance(7, rng), np.eye(7)) + 0.1 * random_covariance(49, rng)
     fast = kronecker_sum(covariance, same=same)
-    monkeypatch.setattr(sums, "_POWERS", 0)
+    monkeypatch.setattr(kronecker, "_POWERS", 0)
     dense, several = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
-    monkeypatch.setattr(sums, "_DENSE", 0)
+    monkeypatch.setattr(kronecker, "_DENSE", 0)
     lanczos, few = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
     for other in (fast, lanczos):
         np.testing.assert_allclose(other.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
@@ -281,7 +281,7 @@ def test_power():
 
 
 def test_batches_change_nothing(monkeypatch):
-    from weightscope.statistics.kronecker import separability as module
+    from weightscope.statistics import separability as module
 
     w = np.random.default_rng(15).standard_normal((20, 3, 3))
     whole = separability_test(w, draws=39)

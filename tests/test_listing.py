@@ -11,8 +11,8 @@ from weightscope.cli import catalogue as listing
 from weightscope.cli.catalogue import catalogue
 from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.errors import UsageError
+from weightscope.fits import STRUCTURES
 from weightscope.recipe import Recipe
-from weightscope.structures import STRUCTURES
 
 
 def test_every_registered_name_is_listed_once() -> None:

@@ -3,7 +3,7 @@ import pytest
 import references_statistics as naive
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics import syrk
+from weightscope.statistics import gram
 from weightscope.statistics.gram import TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
 
@@ -221,21 +221,21 @@ def test_bad_input(rows):
 @pytest.mark.parametrize("exported", [True, False])
 def test_rank_k_updates_in_place(monkeypatch, dtype, exported):
     if not exported:  # as where SciPy exports no address
-        monkeypatch.setattr(syrk, "_address", lambda name: None)
+        monkeypatch.setattr(gram, "_address", lambda name: None)
     else:
-        assert syrk._address("dsyrk") is not None
+        assert gram._address("dsyrk") is not None
     rng = np.random.default_rng(0)
     matrix = np.asfortranarray(rng.standard_normal((30, 30)).astype(dtype))
     rows, before = rng.standard_normal((7, 30)).astype(dtype), matrix.copy()
-    syrk.add_gram(matrix, rows)
+    gram.add_gram(matrix, rows)
     expected = before + rows.T @ rows
     np.testing.assert_allclose(
         np.triu(matrix), np.triu(expected), rtol=1e-5 if dtype is np.float32 else 1e-13, atol=1e-5
     )
     np.testing.assert_array_equal(np.tril(matrix, -1), np.tril(before, -1))
-    syrk.add_gram(matrix, rows[:0])
+    gram.add_gram(matrix, rows[:0])
     for bad in (rows.T, rows[:, ::2], rows[:, :20], rows.astype(np.float16)):
         with pytest.raises(ValueError, match="expected"):
-            syrk.add_gram(matrix, bad)
+            gram.add_gram(matrix, bad)
     with pytest.raises(ValueError, match="Fortran-ordered"):
-        syrk.add_gram(matrix.T, rows)
+        gram.add_gram(matrix.T, rows)

@@ -20,7 +20,7 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope.auditing import audit
 from weightscope.networks import ConvMixer, ViT
-from weightscope.networks.positions import sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 torch.set_num_threads(1)
 Z = Callable[[], Tensor]

@@ -35,9 +35,9 @@ def exists(dotted: str) -> bool:
 
 
 def test_a_wrong_name_is_found() -> None:
-    assert exists("weightscope.structures.Structure.fit")
-    assert exists("weightscope.structures")
-    assert not exists("weightscope.structures.Struct")
+    assert exists("weightscope.fits.Structure.fit")
+    assert exists("weightscope.fits")
+    assert not exists("weightscope.fits.Struct")
     assert not exists("weightscope.none.at_all")
 
 

@@ -1,11 +1,11 @@
 """The networks against timm, the thesis' formulas, and the rules that let many of them run as one."""
 
 import copy
+import inspect
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ from weightscope.errors import UsageError
 from weightscope.networks import Attention, ConvMixer, ConvNeXt, LayerNorm2d, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import DILATIONS, dilation_schedule
 from weightscope.networks.layers import LayerScale, Mlp, SpatialMean, TokenPool
-from weightscope.networks.positional_attention import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
-from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, ViTConfig
-from weightscope.recipe.base import Section
+from weightscope.networks.vit import KINDS, ConvolutionalAttention, GatedAttention, attention_layer
+from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, ViTConfig
+from weightscope.recipe.networks import SECTIONS
 
 
 def _parameters(module: nn.Module) -> int:
@@ -574,7 +574,10 @@ def test_build_makes_what_the_recipe_says() -> None:
         (lambda: ViT(16, 4, 8, 1, 2, 10, layer_scale_on="mlp"), "'skip', found 'mlp'"),
         (
             lambda: networks.build(
-                SimpleNamespace(type="convmixer", patch_size=3), in_channels=1, image_size=8, num_classes=10
+                ConvMixerConfig(type="convmixer", width=4, depth=1, patch_size=3),
+                in_channels=1,
+                image_size=8,
+                num_classes=10,
             ),
             "reduces the image by a factor of 3, which must divide its 8 pixels",
         ),
@@ -612,16 +615,37 @@ def test_multiply_adds_of_a_vit_by_hand() -> None:
     assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n
 
 
-def test_a_registered_network_may_do_without_patches_and_image_size(monkeypatch) -> None:
-    class Config(Section):
-        type: Literal["pooled"]
-        width: int = 4
+class Pooled(nn.Module):
+    def __init__(self, in_channels: int, num_classes: int, width: int) -> None:
+        super().__init__()
+        self.sizes = in_channels, num_classes, width
 
-    class Pooled(nn.Module):
-        def __init__(self, in_channels: int, num_classes: int, width: int) -> None:
-            super().__init__()
-            self.sizes = in_channels, num_classes, width
 
-    monkeypatch.setitem(networks.NETWORKS._entries, "pooled", Pooled)
-    built = networks.build(Config(type="pooled"), in_channels=3, image_size=9, num_classes=7)
+class PooledConfig(NetworkConfig):
+    takes = "images"
+    network = f"{__name__}:Pooled"
+
+    type: Literal["pooled"]
+    width: int = 4
+
+
+def test_a_network_may_do_without_patches_and_image_size() -> None:
+    built = networks.build(PooledConfig(type="pooled"), in_channels=3, image_size=9, num_classes=7)
     assert built.sizes == (3, 7, 4)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_of_recipes_has_arguments_of_its_class(name: str) -> None:
+    """Every key is an argument, and takes the same words."""
+    section, arguments = SECTIONS[name], inspect.signature(networks.NETWORKS[name]).parameters
+    hints = get_type_hints(networks.NETWORKS[name].__init__)
+    for key, field in section.model_fields.items():
+        if key == "type":
+            assert get_args(field.annotation) == (name,)
+            continue
+        assert key in arguments
+        if get_origin(hints[key]) is Literal:
+            assert get_args(field.annotation) == get_args(hints[key])
+    required = {key for key, argument in arguments.items() if argument.default is argument.empty}
+    sizes = {"in_channels", "image_size", "num_classes", "vocabulary"}
+    assert required <= {*section.model_fields, *sizes}

@@ -60,7 +60,7 @@ def test_a_wheel_holds_the_recipes_and_the_other_files(tmp_path: Path) -> None:
     for recipe in (ROOT / "populations").glob("*.toml"):
         assert f"weightscope/populations/{recipe.name}" in shipped
     code = (
-        "import weightscope; from weightscope._util.recipes import recipes\n"
+        "import weightscope; from weightscope._util.sources import recipes\n"
         "for name in recipes(): print(weightscope.Recipe.load(name).data.name)\n"
         "print(weightscope.__file__)"
     )

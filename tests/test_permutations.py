@@ -10,7 +10,7 @@ import shims
 import torch
 from torch import nn
 
-from weightscope.analysis.across_networks.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.anatomy.permutation_groups import (
     apply_permutation,
     check_permutations,
@@ -18,7 +18,7 @@ from weightscope.anatomy.permutation_groups import (
     permutations_of,
 )
 from weightscope.errors import AnatomyError, SpecError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.networks.building import build_for
 from weightscope.networks.sequences import Mamba, Mamba2

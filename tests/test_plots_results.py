@@ -11,7 +11,8 @@ from pictures import INIT, SCORES, STRIPES, bars_of, bench_runs, bench_summary, 
 from scipy import stats
 
 from weightscope import plots
-from weightscope.benchmarking import summarise
+from weightscope.benchmarking import seed_differences, summarise
+from weightscope.benchmarking.pictures import with_variants
 from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
@@ -125,7 +126,7 @@ def test_stripes_need_rows_that_differ() -> None:
 
 def test_ratio_ticks_are_round_and_include_one() -> None:
     for low, high in ((0.9, 1.1), (0.4, 2), (0.01, 3), (0.5, 1e5), (1e-4, 1e4)):
-        ticks = plots.evidence._ratio_ticks(low, high)
+        ticks = plots.forests._ratio_ticks(low, high)
         assert 1.0 in ticks
         assert len(ticks) <= 9
         assert ticks == sorted(ticks)
@@ -170,7 +171,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:
     inits = ["default", INIT, "artifact", "default (frozen)", "artifact (frozen)"]
     lengths = [1, 2, 4, 8, 16]
-    ax = plots.convergence(bench_summary(inits, lengths))
+    ax = plots.convergence(with_variants(bench_summary(inits, lengths)))
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == inits
     lines = {name: bar.lines[0] for name, bar in bars.items()}
@@ -252,7 +253,7 @@ def test_equal_differences_have_no_bar_and_equal_seeds_are_counted() -> None:
         for init, shifts in {"default": (0, 0, 0), "a": (0.03, 0.03, 0.03), "b": (0.01, 0, -0.02)}.items()
         for k, (accuracy, shift) in enumerate(zip((0.05, 0.24, 0.9), shifts, strict=True))
     ]
-    ax = plots.paired_differences(runs)
+    ax = plots.paired_differences(seed_differences(runs))
     texts = [text.get_text() for text in ax.texts]
     assert {"+3.0 (all equal)", "3 of 3", "1 of 3 (1 equal)"} <= set(texts)
     assert ends_of(bars_of(ax)[0]) == [pytest.approx((3, 3))]
@@ -270,7 +271,7 @@ def test_summaries_that_make_no_sense_are_refused() -> None:
 def test_paired_differences_are_paired_by_seed() -> None:
     runs = bench_runs(["default", "artifact", "default (frozen)", "artifact (frozen)"], [3])
     np.random.default_rng(0).shuffle(runs[8:16])
-    ax = plots.paired_differences(runs)
+    ax = plots.paired_differences(seed_differences(runs))
     accuracy = {(r["init"], r["seed"]): r["accuracy"] for r in runs}
     for name, reference, bar in zip(
         ("artifact", "artifact (frozen)"), ("default", "default (frozen)"), bars_of(ax), strict=True
@@ -291,11 +292,11 @@ def test_paired_differences_are_paired_by_seed() -> None:
 
 def test_lengths_have_headings_and_missing_seeds_are_left_out() -> None:
     runs = [r for r in bench_runs(["default", "artifact"], [9, 3]) if not (r["init"] == "artifact" and r["seed"] > 4)]
-    ax = plots.paired_differences(runs)
+    ax = plots.paired_differences(seed_differences(runs))
     texts = [t.get_text() for t in ax.texts]
     assert texts.index("3 epochs") < texts.index("9 epochs")
     assert "5 of 5" in texts
     with pytest.raises(UsageError, match="expected a second initialiser"):
-        plots.paired_differences([r for r in runs if r["init"] == "default"])
+        plots.paired_differences(seed_differences([r for r in runs if r["init"] == "default"]))
     with pytest.raises(DataError, match="not finite"):
-        plots.paired_differences([r | {"accuracy": np.nan} for r in runs])
+        plots.paired_differences(seed_differences([r | {"accuracy": np.nan} for r in runs]))

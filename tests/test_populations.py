@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
-from weightscope._util.recipes import recipes
+from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import planned
 from weightscope.data.catalog import dataset_info
@@ -18,7 +18,6 @@ from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 from weightscope.training.engine import train_tile
-from weightscope.training.request import with_classes
 
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -145,7 +144,7 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
             smaller |= {"network.heads": 2}
         elif recipe.network.layers:
             smaller |= {"network.layers": recipe.network.layers[3:4]}
-    recipe = with_classes(recipe.replace(SMALLEST | smaller), tmp_path)
+    recipe = recipe.replace(SMALLEST | smaller).completed(tmp_path)
     tile = train_tile(recipe, 0, data_root=tmp_path, device="cpu")
     assert tile.weights.shape[0] == 2
     assert np.isfinite(tile.weights).all()

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from weightscope._util import toml
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Range, Recipe
 
@@ -92,14 +92,10 @@ def test_networks_that_make_no_sense(network: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (f"[init]\nname = 'default'\nb = {'9' * 5000}", "init.b: expected an integer below 2.63, found one of 5000"),
         (f"[training]\nepochs = {'9' * 4000}", "training.epochs: .*found one of about 4000 digits"),
         ("[training]\nepochs = 2147483648", "training.epochs: input should be less than 2147483648"),
-        (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "training.x: nested too deeply"),
-        (f"[training]\nepochs = 1\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
-        (f"[init]\nname = 'default'\n{'.'.join('a' * 10_000)} = 1", r"a.a.*a.: nested too deeply"),
+        (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "recipe: nested too deeply"),
         (f"[training]\nepochs = 1\n{'.'.join('a' * 30)} = 1", "training.a.a.*a: nested too deeply"),
-        (f"[{'.'.join('a' * 10_000)}]", r"a.a.*a.: nested too deeply"),
         ("[population]\nnetworks = 1000000000", "population.networks: .*less than or equal to 10000000"),
         ("[population]\ntile = 1000000000", "population.tile: .*less than or equal to 65536"),
     ],
@@ -220,7 +216,7 @@ def test_references_are_parsed_without_importing_them() -> None:
     assert recipe.network.numbers == {"widths": [4, 8], "gain": 0.5}
     assert recipe.init[0].parameters == {"alpha": 2}
     assert Recipe.parse(recipe.to_dict()) == recipe
-    assert Recipe.parse(toml.dumps(recipe.to_dict())) == recipe
+    assert Recipe.parse(tomli_w.dumps(recipe.to_dict())) == recipe
 
 
 def my_function() -> None:

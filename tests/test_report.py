@@ -1,17 +1,14 @@
-"""The report: self-contained, everything escaped, and every number from a file."""
+"""The demo's page: self-contained, everything escaped, and every number linked to its file."""
 
 import base64
-import json
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weightscope.errors import DataError, UsageError, WeightscopeError
-from weightscope.report import Column, Number, Report, Rows, Sourced, verdict
+from weightscope.cli.report import FITTED, number, verdict, write_report
+from weightscope.errors import UsageError, WeightscopeError
 
 # One grey pixel.
 PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg==")
@@ -50,234 +47,104 @@ class Parsed(HTMLParser):
         return "".join(self.words.get(tag, []))
 
 
-class Figure:
-    """Something with `savefig` that is not a matplotlib figure."""
+def arm(init: str, difference: float | None, beyond: float | None = None) -> dict[str, Any]:
+    row: dict[str, Any] = {"init": init, "epochs": 3, "n": 64, "mean": 0.97123, "pairs": 64, "difference": difference}
+    row |= {"difference_ci95": difference and [difference - 0.001, difference + 0.001], "p_holm": difference and 1e-9}
+    interval = beyond and [beyond - 0.01, beyond + 0.01]
+    more = {"beyond_scale": beyond, "beyond_scale_ci95": interval, "beyond_scale_p_holm": beyond and 0.4}
+    return row | more | {"beyond_scale_pairs": beyond and 64}
 
-    def savefig(self, file: Any, **options: Any) -> None:
-        assert options["format"] == "png"
-        file.write(PNG)
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "bench").mkdir()
-    results = {
-        "summary": [
-            {"init": "default", "mean": 0.9712345, "difference": None, "n": 64},
-            {"init": "<mimetic>", "mean": 0.98, "difference": -0.0012, "n": 64},
+def page(path: Path, pairs: int = 20) -> Parsed:
+    score = {"group": "all", "structure": NASTY, "parameters": 12345, "log_prob": -1.5, "difference": 0.0}
+    failed = dict.fromkeys(("parameters", "log_prob", "difference", "difference_se"))
+    write_report(
+        path,
+        pictures=dict.fromkeys(("training", "block", "whole", "scores", "benchmark", "benchmark-width"), PNG),
+        contents={"done": 256, "dimension": 1234567, "quantiles": {"test_accuracy": {"0.5": 0.9871}}, "diverged": 0},
+        pairs=[
+            {"in words": f"pair {i} {NASTY}", "correlation": -0.5, "low": -0.6, "high": -0.4, "z": float("inf"), "p": p}
+            for i, p in enumerate([0.01] * pairs + [0.5])
         ],
-        "a/b": {"~c": 1234567},
-        "bad": float("nan"),
-    }
-    (tmp_path / "bench" / "results.json").write_text(json.dumps(results))
-    (tmp_path / "digits 1.pop").mkdir()
-    return tmp_path
-
-
-def parsed(report: Report, folder: Path) -> Parsed:
-    return Parsed(report.save(folder / "report.html").read_text())
-
-
-SOURCE = "bench/results.json"
-
-
-def everything() -> Report:
-    report = Report(f"Title {NASTY}", f"Lead {NASTY}")
-    report.heading(f"Heading {NASTY}").heading("Smaller", 3)
-    report.text("Accuracy ", Number(SOURCE, "/summary/0/mean", ".1f", scale=100), f" % {NASTY}")
-    report.text(Sourced(f"better {NASTY}", SOURCE))
-    report.numbers(
-        {f"Accuracy {NASTY}": [Number(SOURCE, "/summary/1/mean", ".1%")], "Size": Number(SOURCE, "/a~1b/~0c")}
+        fits={
+            "networks": 204,
+            "settings": {"held_out": 51},
+            "table": [
+                score | {"difference_se": 0.0, "failed": None},
+                {"group": "all", "structure": "failed one", "failed": "why", **failed},
+            ],
+        },
+        benchmarks={
+            "benchmark": [arm("default", None), arm(FITTED, 0.021, 0.0025)],
+            "benchmark-width": [arm("default", None), arm(FITTED, -0.021, 0.0025)],
+        },
+        gain=3.0,
     )
-    report.command(f"weightscope {NASTY}")
-    report.figure(PNG, f"Caption {NASTY}", alt=f"Alt {NASTY}", source=[SOURCE, "digits 1.pop"])
-    report.figure(Figure(), ["Accuracy ", Number(SOURCE, "/summary/0/mean")], alt="Curve", source=SOURCE)
-    columns = [Column("init", f"Head {NASTY}"), Column("mean", "Mean", ".2f", 100), Column("difference", "Difference")]
-    report.table(Rows(SOURCE, "/summary"), columns, f"Table {NASTY}")
-    report.table([{"x": NASTY}], {"x": "X"}, "Plain", source=SOURCE)
-    return report
+    return Parsed(path.read_text())
 
 
-def test_the_page_is_well_formed_and_self_contained(folder: Path) -> None:
-    page = parsed(everything(), folder)
-    assert {"script", "link", "iframe", "object", "form"}.isdisjoint(tag for tag, _ in page.tags)
-    assert len(page.all("img")) == 2
-    for image in page.all("img"):
+def test_the_page_is_well_formed_and_self_contained(tmp_path: Path) -> None:
+    found = page(tmp_path / "report.html")
+    assert {"script", "link", "iframe", "object", "form"}.isdisjoint(tag for tag, _ in found.tags)
+    assert len(found.all("img")) == 6
+    for image in found.all("img"):
         assert image["src"].startswith("data:image/png;base64,")
         assert base64.b64decode(image["src"].split(",")[1]) == PNG
         assert image["alt"].strip()
         assert image["width"] == "1"
-    assert page.all("html") == [{"lang": "en"}]
-    policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv"))
+    assert found.all("html") == [{"lang": "en"}]
+    policy = next(m["content"] for m in found.all("meta") if m.get("http-equiv"))
     assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    assert any(m.get("name") == "viewport" for m in page.all("meta"))
-    style = page.text("style")
+    style = found.text("style")
     assert "prefers-color-scheme: dark" in style
-    for outside in ("url(", "@import", "http:", "https:"):
-        assert outside not in style
-    scrolling = [div for div in page.all("div") if "scroll" in (div.get("class") or "")]
-    assert len(scrolling) == len(page.all("table")) + len(page.all("img"))
+    assert not [outside for outside in ("url(", "@import", "http:", "https:") if outside in style]
+    scrolling = [div for div in found.all("div") if "scroll" in (div.get("class") or "")]
+    assert len(scrolling) == len(found.all("table")) + len(found.all("img"))
 
 
-def test_every_string_is_escaped(folder: Path) -> None:
-    page = parsed(everything(), folder)
-    for tag, count in {"h1": 1, "h2": 1, "p": 3, "dt": 1, "code": 1, "figcaption": 2, "th": 1, "td": 1}.items():
-        assert page.text(tag).count(NASTY) == count, tag
-    assert page.all("img")[0]["alt"] == f"Alt {NASTY}"
-    assert "<mimetic>" in page.text("td")
-    assert NASTY in page.text("title")
+def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path: Path) -> None:
+    found = page(tmp_path / "report.html")
+    assert found.text("dd") == "2561,234,56798.70"
+    cells = found.words["td"]
+    assert "".join(cells).count(NASTY) == 12 + 1, "twelve pairs and one structure; the failed one is left out"
+    assert {"−0.50", "−0.60", "not finite", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
+    assert "failed one" not in cells
+    lead = next(text for text in found.words["a"] if text.startswith("better by"))
+    assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1e-9, 64 paired seeds)")
+    assert "is not significantly different: +0.2 percentage points" in found.text("p")
+    links = {a["href"] for a in found.all("a")}
+    assert {"benchmark/results.json", "benchmark-width/results.json", "digits.pop", "fitted.safetensors"} <= links
+    assert found.text("figcaption").count("Source: ") == len(found.all("figure")) == 6 + 4
 
 
-def test_links_are_relative_and_lead_to_files_that_exist(folder: Path) -> None:
-    links = [a["href"] for a in parsed(everything(), folder).all("a")]
-    assert set(links) == {"bench/results.json", "digits%201.pop"}
-    assert all((folder / link.replace("%20", " ")).exists() for link in links)
+def test_without_correlated_pairs_there_is_a_sentence_in_place_of_their_table(tmp_path: Path) -> None:
+    found = page(tmp_path / "report.html", pairs=0)
+    assert "No pair of tensors is significantly correlated" in found.text("p")
+    assert len(found.all("table")) == 3
 
 
-def test_every_figure_and_table_names_its_source(folder: Path) -> None:
-    page = parsed(everything(), folder)
-    assert page.text("figcaption").count("Source: ") == len(page.all("figure")) == 4
-
-
-def test_numbers_are_those_of_the_file(folder: Path) -> None:
-    page = parsed(everything(), folder)
-    assert "Accuracy 97.1 %" in page.text("p")
-    assert page.text("dd") == "98.0%1.23e+06"
-    titles = [a.get("title") for a in page.all("a")]
-    assert "bench/results.json /summary/0/mean = 0.9712345" in titles
-    cells = page.words["td"]
-    assert cells[:6] == ["default", "97.12", "–", "<mimetic>", "98.00", "−0.0012"]
-    numbers = [c for c in page.all("td") if c.get("class") == "number"]
-    assert len(numbers) == 4
-    # The file changes, and so does what the same report says.
-    (folder / SOURCE).write_text((folder / SOURCE).read_text().replace("0.9712345", "0.5"))
-    assert "Accuracy 50.0 %" in parsed(everything(), folder).text("p")
-
-
-def test_values_that_are_no_finite_numbers_say_so(folder: Path) -> None:
-    report = Report("t").text("x ", Number(SOURCE, "/bad"), "!")
-    report.table(
-        [{"a": True, "b": 12345, "c": float("inf"), "d": -1.5}],
-        dict(zip("abcd", "ABCD", strict=True)),
-        "c",
-        source=SOURCE,
-    )
-    page = parsed(report, folder)
-    assert "x not finite!" in page.text("p")
-    assert page.words["td"] == ["yes", "12,345", "not finite", "−1.5"]
-
-
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (Number("bench/none.json", "/a"), "none.json: cannot read this source of the report: No such file"),
-        (Number(SOURCE, "/summary/2/mean"), "nothing at /summary/2/mean: no '2' in 2 rows"),
-        (Number(SOURCE, "/summary/-1/mean"), "no '-1' in 2 rows"),
-        (Number(SOURCE, "/summary/0/median"), "no 'median' in {'init': 'default'"),
-        (Number(SOURCE, "/summary/0/mean/x"), "no 'x' in 0.97"),
-        (Number(SOURCE, "/summary/0/init"), "expected a number at /summary/0/init, found 'default'"),
-        (Number(SOURCE, "/summary/0/difference"), "expected a number .* found None"),
-        (Number("digits 1.pop", "/a"), "Is a directory"),
-        (Number("text.txt", "/a"), "expected JSON"),
-    ],
-)
-def test_a_number_that_is_not_in_its_file_stops_the_report(folder: Path, number: Number, message: str) -> None:
-    (folder / "text.txt").write_text("{")
-    (folder / "report.html").write_text("old")
-    with pytest.raises(DataError, match=message):
-        Report("t").text(number).save(folder / "report.html")
-    assert (folder / "report.html").read_text() == "old"
-
-
-def test_rows_of_a_file_must_be_rows(folder: Path) -> None:
-    def report(where: str, key: str = "mean") -> Report:
-        return Report("t").table(Rows(SOURCE, where), {key: "M"}, "c")
-
-    with pytest.raises(DataError, match="expected rows at /bad"):
-        report("/bad").save(folder / "r.html")
-    with pytest.raises(DataError, match="nothing at /none"):
-        report("/none").save(folder / "r.html")
-    with pytest.raises(UsageError, match=r"results\.json /summary: row 0 lacks median; it has init, mean"):
-        report("/summary", "median").save(folder / "r.html")
-
-
-def test_a_source_that_is_missing_stops_the_report(folder: Path) -> None:
-    report = Report("t").figure(PNG, "c", alt="a", source="gone.npz")
-    with pytest.raises(DataError, match=r"gone\.npz: a source of the report, not found"):
-        report.save(folder / "report.html")
-    assert not (folder / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    "source", ["/etc/passwd", "../up.json", "a/../../b", "http://x/y", "javascript:alert(1)", "", "a\\b", "C:x", []]
-)
-def test_sources_are_relative_paths_below_the_report(source: Any) -> None:
-    with pytest.raises(UsageError, match="source: expected"):
-        Report("t").figure(PNG, "c", alt="a", source=source)
-    if isinstance(source, str):
-        with pytest.raises(UsageError, match="source: expected"):
-            Report("t").text(Number(source, "/a"))
-
-
-def test_a_bare_number_has_no_place_in_a_text() -> None:
-    with pytest.raises(UsageError, match="found float; numbers need a source"):
-        Report("t").text("accuracy ", 0.97)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="expected a pointer like /summary/0/mean, found 'summary'"):
-        Report("t").text(Number(SOURCE, "summary"))
-
-
-def test_pictures_are_checked(tmp_path: Path) -> None:
-    report = Report("t")
-    picture, drawing = tmp_path / "a.png", tmp_path / "a.svg"
-    picture.write_bytes(PNG)
-    drawing.write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
-    report.figure(picture, "c", alt="a", source="a.png").figure(str(drawing), "c", alt="a", source="a.svg")
-    images = parsed(report, tmp_path).all("img")
-    assert [i["src"].split(";")[0] for i in images] == ["data:image/png", "data:image/svg+xml"]
-    with pytest.raises(UsageError, match="empty alt"):
-        report.figure(PNG, "c", alt=" ", source="a")
-    with pytest.raises(UsageError, match=r"expected a \.png or \.svg file"):
-        report.figure("a.pdf", "c", alt="a", source="a")
-    with pytest.raises(UsageError, match="expected a figure, PNG bytes or a path, found int"):
-        report.figure(3, "c", alt="a", source="a")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="cannot read this picture of the report: No such file"):
-        report.figure(tmp_path / "none.png", "c", alt="a", source="a")
-    with pytest.raises(DataError, match="expected a PNG picture, found bytes that begin with b'GIF89a'"):
-        report.figure(b"GIF89a", "c", alt="a", source="a")
-
-
-def test_other_bad_parts_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="level 2 or 3, found 1"):
-        Report("t").heading("h", 1)
-    with pytest.raises(UsageError, match="expected columns, found none"):
-        Report("t").table([], {}, "c", source="a")
-    with pytest.raises(UsageError, match="row 1 lacks x; it has y"):
-        Report("t").table([{"x": 1}, {"y": 1}], {"x": "X"}, "c", source="a")
-    with pytest.raises(UsageError, match="expected the file that the values come from, found none"):
-        Report("t").table([{"x": 1}], {"x": "X"}, "c")
-    with pytest.raises(UsageError, match="format: 'd' does not suit"):
-        Report("t").text(Number(SOURCE, "/summary/0/mean", "d")).save(folder / "r.html")
+def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    for name in ("a.html", "b.html"):
+        page(tmp_path / name)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     with pytest.raises(WeightscopeError, match="cannot write"):
-        Report("t").save(folder / "none" / "report.html")
+        page(tmp_path / "none" / "report.html")
 
 
-def test_an_empty_table_is_a_table(folder: Path) -> None:
-    page = parsed(Report("t").table([], {"x": "X"}, "Nothing diverged.", source=SOURCE), folder)
-    assert page.text("th") == "X"
-    assert "td" not in page.words
-
-
-def test_the_same_report_has_the_same_bytes(folder: Path) -> None:
-    first = everything().save(folder / "a.html").read_bytes()
-    assert everything().save(folder / "b.html").read_bytes() == first
-
-
-def test_reports_are_made_without_heavy_imports() -> None:
-    code = "import sys, weightscope.report; print([m for m in ('torch', 'matplotlib', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def test_numbers_that_are_missing_or_not_finite_say_so() -> None:
+    assert [number(v, ".1f", 100) for v in (None, float("nan"), -0.015)] == ["–", "not finite", "−1.5"]
 
 
 # Verdicts
+
+
+def test_verdicts_follow_the_direction() -> None:
+    arguments: dict[str, Any] = {"difference": -0.05, "ci95": (-0.06, -0.04), "p": 1e-6, "unit": "bits per token"}
+    ends = "by 0.050 bits per token (95 % CI 0.040 to 0.060, p = 1e-6)"
+    assert verdict(**arguments, higher_is_better=False) == f"better {ends}"
+    assert verdict(**arguments) == f"worse {ends}"
+    opposite = arguments | {"difference": 0.05, "ci95": (0.04, 0.06)}
+    assert verdict(**opposite, higher_is_better=False) == f"worse {ends}"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_permutations_of_many_tokens_are_drawn_in_parts(task, monkeypatch):
         return rand(*shape, **options)
 
     monkeypatch.setattr(torch, "rand", recorded)
-    monkeypatch.setattr("weightscope.data.sequences.tasks._AT_ONCE", 100)
+    monkeypatch.setattr("weightscope.data.sequences._AT_ONCE", 100)
     parts = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
     assert len(sizes) > 1
     assert max(sizes) <= 100

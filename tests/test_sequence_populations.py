@@ -17,12 +17,11 @@ from programs import run
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource, load
-from weightscope.data.sequence_config import SEQUENCE_NAMES, TaskConfig
+from weightscope.data.sequence_config import SEQUENCE_NAMES, TASK_SIZES, TaskConfig, sequence_length
 from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
-from weightscope.data.task_sizes import TASK_SIZES, sequence_length
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.networks import build_for
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -343,9 +342,12 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
     [
         (
             {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}},
-            "network.type: vit takes images, copy has no",
+            "network.type: vit takes images, copy has sequences",
         ),
-        ({"data": {"name": "digits"}}, "data.name: mamba takes sequences, digits has images; expected one of copy"),
+        (
+            {"data": {"name": "digits"}},
+            "network.type: mamba takes sequences, digits has images",
+        ),
         ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
         ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
         ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),

@@ -8,7 +8,7 @@ import shims
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.threads import single_threaded
+from weightscope._util.environment import single_threaded
 from weightscope.anatomy import attention, ssms
 from weightscope.errors import UsageError
 from weightscope.networks.sequences import (
@@ -19,9 +19,9 @@ from weightscope.networks.sequences import (
     Mamba2Mixer,
     MambaMixer,
     block_scan,
+    rotated,
     selective_scan,
 )
-from weightscope.networks.sequences.attention import rotated
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from weightscope.errors import UsageError
-from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, segmented, selective_scan
+from weightscope.networks import scans
+from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, selective_scan
 from weightscope.training.stacked_networks import StackedNetworks
 
 V, COUNT, BATCH, TOKENS = 11, 3, 2, 9
@@ -120,7 +121,7 @@ def test_scans_of_many_networks_run_in_any_parts(at_once, rates_too, monkeypatch
     )
     direction = torch.randn_like(expected)
     there = torch.autograd.grad((expected * direction).sum(), values)
-    monkeypatch.setattr(segmented, "_AT_ONCE", at_once)
+    monkeypatch.setattr(scans, "_AT_ONCE", at_once)
     found = torch.vmap(selective_scan, dims)(*values)
     assert relative(found, expected) < 1e-12
     for mine, theirs in zip(torch.autograd.grad((found * direction).sum(), values), there, strict=True):

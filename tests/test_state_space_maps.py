@@ -12,10 +12,10 @@ from programs import run
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from weightscope._util.environment import single_threaded
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.threads import single_threaded
+from weightscope.analysis.runnable import tokens_for
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
-from weightscope.analysis.state_space_maps.opening import tokens_for
 from weightscope.data.sequences import TASKS
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_

@@ -9,9 +9,7 @@ from scipy.stats import multivariate_normal
 from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.shrinkage import ledoit_wolf_of_rows
-from weightscope.structures import (
+from weightscope.fits import (
     STRUCTURES,
     Dense,
     Diagonal,
@@ -24,7 +22,9 @@ from weightscope.structures import (
     structure_class,
     structure_reference,
 )
-from weightscope.structures.base import fit_mean
+from weightscope.fits.structure import fit_mean
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.shrinkage import ledoit_wolf_of_rows
 
 MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight", (3, 4))])
 MIXED = WeightSpec([TensorSpec("conv.weight", (4, 1, 2, 2)), TensorSpec("bias", (5,)), TensorSpec("scale", ())])
@@ -229,7 +229,7 @@ def test_registry():
     ]
     assert structure_class("dense") is structure_class(Dense) is Dense
     assert structure_class("low-rank") is LowRank
-    assert structure_class("weightscope.structures.dense:Dense") is Dense
+    assert structure_class("weightscope.fits.gaussian:Dense") is Dense
     assert structure_reference(Dense) == "dense"
     with pytest.raises(UsageError, match="no structure 'full'; there are isotropic, group_means, diagonal"):
         structure_class("full")

@@ -14,7 +14,7 @@ import pytest
 from programs import script
 
 from weightscope.benchmarking import Axis, BenchResult, bench, plan_arms
-from weightscope.benchmarking.axes import axes_of
+from weightscope.benchmarking.design import axes_of
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect

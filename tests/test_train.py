@@ -17,7 +17,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.training import memory, own_networks, spec_of, train_tile
 from weightscope.training.engine import TileRun, swept
-from weightscope.training.image_batches import smooth
+from weightscope.training.image_task import smooth
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
 BASE = {

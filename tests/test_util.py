@@ -13,9 +13,8 @@ import pytest
 
 from weightscope._util import checks, plugins
 from weightscope._util.names import listing, matching, nearest_first, shortened, split_patterns, unknown, unwrapped
-from weightscope._util.results import Result
+from weightscope._util.results import Result, html_table, text_table
 from weightscope._util.sources import is_population
-from weightscope._util.tables import html_table, text_table
 from weightscope.errors import UsageError
 
 # -- names ------------------------------------------------------------------------------------------------------

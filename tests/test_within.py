@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 
 import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import NetworkCovariances, covariance_within, filter_distributions, skeleton
+from weightscope.analysis.within_network import NetworkCovariances, covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fits.filters import filter_distributions
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum, separability_test
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.separability import separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
@@ -506,7 +508,7 @@ def test_maps_are_in_block_form_with_limits_printed() -> None:
         assert image.norm(0.0) == 0.5  # zero is in the middle of the colours
         assert -image.norm.vmin == image.norm.vmax >= np.quantile(np.abs(row.covariance), 0.98)
     limits = [t for t in figure.texts if t.get_gid() == "limit"]
-    assert [t.get_text() for t in limits[:3]] == [f"±{plots.typography.number(image.norm.vmax)}" for image in shown]
+    assert [t.get_text() for t in limits[:3]] == [f"±{plots.text.number(image.norm.vmax)}" for image in shown]
     assert "not\nfinite" in [t.get_text().replace(" ", "\n") for ax in figure.axes for t in ax.texts]
 
 

@@ -3,12 +3,14 @@
 The public names are imported on first use, so `import weightscope` does not import torch, matplotlib or h5py.
 """
 
+# ruff: noqa: F401 - what is imported for type checkers is not used here
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from weightscope._version import __version__
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` imports the names of `_HOMES`
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
     from weightscope.analysis.covariances import covariance
@@ -19,16 +21,15 @@ if TYPE_CHECKING:
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
-    from weightscope.fitting.network import fit_network
-    from weightscope.fitting.population import fit
-    from weightscope.fitting.source import fit_init
+    from weightscope.fits.fitting import fit, fit_init
+    from weightscope.fits.one_network import fit_network
     from weightscope.init import load_init
     from weightscope.population import Population, export
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.training.collection import collect
 
-# Public name -> "module" that has it under the same name, or "module:other_name".
+# Public name -> the module that defines it.
 _HOMES = {
     "Checkpoint": "checkpoint",
     "Dataset": "data",
@@ -43,9 +44,9 @@ _HOMES = {
     "collect": "training.collection",
     "covariance": "analysis.covariances",
     "export": "population",
-    "fit": "fitting.population",
-    "fit_init": "fitting.source",
-    "fit_network": "fitting.network",
+    "fit": "fits.fitting",
+    "fit_init": "fits.fitting",
+    "fit_network": "fits.one_network",
     "inspect": "analysis.inspection",
     "load_init": "init",
     "products": "analysis.attention_products",
@@ -53,38 +54,14 @@ _HOMES = {
     "verify": "analysis.verification",
 }
 
-__all__ = [
-    "Checkpoint",
-    "Dataset",
-    "Population",
-    "Recipe",
-    "TensorSpec",
-    "WeightSpec",
-    "__version__",
-    "attention_maps",
-    "audit",
-    "bench",
-    "catalogue",
-    "collect",
-    "covariance",
-    "export",
-    "fit",
-    "fit_init",
-    "fit_network",
-    "inspect",
-    "load_init",
-    "products",
-    "track",
-    "verify",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'weightscope' has no attribute {name!r}")
-    module, _, other = _HOMES[name].partition(":")
-    return getattr(importlib.import_module(f"weightscope.{module}"), other or name)
+    return getattr(importlib.import_module(f"weightscope.{_HOMES[name]}"), name)

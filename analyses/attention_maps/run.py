@@ -62,7 +62,7 @@ def sensitivity(network: nn.Module, batch: Tensor, before: AttentionMaps) -> dic
     nn.init.zeros_(token)
     moved = {}
     for key in ("self", "near", "special", "entropy"):
-        pairs = zip(before.statistics(), after.statistics(), strict=True)
+        pairs = zip(before.rows(), after.rows(), strict=True)
         change = np.array([b[key] - a[key] for a, b in pairs])
         moved[key] = {"mean": float(change.mean()), "largest": float(np.abs(change).max())}
     pairs = zip(before.condition(), after.condition(), strict=True)

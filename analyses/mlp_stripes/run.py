@@ -14,7 +14,7 @@ import numpy as np
 import weightscope
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import PopulationCovariance
-from weightscope.statistics.group_means import stripes
+from weightscope.statistics.mlps import stripes
 from weightscope.statistics.samples import usable_chunks
 
 BOOTSTRAPS = 2000

@@ -20,12 +20,12 @@ import numpy as np
 import run
 
 from weightscope.benchmarking import bench
-from weightscope.fitting.population import fit
+from weightscope.fits import Exchangeable
+from weightscope.fits.fitting import fit
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import InitConfig
 from weightscope.statistics.exchangeable import ExchangeableMoments
-from weightscope.structures import Exchangeable
 from weightscope.training.initial_weights import initial_weights
 
 GAINS = {"threshold": (1.0, 3.0, 10.0, 30.0), "eigenvalues": (1.0, 3.0, 10.0), "extrapolation": (1.0, 3.0, 10.0)}

@@ -20,12 +20,13 @@ import numpy as np
 
 from weightscope._util.arm_labels import CONTROL
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import exchangeable_covariance, filter_mlp_correlation
+from weightscope.analysis.across_networks import filter_mlp_correlation
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.inits import labelled
+from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, paired
-from weightscope.data import fashion_mnist
-from weightscope.fitting.population import fit
+from weightscope.data.readers import fashion_mnist_at_hand
+from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
@@ -79,7 +80,7 @@ class Case:
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
 CONVNEXT = ("mimetic_mlp", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
 CASES = {
-    "convnext": Case(Recipe.load(ROOT / "weightscope/demo/demo.toml"), "stages.*", CONVNEXT, 3, 12, 4, 256),
+    "convnext": Case(Recipe.load(ROOT / "weightscope/cli/demo.toml"), "stages.*", CONVNEXT, 3, 12, 4, 256),
     "vit": Case(
         Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",
@@ -210,7 +211,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
     out: dict[str, Any] = {"gain": choice.to_dict(), "conditions": {}}
     conditions = case.conditions()
-    if "other data" in SEEDS and not fashion_mnist.at_hand(options.get("data")):
+    if "other data" in SEEDS and not fashion_mnist_at_hand(options.get("data")):
         print("Fashion-MNIST is not at hand: no comparison on other data")
         conditions.pop("other data")
     for condition in (name for name in conditions if name in SEEDS):

@@ -30,16 +30,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fake_training as fake
 import pytest
 import test_checkpoint_fuzz as checkpoints
+import tomli_w
 import torch
 from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from plain_torture import report
 from safetensors.torch import save
 
-from weightscope._util import toml
-from weightscope.artifacts.loading import load_artifact
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import load_artifact
 from weightscope.population import Population, export
 from weightscope.population.exporting import read_export
 from weightscope.recipe import InitConfig, Recipe
@@ -186,7 +186,7 @@ def _export(folder: Path) -> Kind:
 def _recipe(folder: Path) -> Kind:
     inits = [{"name": "default"}, {"name": "mimetic_mlp", "b": 0.1}]
     rates = {"training__learning_rate": {"low": 1e-3, "high": 0.1}, "training__weight_decay": [0.0, 0.1]}
-    texts = [toml.dumps(fake.recipe(init=inits, **rates).to_dict()).encode(), b'name = "mimetic_mlp"\nb = 0.1\n']
+    texts = [tomli_w.dumps(fake.recipe(init=inits, **rates).to_dict()).encode(), b'name = "mimetic_mlp"\nb = 0.1\n']
 
     def read(raw: bytes) -> None:
         (folder / "r.toml").write_bytes(raw)

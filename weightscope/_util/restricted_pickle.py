@@ -1,13 +1,18 @@
-"""Read a pickle as data, without executing it.
+"""Read a pickle as data: nothing that it names is imported, called or instantiated.
 
-`pickle.load` calls any function that a pickle names, so a downloaded file can run code. `torch.load(weights_only=True)`
-restricts this, but has had holes, loads all tensors at once, and does not read the NumPy arrays of CIFAR. This reader
-only follows the instructions that build dictionaries, lists, tuples, strings and numbers. It imports, calls and
-instantiates nothing; each call in the pickle becomes a `Call(name, arguments, state)` for the caller to interpret.
+The standard library's unpickler follows the instructions that build dictionaries, lists, tuples, strings and numbers.
+Each call in the pickle becomes a `Call(name, arguments, state)` for the caller to interpret, and any other instruction
+is refused. It is the unpickler in Python: the one in C allocates 64 GB for a memo if four bytes ask for it.
+
+`torch.load(weights_only=True)` runs no code, but a file can end the process (torch 2.13): by a tuple nested a million
+times as a key, or by `bytearray(10**11)`, which it calls.
 """
 
-import pickletools
+import io
+import pickle
+import struct
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -15,14 +20,27 @@ import numpy as np
 
 from weightscope.errors import DataError
 
-_IGNORED = {"PROTO", "FRAME"}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = {
-    *("INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_DATA = (
+    "PROTO FRAME MARK STOP POP NONE NEWTRUE NEWFALSE INT LONG LONG1 LONG4 BININT BININT1 BININT2 FLOAT BINFLOAT "
+    "STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS SETITEM SETITEMS "
+    "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
+)
+_ERRORS = (
+    *(
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        EOFError,
+        RecursionError,
+        MemoryError,
+    ),
+    *(pickle.UnpicklingError, struct.error, Warning),
+)
 
 
 @dataclass
@@ -40,160 +58,110 @@ class Call:
     state: Any = None
 
 
-class Machine:
-    """The pickle machine's stack and memo; subclasses may understand more instructions, or calls.
+class Entries(dict[Any, Any]):
+    """A dictionary of a pickle."""
 
-    Attributes:
-        allowed: names of allowed functions, each as `module function`.
-        limit: maximum number of instructions; a short pickle can take hours or all memory.
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, str | bytes | int):  # hashing a nested tuple can take forever
+            raise ValueError("it has a dictionary with unusual keys")
+        super().__setitem__(key, value)
+
+
+class _Handlers(dict[int, Callable[..., None]]):
+    def __missing__(self, code: int) -> Callable[..., None]:
+        raise ValueError(f"it uses the instruction {bytes([code])!r}, which is not needed to store such data")
+
+
+class DataUnpickler(pickle._Unpickler):
+    """Builds data; subclasses may interpret calls, states and persistent ids.
+
+    Args:
+        file: the pickle; left at its end.
+        allowed: names of the functions that may be named, each as `module function`.
     """
 
-    limit = 3_000_000
+    # Of the base class, whose types typeshed does not state.
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, allowed: frozenset[str]) -> None:
+    def __init__(self, file: BinaryIO, allowed: frozenset[str]) -> None:
+        super().__init__(file, encoding="latin1")  # strings of Python 2: one character for each byte
         self.allowed = allowed
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
 
-    def since_mark(self) -> list[Any]:
-        """Pop what was pushed since the last mark."""
-        start = self.marks.pop()
-        items = self.stack[start:]
-        del self.stack[start:]
-        return items
+    def find_class(self, module: str, name: str) -> Any:
+        """The function as data, or ValueError."""
+        if f"{module} {name}" not in self.allowed:
+            raise ValueError(f"it calls {module}.{name}, which is not needed to store such data")
+        return Call(f"{module} {name}")
 
-    def take(self, count: int) -> list[Any]:
-        """Pop that many values."""
-        if len(self.stack) < count:
-            raise ValueError("the stack is empty")
-        start = len(self.stack) - count
-        items = self.stack[start:]
-        del self.stack[start:]
-        return items
+    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What stands for the result of a call."""
+        return Call(name, arguments)
 
-    def name(self, name: str) -> None:
-        """Push a function, named as `module function`."""
-        if name not in self.allowed:
-            raise ValueError(f"it calls {name.replace(' ', '.')}, which is not needed to store such data")
-        self.stack.append(Call(name))
+    def set_state(self, item: Any, state: Any) -> None:
+        """Keep what would be given to `__setstate__`."""
+        if not isinstance(item, Call) or item.arguments is None:
+            raise ValueError("it sets the state of something that is no object")
+        item.state = state
 
-    def call(self) -> None:
-        """Replace a function and its arguments by the result."""
-        function, arguments = self.take(2)
+    def _reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Call) or function.arguments is not None or not isinstance(arguments, tuple):
             raise ValueError("it calls something that is no function")
-        self.stack.append(Call(function.name, arguments))
+        self.append(self.called(function.name, arguments))
 
-    def build(self) -> None:
-        """Set the state of the value below it."""
-        (state,) = self.take(1)
-        if not isinstance(self.stack[-1], Call) or self.stack[-1].arguments is None:
-            raise ValueError("it sets the state of something that is no object")
-        self.stack[-1].state = state
+    def _build(self) -> None:
+        state = self.stack.pop()
+        self.set_state(self.stack[-1], state)
 
-    def put(self, items: list[Any]) -> None:
-        """Set keys and values, in turn, in the dictionary on top."""
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError("it sets the items of something that is no dictionary")
+    def _dictionary(self) -> None:
+        self.append(Entries())
+
+    def _dictionary_of_items(self) -> None:
+        items = self.pop_mark()
+        self.append(Entries())
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | bytes | int):  # hashing a nested tuple can take forever
-                raise ValueError("it has a dictionary with unusual keys")
-            target[key] = value
+            self.stack[-1][key] = value
 
-    def extend(self, items: list[Any]) -> None:
-        """Append to the list on top."""
-        if not isinstance(self.stack[-1], list):
-            raise ValueError("it appends to something that is no list")
-        self.stack[-1].extend(items)
+    dispatch = _Handlers(
+        {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _DATA.split()}
+        | {pickle.REDUCE[0]: _reduce, pickle.BUILD[0]: _build}
+        | {pickle.EMPTY_DICT[0]: _dictionary, pickle.DICT[0]: _dictionary_of_items}
+        # Sets are lists here, whose members need not be hashed.
+        | {pickle.EMPTY_SET[0]: pickle._Unpickler.dispatch[pickle.EMPTY_LIST[0]]}
+        | {pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]]}
+        | {pickle.FROZENSET[0]: pickle._Unpickler.dispatch[pickle.LIST[0]]}
+    )
 
-    def step(self, operation: str, argument: Any) -> None:
-        """Follow one instruction."""
-        if operation in _LITERALS:
-            self.stack.append(argument)
-        elif operation in _CONSTANTS:
-            self.stack.append(_CONSTANTS[operation])
-        elif operation in _TUPLES:
-            self.stack.append(tuple(self.take(_TUPLES[operation])))
-        else:
-            self.compound(operation, argument)
 
-    def compound(self, operation: str, argument: Any) -> None:
-        """Follow an instruction that does more than push a constant."""
-        match operation:
-            case "MARK":
-                self.marks.append(len(self.stack))
-            case "TUPLE":
-                self.stack.append(tuple(self.since_mark()))
-            case "EMPTY_LIST":
-                self.stack.append([])
-            case "LIST":
-                self.stack.append(self.since_mark())
-            case "EMPTY_DICT":
-                self.stack.append({})
-            case "DICT":
-                items = self.since_mark()
-                self.stack.append({})
-                self.put(items)
-            case "APPEND":
-                self.extend(self.take(1))
-            case "APPENDS":
-                self.extend(self.since_mark())
-            case "SETITEM":
-                self.put(self.take(2))
-            case "SETITEMS":
-                self.put(self.since_mark())
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = self.stack[-1]
-            case "MEMOIZE":
-                self.memo[len(self.memo)] = self.stack[-1]
-            case "GET" | "BINGET" | "LONG_BINGET":
-                self.stack.append(self.memo[argument])
-            case "GLOBAL":
-                self.name(argument)
-            case "STACK_GLOBAL":
-                self.name(" ".join(map(str, self.take(2))))
-            case "REDUCE":
-                self.call()
-            case "BUILD":
-                self.build()
-            case _:
-                raise ValueError(f"it uses the instruction {operation}, which is not needed to store such data")
+def run(unpickler: DataUnpickler, where: str) -> Any:
+    """The value of a pickle.
+
+    Raises:
+        DataError: if it is no pickle, or does anything but build data; with `where`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
+            return unpickler.load()
+    except _ERRORS as error:
+        reason = " ".join(ascii(str(error))[1:-1].split())[:200] or "it is truncated; download it again"
+        raise DataError(f"{where}: not a pickle that can be read as data: {reason}") from error
 
 
 def loads(raw: bytes, where: str, allowed: frozenset[str]) -> Any:
     """The value that a pickle describes, with `Call`s in place of calls.
 
-    Strings of Python 2 come as text in Latin-1, one character for each byte.
-
     Args:
         raw: the pickle.
-        where: of its file, for errors.
+        where: name of its file, for errors.
         allowed: names of the functions that may be named, each as `module function`.
 
     Raises:
-        DataError: if it is no pickle, or names another function, or does anything but build data.
+        DataError: as `run`.
     """
-    return run(Machine(allowed), raw, where)
-
-
-def run(machine: Machine, source: bytes | BinaryIO, where: str) -> Any:
-    """The result of a machine for a pickle; a stream is left at the end of the pickle. Raises as `loads`."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
-            for count, (operation, argument, _) in enumerate(pickletools.genops(source)):
-                if count >= machine.limit:
-                    raise ValueError(f"it has more than {machine.limit} instructions")
-                if operation.name == "STOP":
-                    (value,) = machine.take(1)
-                    return value
-                if operation.name not in _IGNORED:
-                    machine.step(operation.name, argument)
-    except (ValueError, IndexError, KeyError, Warning) as error:
-        raise DataError(f"{where}: not a pickle that can be read as data: {error}") from error
-    raise DataError(f"{where}: the pickle is truncated; download it again")
+    return run(DataUnpickler(io.BytesIO(raw), allowed), where)
 
 
 NUMPY_ARRAY = frozenset(
@@ -214,7 +182,7 @@ def uint8_array(value: Any, where: str) -> np.ndarray:
     Args:
         value: from `loads`, as NumPy pickles an array: `_reconstruct(ndarray, (0,), b'b')` with the state
             `(version, shape, dtype, fortran order, bytes)`.
-        where: of its file, for errors.
+        where: name of its file, for errors.
 
     Raises:
         DataError: if it describes something else.

@@ -1,11 +1,12 @@
-"""Base class of results: text for the terminal, records for pandas, a short `repr`, HTML for notebooks."""
+"""Base class of results, and tables as text for the terminal and as HTML for notebooks."""
 
 import html
 import math
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from string import Formatter
+from typing import Any, ClassVar
 
-from weightscope._util.tables import html_table
 from weightscope.errors import UsageError
 
 
@@ -15,19 +16,38 @@ def finite_or_none(value: float) -> float | None:
 
 
 class Result:
-    """Base class of results. Subclasses define `text`, `rows` and `summary`; most also `to_dict` and `plot`."""
+    """Base class of results. A subclass defines `rows`, and usually `summary`, `columns`, `notes` and `plot`.
 
-    @abstractmethod
-    def text(self) -> str:
-        """The result as text for the terminal."""
+    Attributes:
+        columns: head of a column of the text table -> format of its cells from a row, such as
+            `"{low:+.3f} to {high:+.3f}"`; None and NaN are printed as "-". Without columns: all keys of the rows.
+        left: numbers of the left-aligned columns.
+    """
+
+    columns: ClassVar[Mapping[str, str]] = {}
+    left: ClassVar[Collection[int]] = (0,)
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
         """The table as records: one flat dictionary for each row, with the same keys."""
 
-    @abstractmethod
     def summary(self) -> str:
         """One line: what this is, and its size."""
+        return f"{len(self.rows())} rows"
+
+    def notes(self) -> list[str]:
+        """Lines below the table: what was left out, warnings."""
+        return []
+
+    def text(self) -> str:
+        """The result as text for the terminal: the summary, the table of the rows, and the notes."""
+        rows = self.rows()
+        columns = self.columns or {key: f"{{{key}}}" for key in (rows[0] if rows else ())}
+        return "\n".join([self.summary(), "", row_table(columns, rows, left=self.left), *self.notes()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON types."""
+        return {"rows": self.rows()}
 
     def to_pandas(self) -> Any:
         """`rows()` as a `pandas.DataFrame`.
@@ -49,3 +69,71 @@ class Result:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.summary())}</p>{html_table(self.rows())}"
+
+
+class _Cells(Formatter):
+    """Format strings in which None, NaN and missing keys are "-", whatever their format."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs.get(str(key))
+
+    def format_field(self, value: Any, spec: str) -> str:
+        missing = value is None or (isinstance(value, float) and math.isnan(value))
+        return "-" if missing else str(super().format_field(value, spec))
+
+
+def row_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, left: Collection[int] = (0,)) -> str:
+    """Records as a text table.
+
+    Args:
+        columns: head -> format of the cells, such as `"{alpha:.2f}"`; None, NaN and missing keys are printed as "-".
+        rows: the records.
+        left: numbers of the left-aligned columns.
+
+    Example:
+        >>> print(row_table({"layer": "{name}", "alpha": "{alpha:.2f}"}, [{"name": "blocks.0", "alpha": 0.412}]))
+        layer     alpha
+        blocks.0   0.41
+    """
+    cells = ([_Cells().vformat(form, (), row) for form in columns.values()] for row in rows)
+    return text_table(list(columns), cells, left=left)
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)) -> str:
+    """A table with columns two spaces apart; numbers are right-aligned.
+
+    Args:
+        header: the columns' names.
+        rows: cells; converted with `str`.
+        left: indices of left-aligned columns.
+
+    Example:
+        >>> print(text_table(("layer", "alpha"), [("blocks.0", "0.41")]))
+        layer     alpha
+        blocks.0   0.41
+    """
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = (
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(rows: Sequence[dict[str, Any]], most: int = 20) -> str:
+    """Records as an HTML table of at most `most` rows, and the number of the others."""
+    if not rows:
+        return "<p>no rows</p>"
+    columns = list(rows[0])
+    head = "".join(f"<th>{html.escape(str(column))}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(_cell(row.get(column)))}</td>" for column in columns) + "</tr>"
+        for row in rows[:most]
+    )
+    more = f"<p>{len(rows) - most} more rows; <code>.to_pandas()</code> has all</p>" if len(rows) > most else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

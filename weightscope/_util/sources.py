@@ -1,12 +1,22 @@
-"""Kinds of sources: populations, their members, artifacts, trained networks."""
+"""What users give as sources: populations, their members, artifacts, recipes of the package, regular files."""
 
+import errno
+import os
 import re
+import stat
+from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
-from weightscope.errors import UsageError
+from weightscope._util.names import unknown
+from weightscope.errors import RecipeError, UsageError
 
 POPULATION_FILE = "population.json"
 ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds a fitted initialiser
+
+# A symbolic link in a checkout and an editable install, a folder in a wheel.
+_RECIPES = Path(__file__).parents[1] / "populations"
+_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 def is_population(source: object) -> bool:
@@ -33,3 +43,88 @@ def population_member(source: object) -> tuple[Path, int] | None:
     if not re.fullmatch(r"[0-9]{1,9}", index):
         raise UsageError(f"{source}: expected PATH::k with the index k of a network, counted from 0, found {index!r}")
     return Path(path), int(index)
+
+
+class ShippedRecipe(NamedTuple):
+    """One recipe of the package.
+
+    Attributes:
+        path: its TOML file.
+        about: the first line of the comment at its top.
+    """
+
+    path: Path
+    about: str
+
+
+def recipes() -> dict[str, ShippedRecipe]:
+    """The recipes that are part of the package, by name.
+
+    Example:
+        >>> recipes()["digits-convnext"].about
+        'Tiny ConvNeXts on scikit-learn's handwritten digits, ...'
+    """
+    found = {}
+    for path in sorted(_RECIPES.glob("*.toml"), key=lambda path: path.stem):
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+        found[path.stem] = ShippedRecipe(path, first.removeprefix("#").strip() if first.startswith("#") else "")
+    return found
+
+
+def recipe_path(source: str | Path) -> Path:
+    """The file of a recipe, given by its path or by the name of a recipe of the package.
+
+    A path wins over a name. A path is not checked; reading the file does that.
+
+    Raises:
+        RecipeError: if there is no such file and no recipe of that name.
+    """
+    path = Path(source)
+    if path.is_file() or path.suffix or len(path.parts) != 1:
+        return path
+    if path.is_dir():
+        raise RecipeError(f"{path}: expected a .toml file, a population or the name of a recipe, found another folder")
+    shipped = recipes()
+    if str(source) not in shipped:
+        raise RecipeError(unknown("recipe", str(source), shipped, "the path of a .toml file"))
+    return shipped[str(source)].path
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """A regular file, open for reading in binary.
+
+    Raises:
+        OSError: if it cannot be opened, or is a pipe, a socket or a device.
+    """
+    # Without O_NONBLOCK, opening a pipe without a writer would wait.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        found = next((kind for test, kind in _KINDS if test(mode)), "a device")
+        raise OSError(errno.EINVAL, f"expected a regular file, found {found}", str(path))
+    return file
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: as `open_regular`, or if the file is larger.
+    """
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+        if len(data) > most:
+            found = max(os.fstat(file.fileno()).st_size, len(data))
+            raise OSError(errno.EFBIG, f"expected at most {most:,} bytes, found {found:,}", str(path))
+    return data
+
+
+def reason(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file cannot be read, without its name."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

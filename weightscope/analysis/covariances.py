@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.sources import is_population
-from weightscope.analysis.across_networks import covariance_across, exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.errors import UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 
 if TYPE_CHECKING:
-    from weightscope.analysis.across_networks import ExchangeableCovariance, PopulationCovariance
+    from weightscope.analysis.across_networks import PopulationCovariance
+    from weightscope.analysis.exchangeable import ExchangeableCovariance
     from weightscope.analysis.within_network import NetworkCovariances
 
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")
@@ -91,11 +93,11 @@ def _population(source: Any) -> Any:
 def _one_network(source: Any) -> WeightArray:
     """The floating-point tensors of one network as a population of one, whose channels are the samples."""
     from weightscope.anatomy.tensors import numbered  # torch
-    from weightscope.population import opened  # h5py
+    from weightscope.population import open_network  # h5py
 
     if isinstance(source, list | tuple):
         raise UsageError(f"exchangeable: expected a population or one network, found {len(source)} sources")
-    found: Any = opened(source)
+    found: Any = open_network(source)
     tensors = found.state_dict() if hasattr(found, "state_dict") else found
     chosen = {name: tensors[name] for name in numbered(tensors)}
     chosen = {

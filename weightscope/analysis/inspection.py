@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import tomli_w
 
-from weightscope._util import toml
 from weightscope._util.names import unverified
-from weightscope._util.results import Result
+from weightscope._util.results import Result, text_table
 from weightscope._util.sources import is_population, population_member
-from weightscope._util.tables import text_table
-from weightscope.artifacts import NetworkFit, PopulationFit, load_artifact
-from weightscope.artifacts.format import KEY
 from weightscope.data.metrics import metric_named
-from weightscope.population import Population, opened
+from weightscope.fits import NetworkFit, PopulationFit, load_artifact
+from weightscope.fits.artifact import KEY
+from weightscope.population import Population, open_network
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -61,7 +60,7 @@ def inspect(
     from weightscope.checkpoint import Checkpoint
 
     member = population_member(source) is not None
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(opened(source) if member else source)
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(open_network(source) if member else source)
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)
@@ -175,7 +174,7 @@ class PopulationContents(Result):
         return "\n".join(lines)
 
     def _recipe(self) -> str:
-        return toml.dumps(self.recipe).rstrip()
+        return tomli_w.dumps(self.recipe).rstrip()
 
 
 def population_contents(path: Path) -> PopulationContents:

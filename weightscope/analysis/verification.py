@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightscope._util.results import Result
+from weightscope._util.results import Result, text_table
 from weightscope._util.sources import is_population
-from weightscope._util.tables import text_table
 from weightscope.errors import DataError
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     """Compare the files of a population, an artifact or a model with every checksum that is known of them.
 
     - A population: the SHA-256 and the structure of every shard.
-    - An artifact: the digest in its header. One of an earlier version has none and is unverified.
+    - An artifact: the digest beside its header.
     - A model at the hub: the digest of each cached byte range, and each file of which all is cached with the hash that
       the hub states. A file of which only ranges were read is unverified.
     - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
@@ -87,20 +86,18 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
         return _population(Path(str(source)))
     if hasattr(source, "recipe"):
         return _population(source.path)  # type: ignore[union-attr]
-    from weightscope.artifacts.format import KEY, has_digest
     from weightscope.checkpoint import Checkpoint
+    from weightscope.fits.artifact import KEY, read_contents
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     label = str(checkpoint.source)
     if KEY in checkpoint.metadata and checkpoint.commit is None:
         name = Path(label).name
         try:
-            if has_digest(label):
-                return Verification(label, (_row(name, "verified", "sha256"),))
+            read_contents(label)
         except DataError as error:
             return Verification(label, (_row(name, "damaged", "sha256", str(error)),))
-        why = "it has no checksum: an earlier version wrote it; save it again to add one"
-        return Verification(label, (_row(name, "unverified", detail=why),))
+        return Verification(label, (_row(name, "verified", "sha256"),))
     checks = checkpoint.check(download=download)
     return Verification(label, tuple(_row(c.name, c.status, c.compared, c.detail) for c in checks))
 

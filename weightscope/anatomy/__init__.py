@@ -8,29 +8,30 @@ A model is an `nn.Module`, a mapping of tensors (state dict, `Checkpoint`), or a
 lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
+from weightscope._util.checks import flag
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
-from weightscope.anatomy import filter_mlp as _filter_mlp
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention_part import AttentionPart
+from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
-from weightscope.anatomy.filter_mlp import FilterMLP
-from weightscope.anatomy.lookalikes import refusal, unparsed
-from weightscope.anatomy.mlp import MLPPart
+from weightscope.anatomy.lookalikes import described, refusal, unparsed
+from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors, opened
-from weightscope.errors import AnatomyError
+from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
+from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
     "AttentionPart",
     "DepthwisePart",
     "FilterMLP",
+    "Layered",
     "MLPPart",
     "MappingTensors",
     "Model",
@@ -40,14 +41,16 @@ __all__ = [
     "PositionEmbedding",
     "SSMPart",
     "attention",
+    "chosen_layers",
     "depthwise",
     "filter_mlps",
     "inventory",
     "mlps",
     "named_tensors",
-    "opened",
     "patch_embeddings",
     "positions",
+    "require_read",
+    "self_attention",
     "ssms",
     "unparsed",
 ]
@@ -78,10 +81,18 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
 
 
 def _some(
-    kind: str, finder: Callable[[NamedTensors], list[P]], model: Model, config: Mapping[str, Any] | None
+    kind: str,
+    finder: Callable[[NamedTensors], list[P]],
+    model: Model,
+    config: Mapping[str, Any] | None,
+    strict: bool | None = None,
+    caller: str = "",
 ) -> list[P]:
     tensors = named_tensors(model, config)
     parts = finder(tensors)
+    if strict is not None and (left := _unread(kind, tensors, parts, flag("strict", strict), caller)):
+        text = f"{len(left)} tensors look like {kind} and are left as they are: {described(tensors, left)}"
+        warnings.warn(f"{caller}: {text}", stacklevel=4)
     if parts:
         return parts
     if alike := unparsed(kind, tensors, parts):
@@ -94,37 +105,70 @@ def _some(
     )
 
 
-def attention(model: Model, config: Mapping[str, Any] | None = None) -> list[AttentionPart]:
+def _unread(kind: str, tensors: NamedTensors, parts: list[Any], strict: bool, caller: str) -> tuple[str, ...]:
+    """The tensors that look like parts of a kind and were not read; an error if strict."""
+    left = unparsed(kind, tensors, parts)
+    if left and strict:
+        raise AnatomyError(f"{caller}: {refusal(kind, tensors, left, len(parts))}")
+    return left
+
+
+def attention(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+) -> list[AttentionPart]:
     """Every attention module of a model, in order.
 
     Args:
         model: see `named_tensors`.
         config: the model's config, for a mapping; `{"num_attention_heads": H}` is enough.
+        strict: for initialisers, which must not set a model in part: whether tensors that look like such parts and
+            cannot be read are an error (True) or a warning (False); None for neither.
+        caller: name of the initialiser, for that message.
 
     Raises:
-        AnatomyError: if the model has no attention module, or the number of heads is unknown.
+        AnatomyError: if the model has no attention module, or the number of heads is unknown; if strict, names the
+            tensors that cannot be read.
 
     Example:
         >>> [part.heads for part in attention(torch.nn.TransformerEncoderLayer(8, nhead=2))]
         [2]
     """
-    return _some("attention modules", _attention.find, model, config)
+    return _some("attention modules", _attention.find, model, config, strict, caller)
 
 
-def depthwise(model: Model, config: Mapping[str, Any] | None = None) -> list[DepthwisePart]:
+def self_attention(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+) -> list[AttentionPart]:
+    """The self-attention parts of a model; arguments and errors as `attention`.
+
+    Raises:
+        UsageError: if it has cross-attention only.
+    """
+    everything = attention(model, config, strict=strict, caller=caller)
+    found = [part for part in everything if part.kind == "self"]
+    if not found:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
+    return found
+
+
+def depthwise(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+) -> list[DepthwisePart]:
     """Every depthwise convolution, in depth order; arguments and errors as `attention`."""
-    return _some("depthwise convolutions", _convolution.find, model, config)
+    return _some("depthwise convolutions", _convolution.find, model, config, strict, caller)
 
 
 def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); arguments and errors as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, _filter_mlp.find, model, config)
+    return _some(kind, _mlp.find_filter_mlps, model, config)
 
 
-def mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[MLPPart]:
+def mlps(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+) -> list[MLPPart]:
     """Every MLP, plain or gated, in order; arguments and errors as `attention`."""
-    return _some("MLPs", _mlp.find, model, config)
+    return _some("MLPs", _mlp.find, model, config, strict, caller)
 
 
 def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None) -> list[PatchEmbedding]:
@@ -140,3 +184,43 @@ def positions(model: Model, config: Mapping[str, Any] | None = None) -> list[Pos
 def ssms(model: Model, config: Mapping[str, Any] | None = None) -> list[SSMPart]:
     """Every Mamba or Mamba-2 layer, in order; arguments and errors as `attention`."""
     return _some("state-space layers", _ssm.find, model, config)
+
+
+def require_read(kinds: Iterable[str], tensors: NamedTensors, *, strict: bool, caller: str) -> tuple[str, ...]:
+    """The names of the tensors that look like parts of some kinds and cannot be read; an AnatomyError if strict."""
+    return tuple(name for kind in kinds for name in _unread(kind, tensors, FINDERS[kind](tensors), strict, caller))
+
+
+class Layered(Protocol):
+    """A part of a network that has the number of its layer."""
+
+    @property
+    def layer(self) -> int:
+        """From 0."""
+        ...
+
+
+L = TypeVar("L", bound=Layered)
+
+
+def chosen_layers(parts: Sequence[L], layers: int | Iterable[int] | None) -> list[L]:
+    """The parts in the layers selected: all for None, one number, or several; negative ones count from the end.
+
+    Raises:
+        UsageError: if the model has no such layer, or none is selected.
+    """
+    known = sorted({part.layer for part in parts})
+    if layers is None:
+        return list(parts)
+    wanted = [layers] if isinstance(layers, int) else list(layers)
+    out = set()
+    for layer in wanted:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise UsageError(f"layers: expected integers, found {layer!r}")
+        number = layer + known[-1] + 1 if layer < 0 else layer
+        if number not in known:
+            raise UsageError(f"layers: expected some of {known}, found {layer}")
+        out.add(number)
+    if not out:
+        raise UsageError("layers: expected at least one layer, found none")
+    return [part for part in parts if part.layer in out]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.slots import exact_float, put
-from weightscope.anatomy.tensors import NamedTensors
+from weightscope.anatomy.tensors import NamedTensors, exact_float, put
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.

@@ -1,15 +1,15 @@
-"""Patch embeddings and learned or tabulated position embeddings."""
+"""Patch embeddings, position embeddings and the grid of tokens."""
 
 import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.slots import exact_float, put
-from weightscope.anatomy.tensors import NamedTensors
+from weightscope.anatomy.tensors import NamedTensors, exact_float, put
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -182,3 +182,45 @@ def _from_image(tensors: NamedTensors, scope: str, patch: PatchEmbedding) -> tup
         return None
     height, width = (size, size) if isinstance(size, int) else size[-2:]
     return height // patch.patch[0], width // patch.patch[1]
+
+
+Offset = tuple[int, int]
+"""(dy, dx): token (y, x) refers to the token at (y + dy, x + dx)."""
+
+
+@dataclass(frozen=True)
+class TokenGrid:
+    """Positions of tokens: `prefix` special ones (class token, registers), then a grid in row-major order.
+
+    A sequence is a grid of one row.
+
+    Attributes:
+        rows: of the grid.
+        columns: of the grid.
+        prefix: special tokens at the start.
+        causal: whether a token attends only to itself and earlier ones.
+    """
+
+    rows: int
+    columns: int
+    prefix: int = 0
+    causal: bool = False
+
+    @property
+    def total(self) -> int:
+        """N, the number of all tokens."""
+        return self.prefix + self.rows * self.columns
+
+    def targets(self, offset: Offset) -> Tensor:
+        """The index (N,) of the token at `offset` = (dy, dx) from each token, -1 if it is outside the grid.
+
+        Special tokens have none.
+        """
+        y, x = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
+        y, x = y + offset[0], x + offset[1]
+        inside = (y >= 0) & (y < self.rows) & (x >= 0) & (x < self.columns)
+        index = torch.where(inside, y * self.columns + x + self.prefix, -1).reshape(-1)
+        index = torch.cat([torch.full((self.prefix,), -1), index])
+        if self.causal:
+            index = torch.where(index > torch.arange(self.total), -1, index)
+        return index

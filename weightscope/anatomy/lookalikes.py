@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weightscope.anatomy.attention_schemes import SCHEMES as ATTENTION_SCHEMES
+from weightscope.anatomy.attention_modules import SCHEMES as ATTENTION_SCHEMES
 from weightscope.anatomy.convolution import weight_norm
 from weightscope.anatomy.mlp import POSITIONAL
 from weightscope.anatomy.tensors import NamedTensors

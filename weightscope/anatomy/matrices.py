@@ -1,48 +1,12 @@
-"""The weights of linear and convolutional layers as matrices, and the choice of layers by number."""
+"""The weights of linear and convolutional layers as matrices."""
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import cast
 
 from torch import Tensor, nn
 
-from weightscope.errors import AnatomyError, UsageError
-
-
-class Layered(Protocol):
-    """A part of a network that has the number of its layer."""
-
-    @property
-    def layer(self) -> int:
-        """From 0."""
-        ...
-
-
-P = TypeVar("P", bound=Layered)
-
-
-def chosen_layers(parts: Sequence[P], layers: int | Iterable[int] | None) -> list[P]:
-    """The parts in the layers selected: all for None, one number, or several; negative ones count from the end.
-
-    Raises:
-        UsageError: if the model has no such layer, or none is selected.
-    """
-    known = sorted({part.layer for part in parts})
-    if layers is None:
-        return list(parts)
-    wanted = [layers] if isinstance(layers, int) else list(layers)
-    out = set()
-    for layer in wanted:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise UsageError(f"layers: expected integers, found {layer!r}")
-        number_ = layer + known[-1] + 1 if layer < 0 else layer
-        if number_ not in known:
-            raise UsageError(f"layers: expected some of {known}, found {layer}")
-        out.add(number_)
-    if not out:
-        raise UsageError("layers: expected at least one layer, found none")
-    return [part for part in parts if part.layer in out]
+from weightscope.errors import AnatomyError
 
 
 def transposed(module: nn.Module) -> bool:

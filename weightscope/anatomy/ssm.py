@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.slots import Slot
-from weightscope.anatomy.tensors import NamedTensors
+from weightscope.anatomy.tensors import NamedTensors, Slot
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "in", "conv_weight", "conv_bias"]

@@ -10,19 +10,16 @@ missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weightscope._util.plugins import is_reference
-from weightscope._util.signatures import REQUIRED, Signature, distribute, label_of
-from weightscope.anatomy import FINDERS, NamedTensors, named_tensors
-from weightscope.anatomy.strictness import require_read
+from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
+from weightscope.anatomy import FINDERS, NamedTensors, named_tensors, require_read
 
 # Imported for their registration.
-from weightscope.auditing import across_layers, attention, filters, mlp, positions, residual, selection, ssm, univariate  # noqa: F401
+from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
-from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import AuditReport, Check
+from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import parameters as init_parameters
-from weightscope.population import opened
+from weightscope.population import open_network
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
@@ -66,7 +63,7 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    tensors = named_tensors(opened(model), config)
+    tensors = named_tensors(open_network(model), config)
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
@@ -86,8 +83,7 @@ def _unparsed(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict
     """What looks like the parts of an initialiser and is not audited; an error if strict."""
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
     kinds = details.get("reads", ())
-    kinds = kinds(given) if callable(kinds) else kinds
-    left = require_read(kinds, tensors, strict=strict, caller=label_of(init))
+    left = require_read(kinds(given) if callable(kinds) else kinds, tensors, strict=strict, caller=label_of(init))
     odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
     return (*left, *(name for part in odd if not part.square for name in part.parameters))
 
@@ -122,7 +118,7 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any]) -> list[
 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
-    """Every initialiser, with its presets; of the variants of one, the best is reported."""
+    """Every initialiser, with its presets; of the variants of one, that with the smallest share of failures."""
     checks: list[Check] = []
     skipped: dict[str, str] = {}
     unparsed: list[str] = []
@@ -135,8 +131,7 @@ def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
                 continue
-            if best is None or _failed(found) < _failed(best):
-                best = found
+            best = found if best is None or _failed(found) < _failed(best) else best
         if best is not None:
             skipped.pop(name, None)
             checks += best

@@ -1,21 +1,46 @@
-"""Intervals that contain a statistic of a correct initialisation with probability 1 - `LEVEL`.
+"""Intervals that contain a statistic of a correct initialisation with probability 1 - `LEVEL`, and powers of checks.
 
 If a statistic's distribution is known (chi-squared energies, means of many entries), the interval has its quantiles.
-Otherwise (statistics of a product's best low-rank approximation) the correct construction is simulated at the same
-shape, or at the same ratio of a smaller width, and the interval is a t prediction interval of the draws.
+Otherwise the initialiser is run again and again at the same shape, or at the same ratio of a smaller width, and the
+interval is a t prediction interval of these draws; the power follows in the same way from wrong constructions.
 """
 
+import copy
+import inspect
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
+from torch import Tensor, nn
+
+from weightscope.anatomy import ModuleTensors, NamedTensors
 
 # Per check. A report of 5,000 checks (36 heads have about 300) then has a false-alarm rate below 0.5 %.
 LEVEL = 1e-6
+DRAWS = 48  # of a correct construction; the t quantile of LEVEL is 5.6
+WRONG_DRAWS = 12  # of each wrong one
+# An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
+DECIDED = 0.99
+UNTOUCHED = "an untouched network"
 
 Interval = tuple[float, float]
+Row = tuple[str, float, Interval] | tuple[str, float, Interval, Mapping[str, float]]
+"""A statistic, its value, the expected interval, and the power of the check."""
+Transform = tuple[Callable[[float], float], Callable[[float], float]]
+"""A function under which a statistic is about normal, and its inverse."""
+
+PLAIN: Transform = (float, float)
+CUBE_ROOT: Transform = (lambda x: float(np.cbrt(x)), lambda y: y**3)  # of variances (Wilson and Hilferty 1931)
+FISHER: Transform = (lambda r: math.atanh(np.clip(r, -1 + 1e-12, 1 - 1e-12)), math.tanh)  # of correlations
+
+
+def error_in(parameter: str) -> str:
+    """The name of the error by which every parameter of an initialiser is off in the powers of audits."""
+    return f"a 20 % error in {parameter}"
 
 
 def normal(mean: float, sd: float, *, level: float = LEVEL, slack: float = 0.0) -> Interval:
@@ -44,82 +69,12 @@ def predicted(draws: Sequence[float], *, shrink: float = 1.0, slack: float = 0.0
         slack: added on each side, for rounding and for the difference in mean of the simulated size.
         level: probability of a draw outside.
     """
-    n = len(draws)
-    mean = sum(draws) / n
-    sd = math.sqrt(sum((x - mean) ** 2 for x in draws) / (n - 1))
+    n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
     half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(shrink**2 + 1 / n) + slack
     return mean - half, mean + half
 
 
-def skewed_limit(draws: Sequence[float], *, level: float = LEVEL) -> float:
-    """Upper limit for one more draw of a positive, skewed statistic: a gamma quantile with the draws' moments.
-
-    The standard deviation is increased by 30 %, which covers its own sampling error at 48 draws.
-    """
-    mean = sum(draws) / len(draws)
-    sd = 1.3 * math.sqrt(sum((x - mean) ** 2 for x in draws) / (len(draws) - 1))
-    return float(stats.gamma.isf(level, (mean / sd) ** 2, scale=sd**2 / mean))
-
-
-def correlation(rho: float, sizes: Sequence[int], *, level: float = LEVEL, slack: float = 0.0) -> Interval:
-    """Interval of `pooled_correlation` of x with `rho x / s_x + sqrt(1 - rho^2) y / s_y`, x and y independent.
-
-    The deviations s are the sample's, so that a sample correlation r of x and y becomes exactly
-    (rho + q r) / sqrt(1 + 2 rho q r) with q = sqrt(1 - rho^2), and r has a known distribution: t of n - 2 degrees of
-    freedom. Its Fisher transform is averaged over samples, and taken to be normal with the exact mean and variance.
-
-    Args:
-        rho: what was asked for; 0 for independent samples.
-        sizes: n of each sample; those of 4 or fewer have no weight.
-        level: probability outside.
-        slack: added on each side.
-    """
-    low, high = normal(*_pooled_moments(rho, sizes), level=level)
-    return math.tanh(low) - slack, math.tanh(high) + slack
-
-
-def outside_correlation(limits: Interval, rho: float, sizes: Sequence[int]) -> float:
-    """`outside` for the `pooled_correlation` of samples that were given the correlation rho, as in `correlation`."""
-    low, high = map(float, _fisher(np.asarray(limits)))
-    return outside((low, high), *_pooled_moments(rho, sizes))
-
-
-def pooled_correlation(correlations: Sequence[float], sizes: Sequence[int]) -> float:
-    """The tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
-    return math.tanh(float(_shares(sizes) @ _fisher(np.asarray(correlations))))
-
-
-def _pooled_moments(rho: float, sizes: Sequence[int]) -> tuple[float, float]:
-    """Mean and standard deviation of the Fisher transform of a pooled correlation."""
-    share = _shares(sizes)
-    moments = np.array([_transformed(rho, n) if n > 4 else (0.0, 0.0) for n in sizes])
-    return float(share @ moments[:, 0]), math.sqrt(share**2 @ moments[:, 1])
-
-
-def _shares(sizes: Sequence[int]) -> np.ndarray:
-    weights = np.array([n - 3.0 if n > 4 else 0.0 for n in sizes])
-    return weights / weights.sum()
-
-
-def _fisher(r: np.ndarray) -> np.ndarray:
-    return np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
-
-
-@lru_cache(maxsize=512)
-def _transformed(rho: float, n: int) -> tuple[float, float]:
-    """Mean and variance of atanh((rho + q r) / sqrt(1 + 2 rho q r)), by the quantiles of r."""
-    t = stats.t.ppf((np.arange(4_000) + 0.5) / 4_000, n - 2)
-    r, q = t / np.sqrt(n - 2 + t**2), math.sqrt(1 - rho**2)
-    z = _fisher((rho + q * r) / np.sqrt(1 + 2 * rho * q * r))
-    return float(z.mean()), float(z.var())
-
-
-# An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
-DECIDED = 0.99
-UNTOUCHED = "an untouched network"
-
-
-def outside(limits: Interval, mean: float, sd: float, dof: float = math.inf) -> float:
+def outside(limits: Interval, mean: float, sd: float = 0.0, dof: float = math.inf) -> float:
     """The power of a check: the probability that a normal statistic of a wrong network is outside the interval.
 
     P(x < low) + P(x > high),   x ~ N(mean, sd^2), or mean + sd t with `dof` degrees;   0 or 1 for sd = 0
@@ -130,23 +85,97 @@ def outside(limits: Interval, mean: float, sd: float, dof: float = math.inf) -> 
     return float(stats.t.cdf((low - mean) / sd, dof) + stats.t.sf((high - mean) / sd, dof))
 
 
-def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0, factor: float = 1.0) -> float:
+def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0) -> float:
     """The power of a check by n simulated wrong networks: the probability that one more is outside the interval.
 
     x ~ mean + sd sqrt(1 + 1/n) t_(n-1),   the predictive distribution of a normal statistic
-
-    Args:
-        limits: of the check.
-        draws: n statistics of the wrong construction.
-        shrink: as in `predicted`.
-        factor: on every draw.
     """
-    n = len(draws)
-    mean = sum(draws) / n
-    sd = math.sqrt(sum((x - mean) ** 2 for x in draws) / (n - 1)) * shrink * math.sqrt(1 + 1 / n)
-    return outside(limits, mean * factor, sd * factor, dof=n - 1)
+    n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
+    return outside(limits, mean, sd * shrink * math.sqrt(1 + 1 / n), dof=n - 1)
 
 
-def error_in(parameter: str) -> str:
-    """The name of the error by which every parameter of an initialiser is off in the powers of audits."""
-    return f"a 20 % error in {parameter}"
+@dataclass(frozen=True)
+class Simulated:
+    """Statistics of parts that an initialiser has just set, and of parts with an error.
+
+    Attributes:
+        correct: statistic -> its value in each correct draw.
+        wrong: error -> statistic -> its value in each draw with that error.
+    """
+
+    correct: Mapping[str, Sequence[float]]
+    wrong: Mapping[str, Mapping[str, Sequence[float]]]
+
+    @classmethod
+    def of(
+        cls,
+        correct: Callable[[], Mapping[str, float]],
+        wrong: Mapping[str, Callable[[], Mapping[str, float]]],
+        draws: int = DRAWS,
+        wrong_draws: int = WRONG_DRAWS,
+    ) -> "Simulated":
+        """Draw from functions that make a part and measure it."""
+        return cls(
+            _columns(correct() for _ in range(draws)),
+            {error: _columns(make() for _ in range(wrong_draws)) for error, make in wrong.items()},
+        )
+
+    def interval(
+        self, statistic: str, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0, slack: float = 0.0
+    ) -> Interval:
+        """The prediction interval of a statistic.
+
+        Args:
+            statistic: its name.
+            via: the transform under which it is about normal.
+            factor: on its mean at the audited size; on the deviation, too.
+            shrink: as in `predicted`, after the factor.
+            slack: added on each side.
+        """
+        forth, back = via
+        low, high = predicted([forth(factor * x) for x in self.correct[statistic]], shrink=shrink)
+        return back(low) - slack, back(high) + slack
+
+    def power(
+        self, statistic: str, limits: Interval, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0
+    ) -> dict[str, float]:
+        """Error -> the probability that the statistic of a part with that error is outside the limits."""
+        forth = via[0]
+        ends = tuple(forth(x) if math.isfinite(x) else x for x in limits)
+        return {
+            error: outside_of((ends[0], ends[1]), [forth(factor * x) for x in values[statistic]], shrink=shrink)
+            for error, values in self.wrong.items()
+            if statistic in values
+        }
+
+
+def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    out: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            out.setdefault(key, []).append(value)
+    return out
+
+
+def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:
+    """The value that the constructor of a module gives a tensor, by `reset_parameters` of a copy of its owner.
+
+    None if it is not known: for tensors without a module, or a module without `reset_parameters`.
+    """
+    if not isinstance(source, ModuleTensors):
+        return None
+    path, _, attribute = name.rpartition(".")
+    owner = source.module.get_submodule(path)
+    reset = getattr(owner, "reset_parameters", None)
+    if not callable(reset) or inspect.signature(reset).parameters:
+        return None
+    fresh: Any = copy.copy(owner)  # with its own tensors, which share no memory, and with its children as they are
+    fresh.__dict__ = dict(owner.__dict__)
+    for kind, wrap in (("_parameters", nn.Parameter), ("_buffers", Tensor.clone)):
+        values = owner.__dict__[kind].items()
+        fresh.__dict__[kind] = {k: None if v is None else wrap(v.detach().clone()) for k, v in values}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        fresh.reset_parameters()
+    value: Tensor = getattr(fresh, attribute)
+    return value.detach()

@@ -8,10 +8,11 @@ the model's memory is recorded with the code that called it. Tensors written by 
 
 import hashlib
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.errors import DataError, UsageError
-from weightscope.init.registry import UserInitialiser
+from weightscope.init.base import UserInitialiser
 
 _OURS = "weightscope.init"
-_REGISTRY = f"{_OURS}.registry"
+_REGISTRY = f"{_OURS}.base"
 _SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
 
 
@@ -53,15 +54,13 @@ class _Fingerprint:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sample: Tensor
-    stride: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Fingerprint":
         flat = tensor.detach().cpu().reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLE)
         raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
         digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
-        return cls(digest, tuple(tensor.shape), tensor.dtype, flat[::stride].clone(), stride)
+        return cls(digest, tuple(tensor.shape), tensor.dtype, flat[:: max(1, flat.numel() // _SAMPLE)].clone())
 
     def changed(self, tensor: Tensor) -> float:
         """Share of entries that differ by more than a change of precision explains."""
@@ -93,17 +92,12 @@ class Tracker:
         self._pending: dict[str, tuple[int, int]] = {}  # set, not yet fingerprinted -> its place
         self._culprits: dict[str, str] = {}
         self._storages: dict[int, list[str]] = {}
-        self._map()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = dict(self.model.named_parameters())
-        return tensors | dict(self.model.named_buffers())
-
-    def _map(self) -> None:
-        self._storages = {}
         for name, tensor in self._tensors().items():
             if not tensor.is_meta:
                 self._storages.setdefault(_address(tensor), []).append(name)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
 
     @property
     def initialised(self) -> dict[str, str]:
@@ -175,7 +169,7 @@ class Tracker:
                 self._culprits.setdefault(name, _places(frame))
 
 
-class track:
+class track(TorchDispatchMode):
     """Track which parameters initialisers set, and what overwrites them afterwards.
 
     Within the block every in-place write to the model's tensors is recorded, also through `.data` and views. A write
@@ -201,28 +195,16 @@ class track:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"track: expected a module, found {type(model).__name__}")
+        super().__init__()
         self._tracker = Tracker(model)
-        self._mode: _Watch | None = None
 
     def __enter__(self) -> Tracker:
-        self._mode = _Watch(self._tracker)
-        self._mode.__enter__()
+        super().__enter__()
         return self._tracker
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._mode is not None
-        self._mode.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         self._tracker._settle()
-
-
-class _Watch(TorchDispatchMode):
-    """Intercepts torch operations, and records those that write to the model."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -254,16 +236,10 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _initialiser(frame: FrameType) -> str | None:
     """The name of the outermost initialiser on the stack, or None."""
     found = None
-    for outer in _frames(frame):
+    for outer, _ in traceback.walk_stack(frame):
         module = outer.f_globals.get("__name__", "")
         if module == _REGISTRY:  # `compose` and the calls of users' functions
             own = outer.f_locals.get("self")
@@ -282,7 +258,7 @@ def _places(frame: FrameType) -> str:
     """The innermost two frames outside torch and weightscope: `file:line in function`."""
     places = [
         f"{outer.f_code.co_filename}:{outer.f_lineno} in {outer.f_code.co_name}"
-        for outer in _frames(frame)
+        for outer, _ in traceback.walk_stack(frame)
         if outer.f_globals.get("__name__", "").split(".")[0] not in ("torch", "weightscope")
     ]
     return ", called from ".join(places[:2]) or "unknown code"

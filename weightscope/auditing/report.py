@@ -2,13 +2,13 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
-from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Interval
+from weightscope._util.plugins import Registry
+from weightscope._util.results import Result, text_table
+from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Row
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,6 @@ class Check:
         return math.isfinite(self.found) and self.low <= self.found <= self.high
 
 
-Row = tuple[str, float, Interval] | tuple[str, float, Interval, Mapping[str, float]]
-"""A statistic, its value, the expected interval, and the power of the check."""
-
-
 def checks_of(
     initialiser: str, part: str, layer: int | None, head: int | None, name: str, rows: Iterable[Row]
 ) -> list[Check]:
@@ -64,6 +60,13 @@ def checks_of(
         Check(initialiser, part, layer, head, name, what, found, *limits, *power)
         for what, found, limits, *power in rows
     ]
+
+
+EXPECTATIONS: Registry[Callable[..., list[Check]]] = Registry("audit")
+"""Initialiser -> `f(tensors: NamedTensors, **parameters) -> list[Check]`.
+
+`.details[name]["variants"]` are the parameters that `audit(model)` tries, if not only the defaults.
+"""
 
 
 @dataclass(frozen=True, repr=False)

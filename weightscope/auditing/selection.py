@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import UNTOUCHED
-from weightscope.auditing.registry import EXPECTATIONS
-from weightscope.auditing.report import Check, Row, checks_of
+from weightscope.auditing.intervals import UNTOUCHED, Row
+from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.init.selection import Pair, matched
 
 INCONSISTENT = "inconsistent indices"
@@ -36,10 +35,6 @@ def select_weights_checks(
     once; "entries" is the share of entries that equal the teacher's at these indices, and "indices" the share of
     indices that are those of the rule ("uniform", "linspace", "consecutive"), or those that most tensors with the same
     t and s have ("random"). Nothing is random in a right network, so no right one fails.
-
-    Raises:
-        SpecError: if a tensor has no counterpart in the teacher, or another kind of shape.
-        UsageError: if an argument is invalid.
     """
     student = source.module if isinstance(source, ModuleTensors) else source
     options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}

@@ -1,13 +1,12 @@
 """Benchmarks of initialisers on paired seeds."""
 
-from weightscope.benchmarking.arms import Arm, plan_arms
-from weightscope.benchmarking.axes import Axis
+from weightscope.benchmarking.design import Arm, Axis, plan_arms
 from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.plan import BenchPlan, plan_bench
 from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
-from weightscope.benchmarking.statistics import summarise
+from weightscope.benchmarking.statistics import mean_curves, seed_differences, summarise
 
 __all__ = [
     "Arm",
@@ -18,7 +17,9 @@ __all__ = [
     "bench",
     "choose_gain",
     "linear_probe",
+    "mean_curves",
     "plan_arms",
     "plan_bench",
+    "seed_differences",
     "summarise",
 ]

@@ -3,22 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightscope._util.checks import count, number
-from weightscope._util.results import Result, finite_or_none
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.tables import text_table
-from weightscope.artifacts.population_fit import PopulationFit
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
-from weightscope.data import SequenceConfig, SequenceSource
-from weightscope.data.catalog import dataset_info
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
-from weightscope.fitting.population import fit
+from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import PopulationFit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 
@@ -217,15 +214,6 @@ def _short(
     changes: dict[str, Any] = {"training.epochs": length}
     if recipe.training.schedule != "plateau":
         changes["training.evaluate"] = "end"
-    if isinstance(recipe.data, SequenceConfig):
-        changes |= {"data.held_out": "valid"} | ({} if validation is None else {"data.test": validation})
-        short = recipe.replace(changes)
-        source = SequenceSource.of(cast(SequenceConfig, short.data), data)
-        held, train, kind = sum(len(batch.tokens) for batch in source.held_out[1]), source.train, "sequences"
-    else:
-        uncounted = recipe.images.model_copy(update={"classes": None})  # a folder is counted with its classes
-        images = dataset_info(uncounted, data).train if recipe.data.train is None else recipe.data.train
-        held = count("validation", max(1, images // 5) if validation is None else validation)
-        short, train, kind = recipe.replace(changes | {"data.validation": held}), images - held, "images"
+    held_back, numbers = recipe.data.validating(validation, data)
     seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)
-    return short, {"epochs": length, "seed": seed, "train": train, "validation": held, "data": kind}
+    return recipe.replace(changes | held_back), {"epochs": length, "seed": seed, **numbers, "data": recipe.data.what}

@@ -6,52 +6,53 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arm_labels import LEVEL
+from weightscope._util.arm_labels import FROZEN, LEVEL
 from weightscope._util.divergence import divergence
-from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of, summarise
+from weightscope.benchmarking.design import point_text
+from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
-Draw = Callable[[str | None], Any]
+Picture = tuple[Callable[..., Any], str | None]
+"""A function of a title that draws and returns the axes, and the title that says the finding."""
 _LARGEST_MAPS = 6
 
 
 def of(
     runs: Rows, arms: Rows, network: Mapping[str, Any], metric: Metric = ACCURACY, metrics: Sequence[Metric] = ()
-) -> dict[str, Draw]:
-    """Name -> function of a title (or None) that returns the axes, the main picture first.
+) -> dict[str, Picture]:
+    """The pictures of some results by name, the main one first."""
+    from weightscope import plots  # imports matplotlib
 
-    Args:
-        runs: rows of the networks.
-        arms: rows of the arms; those without a finite mean are not drawn, but named in the titles.
-        network: the recipe's [network] table; empty if it is not known.
-        metric: that the arms are compared by.
-        metrics: all that the task reports.
-    """
-    out: dict[str, Draw] = {}
+    out: dict[str, Picture] = {}
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
-        out[f"along-{axis}"] = partial(_along, arms, axis, metric, found)
+        out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
     if arms and not axes:
-        out["convergence"] = partial(_convergence, arms, metric, found)
+        out["convergence"] = partial(plots.convergence, with_variants(arms), metric=metric), found
     if any(row.get("control") for row in arms):
-        out["scale"] = partial(_scale, arms, metric)
+        out["scale"] = partial(plots.scale_and_structure, arms, metric=metric), scale_finding(arms, metric)
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(_differences, runs, metric, found)
+        out["differences"] = partial(_differences, runs, metric=metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
     kept = [run for run in runs if run.get(metric.key) is not None]
     if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(_known(run)) > 1 for run in kept):
-        out["curves"] = partial(_curves, runs, metric, found)
+        out["curves"] = partial(_curves, runs, metric=metric), found
     if not axes and (by_length := _by_length(runs, metrics)):
-        out["accuracy-by-length"] = partial(_lengths, by_length)
-    for x, y in combinations(axes, 2):
-        for name, rows in list(_maps(arms, x, y).items())[:_LARGEST_MAPS]:
-            said = _map_finding(rows, all_arms, (x, y), metric)
-            out[f"map-{x}-{y}-{name}"] = partial(_map, rows, (x, y), metric, said)
-            if (part := _products(x, y)) and (size := _size(rows, network)):
-                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, (x, y), (part, *size), metric, said)
+        longest = max(by_length)
+        drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
+        said = finding(by_length[longest])
+        out["accuracy-by-length"] = (
+            partial(plots.accuracy_by_length, drawn),
+            said and f"At {longest}x the length: {said}",
+        )
+    for pair in combinations(axes, 2):
+        for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
+            said, place = _map_finding(rows, all_arms, pair, metric), f"{pair[0]}-{pair[1]}-{name}"
+            out[f"map-{place}"] = partial(plots.difference_map, rows, pair, metric=metric), said
+            if (part := _products(*pair)) and (size := _size(rows, network)):
+                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, pair, (part, *size), metric), said
     return out
 
 
@@ -62,16 +63,15 @@ def axes_of(arms: Rows) -> list[str]:
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
     """Name of an initialiser -> its rows, where they fill a map of x and y and nothing else varies."""
-    from weightscope.plots.sweeps import initialiser_without
+    from weightscope.plots import label_without
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in arms:
         place = {**row.get("cell", {}), **row.get("numbers", {})}
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
         if row["difference"] is not None and {x, y} <= set(place):
-            name = ", ".join(
-                filter(None, [initialiser_without(row, x, y), point_text(rest), f"{row['epochs']} epochs"])
-            )
+            parts = [label_without(row["init"], x, y), point_text(rest), f"{row['epochs']} epochs"]
+            name = ", ".join(filter(None, parts))
             groups.setdefault(name, []).append(row)
     return groups
 
@@ -93,49 +93,25 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
 
 
-def _along(arms: Rows, axis: str, metric: Metric, found: str | None, title: str | None) -> Any:
+def _differences(runs: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.metric_along(arms, axis, metric=metric, title=title or found)
+    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)
 
 
-def _convergence(arms: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
+def _curves(runs: Rows, metric: Metric, title: str | None) -> Any:
     from weightscope import plots
 
-    return plots.convergence(arms, metric=metric, title=title or found)
+    return plots.metric_curves(mean_curves(runs, metric), metric=metric, title=title)
 
 
-def _scale(arms: Rows, metric: Metric, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.scale_and_structure(arms, metric=metric, title=title or scale_finding(arms, metric))
-
-
-def _differences(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.paired_differences(runs, metric=metric, title=title or found)
-
-
-def _curves(runs: Rows, metric: Metric, found: str | None, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.metric_curves(runs, metric=metric, title=title or found)
-
-
-def _lengths(by_length: Mapping[int, Rows], title: str | None) -> Any:
-    from weightscope import plots
-
-    longest = max(by_length)
-    found = finding(by_length[longest])
-    drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
-    return plots.accuracy_by_length(drawn, title=title or (found and f"At {longest}x the length: {found}"))
-
-
-def _map(rows: Rows, axes: tuple[str, str], metric: Metric, found: str, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.difference_map(rows, axes, metric=metric, title=title or found)
+def with_variants(arms: Rows) -> list[dict[str, Any]]:
+    """The rows with `variant_of` for frozen arms, which `plots` draws like their counterparts with open markers."""
+    frozen = [row["init"].endswith(FROZEN) for row in arms]
+    return [
+        row | ({"variant_of": row["init"].removesuffix(FROZEN)} if one else {})
+        for row, one in zip(arms, frozen, strict=True)
+    ]
 
 
 def _products(x: str, y: str) -> str | None:
@@ -152,7 +128,7 @@ def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _frontier(
-    rows: Rows, axes: tuple[str, str], about: tuple[str, int, int], metric: Metric, found: str, title: str | None
+    rows: Rows, axes: tuple[str, str], about: tuple[str, int, int], metric: Metric, *, title: str | None
 ) -> Any:
     """The arms at the alpha and beta that their products reach; those of values and outputs have full rank.
 
@@ -161,18 +137,18 @@ def _frontier(
     import torch
 
     from weightscope import plots
-    from weightscope._util.threads import single_threaded
-    from weightscope.init.frontier import equal_random, svd
+    from weightscope._util.environment import single_threaded
+    from weightscope.init.attention import equal_random_points, svd_point
 
     generator, (part, width, heads) = torch.Generator().manual_seed(0), about
     rank = width // heads if part == "qk" else width
     with single_threaded():
-        points = equal_random(width, width, generator)
-        points += equal_random(width, rank, generator) if rank < width else []
+        points = equal_random_points(width, width, generator)
+        points += equal_random_points(width, rank, generator) if rank < width else []
         for row in rows:
             alpha, beta = (float(row["numbers"][axis]) for axis in axes)
-            points.append({**row, **svd(width, rank, alpha, beta, generator)})
-    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title or found)
+            points.append({**row, **svd_point(width, rank, alpha, beta, generator)})
+    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title)
 
 
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:

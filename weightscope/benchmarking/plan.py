@@ -8,12 +8,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from weightscope._util.environment import usable_cores
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
-from weightscope.benchmarking import training
-from weightscope.benchmarking.arms import Arm, default_folder
-from weightscope.benchmarking.axes import point_text
-from weightscope.benchmarking.inits import Init
+from weightscope._util.results import Result, text_table
+from weightscope.benchmarking import run as training
+from weightscope.benchmarking.design import Arm, Init, default_folder, point_text
 from weightscope.benchmarking.run import check_arms, planned
 from weightscope.benchmarking.statistics import cell_key
 from weightscope.recipe import Recipe
@@ -239,14 +236,13 @@ def _kind(arm: Arm) -> str:
 
 def _measure(cell: str, by_init: dict[str, Recipe], device: str, data: Any) -> tuple[str, float, _Cell]:
     """Time the parts of a cell's tiles: (cell, time of the start, seconds)."""
-    from weightscope.data import load
     from weightscope.training.engine import TileRun
 
     where = resolve_device(device)
     first = next(iter(by_init.values()))
     with TemporaryDirectory() as folder, one_thread(), current(where):
         begun = time.time()
-        images = load(first.data, data, **first.data.counts)
+        images = first.data.load(data)
         clock = time.perf_counter()
         kernels = choose_kernels(first, where)
         check = time.perf_counter() - clock
@@ -258,7 +254,7 @@ def _measure(cell: str, by_init: dict[str, Recipe], device: str, data: Any) -> t
         steps, whole = min(_STEPS, run.steps_per_epoch), run.steps_per_epoch
         step, evaluation = _seconds_of(run, steps)
         short = first.replace({"training.epochs": 1, "population.networks": first.population.tile})
-        few = run.batch + (first.data.counts.get("validation") or 0)  # which are held back of these
+        few = run.batch + (getattr(first.data, "validation", None) or 0)  # which are held back of these
         short = short.replace({"data.train": few, "init": {}})
         trust(short, where, kernels)  # their shapes are the same, but for the number of images
         clock = time.perf_counter()

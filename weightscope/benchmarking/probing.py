@@ -1,6 +1,8 @@
 """`linear_probe`: how good are the features of an initialised network, before any training?"""
 
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,27 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weightscope._util import atomic
 from weightscope._util.environment import environment
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
-from weightscope.benchmarking.arms import default_folder
-from weightscope.benchmarking.axes import Axis, axes_of
-from weightscope.benchmarking.inits import Init
-from weightscope.benchmarking.probe_results import PROBES, ProbeResults
+from weightscope._util.sources import read_regular
+from weightscope.benchmarking.design import Axis, Init, axes_of, default_folder
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.run import bench
-from weightscope.benchmarking.training import RUNS
-from weightscope.data import Dataset, load
+from weightscope.benchmarking.run import RUNS, bench
+from weightscope.data import Dataset
 from weightscope.data.augment import normalise
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
+from weightscope.population import manifest as manifests
 from weightscope.population import recipe_of
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batches import hits
 from weightscope.training.devices import current, one_thread, resolve_device
 from weightscope.training.distillation import head_of
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
+from weightscope.training.request import own_code_hashes, weight_hashes
+
+PROBES = "probes"
+_ABOUT = "arm.json"
+_LARGEST = 16 * 2**20
+_log = logging.getLogger(__name__)
 
 EPOCHS = 90
 _RATE, _REFERENCE_BATCH, _WARMUP = 0.1, 256, 1 / 9  # He et al. 2021, Table 10: 10 of 90 epochs of warm-up
@@ -96,7 +103,7 @@ def linear_probe(
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
     collector = partial(_in_probes, Path(out))
     recipe = _without_training(recipe_of(recipe))
-    if not isinstance(recipe.data, DataConfig):
+    if recipe.data.what != "images":
         raise UsageError(
             f"data.name: expected images for a linear probe, found {recipe.data.name}; to train only what is around "
             "the blocks of a network for sequences, use `bench --frozen` with a pattern of the blocks' tensors"
@@ -139,7 +146,7 @@ def _probed(
 ) -> _Probed:
     """Probe the networks of one arm that are not on disk; arguments as those of `collect`, of which it needs few."""
     where = resolve_device(device)
-    images = load(recipe.images, data, **recipe.images.counts).to(where)
+    images = recipe.images.load(data).to(where)
     results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
     count = recipe.population.networks
     found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}
@@ -256,3 +263,88 @@ class Probe:
         loss = -F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=labels.device), labels].mean(1)
         right = hits(logits, labels).double().mean(1)
         return loss.double().cpu().numpy(), right.cpu().numpy()
+
+
+# --- results on disk, so that a probe that was stopped resumes: one small file for each network -----------------------
+
+
+@dataclass(frozen=True)
+class ProbeResults:
+    """Metrics of the networks of one arm in `folder/0.json`, `folder/1.json`, ...; `arm.json` says of what.
+
+    Attributes:
+        folder: of the arm.
+        names: of the metrics of each network.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+
+    @classmethod
+    def open(cls, folder: Path, recipe: Recipe, fingerprint: str, names: tuple[str, ...]) -> "ProbeResults":
+        """The results of an arm, none if it is new."""
+        text = json.dumps({**_identity(recipe), f"data {recipe.data.name}": fingerprint}, indent=1)
+        wanted = json.loads(text)
+        atomic.make_folder(folder)
+        atomic.sweep(folder)
+        if not atomic.create(folder / _ABOUT, text.encode() + b"\n"):
+            there = _read_object(folder / _ABOUT)
+            if differing := sorted(k for k in {*wanted, *there} if there.get(k) != wanted.get(k)):
+                raise DataError(
+                    f"{folder} holds a probe with another {', '.join(differing)}; give another folder (-o), or the "
+                    "same arguments and sources"
+                )
+        return cls(folder, names)
+
+    def read(self, network: int) -> dict[str, np.ndarray] | None:
+        """The metrics of one network; None if there are none, or they are damaged."""
+        path = self.folder / f"{network}.json"
+        if not path.exists():
+            return None
+        try:
+            values = _read_object(path)
+            return {name: np.asarray(_from_plain(values[name])) for name in self.names}
+        except (DataError, KeyError, TypeError, ValueError):
+            _log.warning("%s: damaged; the network is probed again", path)
+            return None
+
+    def write(self, network: int, metrics: Mapping[str, np.ndarray]) -> None:
+        """Store the metrics of one network."""
+        values = {name: _plain(metrics[name]) for name in self.names}
+        atomic.write(self.folder / f"{network}.json", json.dumps(values, allow_nan=False).encode() + b"\n")
+
+
+def _identity(recipe: Recipe) -> dict[str, Any]:
+    """What a network's result depends on, by name; the number of networks, training and teacher are no part of it."""
+    values = recipe.to_dict()
+    values.pop("distillation", None)
+    training, population = values["training"], values["population"]
+    values["training"] = {name: training[name] for name in ("epochs", "batch_size")}
+    values["population"] = {"seed": population["seed"]}
+    hashes = weight_hashes(recipe.model_copy(update={"distillation": None}))
+    return {**values, **manifests.artifact_hashes(recipe), **own_code_hashes(recipe), **hashes}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(path, _LARGEST))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); give another folder (-o)") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected an object, found {type(found).__name__}; give another folder (-o)")
+    return found
+
+
+def _plain(values: np.ndarray) -> Any:
+    """Numbers for JSON, which has no NaN or infinity: these are text."""
+    if isinstance(values, np.ndarray) and values.ndim:
+        return [_plain(value) for value in values]
+    value = values.item()
+    return value if np.isfinite(value) else str(value)
+
+
+def _from_plain(value: Any) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(value, list):
+        return [_from_plain(v) for v in value]
+    return value if isinstance(value, bool) else float(value)

@@ -1,20 +1,65 @@
-"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, and Holm's correction."""
+"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, Holm's correction, chance."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arm_labels import CONTROL, FROZEN
+from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
 from weightscope._util.names import unknown
-from weightscope.benchmarking.chance import Chance, above_chance
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
+from weightscope.recipe import Recipe
 
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
+
+
+class Chance(NamedTuple):
+    """The chance level of a metric.
+
+    Attributes:
+        accuracy: c, expected of predictions that do not depend on the input.
+        examples: m, number of independent labels or tokens over which an accuracy is taken.
+    """
+
+    accuracy: float
+    examples: int
+
+
+def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
+    """The chance level of a metric: the share of the most frequent class among the images of the evaluation, or 1 / K
+    of K equally probable tokens of an answer.
+
+    None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
+    depends on its place in the answer, for data that are no longer there, and where every answer is the same.
+
+    Args:
+        recipe: of the networks, with the classes of a folder (`Recipe.completed`).
+        metric: the metric that is compared.
+        root: the folder that is searched first for the data.
+    """
+    level = recipe.data.chance(metric, root)
+    return Chance(*level) if level is not None and level[0] < 1 else None
+
+
+def above_chance(values: np.ndarray, chance: Chance) -> float:
+    """The one-sided p-value of a mean accuracy above chance, not corrected for the number of arms.
+
+        a = c (1 - c) / m,   b = s^2 / n,   t = (mean - c - 1 / (2 m)) / sqrt(a + b),   p = P(T > t)
+
+    for Student's T with (n - 1) (a + b)^2 / b^2 degrees of freedom (Satterthwaite 1946), normal for one network. a is
+    the variance due to the test examples, which all networks share, and 1 / (2 m) the correction for continuity.
+    Networks at chance level have p < 0.05 in at most about 5 % of cases, and in up to 7 % where m c < 10.
+    """
+    n, (c, examples) = len(values), chance
+    shared, own = c * (1 - c) / examples, float(values.var(ddof=1)) / n if n > 1 else 0.0
+    freedom = (n - 1) * (shared + own) ** 2 / own**2 if own > 0 else np.inf
+    excess = float(values.mean()) - c - 0.5 / examples
+    return float(stats.t.sf(excess / np.sqrt(shared + own), freedom))
 
 
 def summarise(
@@ -84,9 +129,6 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
 
     Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
     of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
-
-    Raises:
-        UsageError: if the field does not vary.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
@@ -106,6 +148,82 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row["p_holm"] = p
+    return rows
+
+
+def seed_differences(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The differences of each arm from its reference on each seed, for `weightscope.plots.paired_differences`.
+
+    The reference at a length is the first initialiser, that of a frozen arm the first frozen one.
+
+    Returns:
+        For each arm at each length that has seeds of its reference: `init`, `epochs`, `reference`, `differences` (n,),
+        `diverged` (n,), whether one of the two did, `ci95` of their mean (None if they are equal up to rounding), and
+        `left_out`, the number of networks without a finite value (of the reference, too, in its first row). A frozen
+        arm has `variant_of`, the label without that suffix.
+
+    Raises:
+        DataError: if a difference is not finite.
+    """
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["epochs"], run["init"]), []).append(run)
+    references: dict[tuple[float, bool], str] = {}
+    rows, lost = [], {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
+    for (epochs, init), group in groups.items():
+        first = references.setdefault((epochs, init.endswith(FROZEN)), init)
+        base = {run["seed"]: run for run in groups[epochs, first] if run.get(metric.key) is not None}
+        pairs = [(run, base[run["seed"]]) for run in group if run["seed"] in base and run.get(metric.key) is not None]
+        if first == init or not pairs:
+            continue
+        values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
+        if not np.isfinite(values - others).all():
+            raise DataError(f"`{init}` after {epochs:g} epochs: {metric.label} is not finite")
+        same = same_differences(values, others)
+        row = {"init": init, "epochs": epochs, "reference": first, "differences": values - others}
+        row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
+        row["ci95"] = None if same else paired(values, others, metric)["difference_ci95"]
+        row["left_out"] = lost[epochs, init] + lost.pop((epochs, first), 0)
+        rows.append(row | ({"variant_of": init.removesuffix(FROZEN)} if init.endswith(FROZEN) else {}))
+    return rows
+
+
+def mean_curves(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The mean of the metric after each epoch, for `weightscope.plots.metric_curves`.
+
+    Args:
+        runs: rows of networks of one cell and one length, with `curve`, the metric after each epoch.
+        metric: what the curves are of.
+
+    Returns:
+        For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and
+        `band` (2, E), the 95 % interval of the difference from the first one on the seeds of both, drawn around its
+        mean and inside the metric's bounds; None for the first one and for a single seed.
+
+    Raises:
+        UsageError: if the runs are of several cells or lengths, or an initialiser has no curve on a seed of the first.
+    """
+    places = {(cell_key(run), run["epochs"]) for run in runs}
+    if len(places) != 1:
+        raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for run in runs:
+        mine = found.setdefault(run["init"], {})
+        values = np.array([np.nan if v is None else v for v in run.get("curve") or []], dtype=float)
+        if values.size and np.isfinite(values[-1]):
+            mine[run["seed"]] = values
+    first = next(iter(found.values()))
+    if not all(set(mine) & set(first) for mine in found.values()):
+        raise UsageError('curves: expected a value after each epoch (training.evaluate = "epoch"), found none')
+    rows = []
+    for init, mine in found.items():
+        shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
+        if mine is not first and len(shared) > 1:
+            differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
+            half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
+            band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
+        networks = sum(run["init"] == init for run in runs)
+        rows.append({"init": init, "mean": mean, "band": band, "n": len(mine), "networks": networks})
     return rows
 
 
@@ -194,3 +312,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = running
     return adjusted
+
+
+def chance_note(arms: list[dict[str, Any]]) -> str:
+    """One line that names the arms at chance level; empty if there are none."""
+    found = [arm for arm in arms if (arm.get("chance_p") or 0.0) >= LEVEL]
+    if not found:
+        return ""
+    named = ", ".join(dict.fromkeys(arm["init"] for arm in found))
+    levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
+    return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"

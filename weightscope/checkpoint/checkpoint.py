@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
-from weightscope.checkpoint.checks import FileCheck
-from weightscope.checkpoint.entries import WEIGHTS, Entry, Store, open_mapping, open_module
-from weightscope.checkpoint.folder import open_path
+from weightscope._util.results import Result, text_table
+from weightscope._util.sources import ARTIFACT_KEY
+from weightscope.checkpoint.files import open_path
+from weightscope.checkpoint.tensors import WEIGHTS, FileCheck, Store, StoredTensor, open_mapping, open_module
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
@@ -75,9 +74,9 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.metadata: dict[str, str] = self._store.metadata
         self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._store.commit
-        self.skipped: dict[str, str] = _not_weights(self._store.entries) | self._store.unreadable
+        self.skipped: dict[str, str] = _not_weights(self._store.tensors) | self._store.unreadable
         self.nonfinite: dict[str, int] = {}
-        self._weights = {name: e for name, e in self._store.entries.items() if name not in self.skipped}
+        self._weights = {name: e for name, e in self._store.tensors.items() if name not in self.skipped}
         self._kept: tuple[str, Tensor | None] | None = None
 
     @property
@@ -205,7 +204,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
                 "bytes": entry.nbytes,
                 "skipped": self.skipped.get(name),
             }
-            for name, entry in self._store.entries.items()
+            for name, entry in self._store.tensors.items()
         ]
 
     def text(self) -> str:
@@ -213,8 +212,8 @@ class Checkpoint(Mapping[str, Tensor], Result):
         header = ("name", "shape", "dtype", "bytes")
         return text_table(header, [[row[key] for key in header] for row in self.rows()], left=(0, 1, 2))
 
-    def _entry(self, name: str) -> Entry:
-        entry = self._store.entries.get(name)
+    def _entry(self, name: str) -> StoredTensor:
+        entry = self._store.tensors.get(name)
         if entry is None:
             raise self._missing(name)
         return entry
@@ -234,6 +233,21 @@ class Checkpoint(Mapping[str, Tensor], Result):
         known = self._store.statistics
         is_statistic = name in known if known is not None else name.endswith(_STATISTICS)
         return "statistic" if is_statistic else "parameter"
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """The `Checkpoint` at a path or `hf://org/name` if it is a model.
+
+    Raises:
+        DataError: if it cannot be read, or is the artifact of an initialiser.
+    """
+    found = Checkpoint(source)
+    if ARTIFACT_KEY in found.metadata:
+        raise DataError(
+            f"{source}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "
+            "load_init applies it to a model"
+        )
+    return found
 
 
 def _open(source: Any, key: str | None) -> Store:
@@ -261,7 +275,7 @@ def _open(source: Any, key: str | None) -> Store:
     raise UsageError(f"expected a path, hf://org/name, a module or a mapping, found {type(source).__name__}")
 
 
-def _not_weights(entries: Mapping[str, Entry]) -> dict[str, str]:
+def _not_weights(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Name -> why a tensor is not a weight, or not one without the tensors next to it."""
     out = {}
     for name, entry in entries.items():

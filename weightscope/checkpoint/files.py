@@ -1,158 +1,355 @@
-"""Byte ranges of files on disk; files are never memory-mapped, so that a truncated one is an error and not a crash."""
+"""Model files and folders, on disk or at the hub: which files hold the tensors, and at which bytes.
 
-import io
-import os
-import stat
-import weakref
-from collections.abc import Iterator, Sequence
+A safetensors file is 8 bytes (the header's length n, little endian), n bytes of JSON (name -> dtype, shape, offsets),
+and the tensors. Its header is parsed here and not by `safetensors.safe_open`, which cannot read byte ranges at a hub,
+and memory-maps: a file truncated while it is open would kill the process.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from weightscope.errors import DataError
+from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
+from weightscope.checkpoint.onnx_models import open_onnx
+from weightscope.checkpoint.tensors import (
+    SAFETENSORS_TYPES,
+    ByteReader,
+    FileCheck,
+    FileTensor,
+    LocalFile,
+    Store,
+    StoredTensor,
+    printable,
+    read_bytes,
+)
+from weightscope.checkpoint.torch_files import check_records, open_torch
+from weightscope.errors import DataError, UsageError
 
-_PIECE = 1 << 20
+CONFIG = "config.json"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# The order in which transformers and diffusers look, safetensors before pickles.
+CANDIDATES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_ONNX_SUFFIX = ".onnx"
+_MAX_JSON = 100 << 20
+_MAX_SHARDS = 10_000
+_MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
+_MAX_ENTRIES = 2**62
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+# Bits of an entry of each data type of safetensors.
+_BITS = {name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_TYPES.items()}
+_BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-class Region(Protocol):
-    """Available bytes, addressed by their position in the file that they belong to."""
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start`.
-
-        Raises:
-            DataError: if the file ends before.
-        """
-
-
-class ByteReader(Protocol):
-    """A file of a checkpoint that is read by byte range, on disk or at the hub.
+class Folder(Protocol):
+    """A folder of model files.
 
     Attributes:
         where: its name in errors.
-        size: in bytes.
     """
 
     where: str
-    size: int
 
-    def prepare(self, start: int, stop: int) -> Region:
-        """Make these bytes available, fetching no others."""
+    @property
+    def commit(self) -> str | None:
+        """The commit at the hub; None on disk."""
 
-    def expect(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Announce the ranges that will be read, in the order in which they make up the file."""
+    def names(self) -> Iterable[str]:
+        """The plain names of its files."""
 
-    def whole(self) -> "LocalFile":
-        """The whole file, on disk."""
+    def open(self, name: str, parts: bool = True) -> ByteReader:
+        """Open a file; `parts`: only some of it will be read. Others are `LocalFile`s."""
+
+    def received(self) -> int:
+        """Number of bytes read from disk, or received, so far."""
+
+    def unverified(self) -> list[str]:
+        """Names of the opened files of which only parts were fetched, so that no hash of them was compared."""
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """Compare the opened files with the checksums that are known; `download` what is missing of them first."""
 
 
-class LocalFile:
-    """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
+class LocalFolder:
+    """A folder on disk; see `Folder`."""
+
+    commit: str | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._path = path
+        self._files: list[LocalFile] = []
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        return sorted(path.name for path in self._path.iterdir() if path.is_file())
+
+    def open(self, name: str, parts: bool = True) -> LocalFile:
+        """See `Folder.open`."""
+        self._files.append(LocalFile(self._path / name))
+        return self._files[-1]
+
+    def received(self) -> int:
+        """See `Folder.received`."""
+        return sum(file.bytes_read for file in self._files)
+
+    def unverified(self) -> list[str]:
+        """See `Folder.unverified`; a folder on disk states no hashes."""
+        return []
+
+    def check(self, download: bool) -> list[FileCheck]:
+        """See `Folder.check`: records of torch's zip archives, and files in huggingface_hub's cache."""
+        return [check_file(Path(file.where).name, Path(file.where)) for file in self._files]
+
+
+def check_file(name: str, path: Path) -> FileCheck:
+    """Compare a file on disk with the hash that names it in huggingface_hub's cache, or with the CRC-32 of its records.
 
     Args:
-        path: of the file.
-        where: its name in errors; None for the path.
-        base: position of this file's first byte in the original file, for a cached part of one.
-        counted: whether reads count in `bytes_read`.
+        name: of the file, for the result.
+        path: where it is: in the cache, a link to `blobs/HASH`.
+    """
+    real = path.resolve()
+    if real.parent.name == "blobs" and _HASH.fullmatch(real.name):
+        kind = "sha256" if len(real.name) == 64 else "sha1"
+        if (found := _digest(real, kind)) == real.name:
+            return FileCheck(name, "verified", kind)
+        why = f"checksum mismatch: expected {kind} {real.name[:16]}..., found {found[:16]}...; delete {real}"
+        return FileCheck(name, "damaged", kind, f"{path}: {why}")
+    try:
+        file = LocalFile(path)
+        if read_bytes(file, 0, min(file.size, 2)) == b"PK" and check_records(file):
+            return FileCheck(name, "verified", "crc32")
+    except DataError as error:
+        return FileCheck(name, "damaged", "crc32", str(error))
+    return FileCheck(name, "unverified", detail="no checksum of it is known")
 
-    Attributes:
-        bytes_read: so far.
+
+def _digest(path: Path, kind: str) -> str:
+    """The SHA-256 of a file, or git's SHA-1: that of `blob SIZE`, a zero byte and the content."""
+    with path.open("rb") as stream:
+        if kind == "sha256":
+            return hashlib.file_digest(stream, kind).hexdigest()
+        start = b"blob %d\0" % path.stat().st_size
+        return hashlib.sha1(start + stream.read(), usedforsecurity=False).hexdigest()  # git's are small files
+
+
+def open_path(path: Path, key: str | None) -> Store:
+    """The tensors of a file or a model folder on disk.
 
     Raises:
-        DataError: if it does not exist, or is a folder, a device or a pipe.
+        DataError: if it is missing or damaged.
+        UsageError: if it is not a checkpoint by its name.
     """
-
-    def __init__(self, path: str | Path, where: str | None = None, base: int = 0, counted: bool = True) -> None:
-        self.where = where or str(path)
-        self.base = base
-        self.counted = counted
-        self.bytes_read = 0
-        try:
-            # Without O_NONBLOCK, opening a pipe without a writer would wait forever.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
-        weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise DataError(f"{self.where}: expected a file, found a folder, a pipe or a device")
-        self.size = status.st_size
-
-    def prepare(self, start: int, stop: int) -> Region:
-        """See `ByteReader.prepare`."""
-        return self
-
-    def expect(self, parts: Sequence[tuple[int, int]]) -> None:
-        """See `ByteReader.expect`; nothing to do."""
-
-    def whole(self) -> "LocalFile":
-        """See `ByteReader.whole`."""
-        return self
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """See `Region.read_into`."""
-        self._fill(buffer, start)
-        self.bytes_read += len(buffer) * self.counted
-
-    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes from `start` to `stop` in pieces, for checksums; they do not count in `bytes_read`.
-
-        Raises:
-            DataError: if the file ends before.
-        """
-        buffer = memoryview(bytearray(min(_PIECE, stop - start)))
-        for first in range(start, stop, _PIECE):
-            piece = buffer[: stop - first]
-            self._fill(piece, first)
-            yield piece
-
-    def _fill(self, buffer: memoryview, start: int) -> None:
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(self._descriptor, [buffer[done:]], start - self.base + done)
-            except OSError as error:
-                raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise DataError(f"{self.where}: it ends before byte {start + len(buffer)}: it is truncated")
-            done += count
-
-    def stream(self) -> io.BufferedReader:
-        """The file as a buffered stream with its own position, for parsers."""
-        return io.BufferedReader(_Stream(self), 1 << 16)
+    if path.is_dir():
+        return open_folder(LocalFolder(path), key)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
+    if not path.name.endswith((".safetensors", ".index.json", _ONNX_SUFFIX, *TORCH_SUFFIXES)):
+        known = ", ".join((*TORCH_SUFFIXES, _ONNX_SUFFIX))
+        raise UsageError(
+            f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder; an ONNX model "
+            "of another name can be renamed"
+        )
+    return _open(LocalFolder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
 
 
-def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of a file."""
-    out = bytearray(stop - start)
-    if out:
-        file.prepare(start, stop).read_into(memoryview(out), start)
-    return bytes(out)
+def open_folder(folder: Folder, key: str | None = None) -> Store:
+    """The tensors of a model folder.
+
+    Raises:
+        DataError: if it holds no checkpoint, several of them, or a damaged one.
+    """
+    names = set(folder.names())
+    found = [name for name in CANDIDATES if name in names][:1]
+    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,)):
+        found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
+    if len(found) > 1:
+        listed = ", ".join(found[:6])
+        raise DataError(f"{folder.where}: found {len(found)} checkpoints; name one of them: {listed}")
+    if not found and POPULATION_FILE in names:
+        where = folder.where
+        raise DataError(f"{where}: expected a model, found a population; give one of its networks: {where}::0")
+    if not found:
+        raise DataError(
+            f"{folder.where}: expected {CANDIDATES[0]}, {CANDIDATES[1]} or another checkpoint, found "
+            f"{', '.join(sorted(names)[:6]) or 'no files'}"
+        )
+    store = _open(folder, found[0], folder.where, key, CONFIG in names)
+    if ARTIFACT_KEY in store.metadata and folder.commit is None:
+        file = Path(folder.where, found[0])
+        raise DataError(
+            f"{folder.where}: expected a model, found the artifact of an initialiser; give its file: {file}"
+        )
+    return store
 
 
-class _Stream(io.RawIOBase):
-    def __init__(self, file: LocalFile) -> None:
-        self._file = file
-        self._position = 0
+def plain(name: Any) -> bool:
+    """Whether a name is that of a file in the same folder: no path, not hidden, printable."""
+    if not isinstance(name, str) or not 0 < len(name) <= 255:
+        return False
+    return name.isprintable() and not name.startswith(".") and not set(name) & set("/\\:")
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return True
+def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bool) -> Store:
+    # The configuration is checked first: it is small, and without it the tensors may be misread.
+    config = _json(folder, CONFIG) if has_config else {}
+    store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder, name, key)
+    store.label, store.config, store.commit = label, config, folder.commit
+    store.received, store.check, store.unverified = folder.received, folder.check, folder.unverified
+    return store
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
-        if start + offset < 0:
-            raise ValueError("a position before the beginning of the file")
-        self._position = start + offset
-        return self._position
 
-    def tell(self) -> int:
-        return self._position
+def _json(folder: Folder, name: str) -> dict[str, Any]:
+    file = folder.open(name, parts=False)
+    if file.size > _MAX_JSON:
+        raise DataError(f"{file.where}: expected at most {_MAX_JSON} bytes, found {file.size}")
+    return _json_object(read_bytes(file, 0, file.size), f"{folder.where}: {name}")
 
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._file.size - self._position))
-        if count:
-            self._file.read_into(memoryview(buffer)[:count], self._position)
-        self._position += count
-        return count
+
+def _open_file(folder: Folder, name: str, key: str | None) -> Store:
+    if key is not None and not name.endswith(TORCH_SUFFIXES):
+        raise UsageError(f"{folder.where}: {name}: holds one set of tensors; omit key=")
+    if name.endswith(".safetensors"):
+        return _open_safetensors(folder.open(name))
+    file = folder.open(name, parts=False)
+    assert isinstance(file, LocalFile)
+    if name.endswith(_ONNX_SUFFIX):
+        return open_onnx(file, lambda location: _external(folder, name, location))
+    return open_torch(file, key)
+
+
+def _external(folder: Folder, name: str, location: str) -> ByteReader:
+    """A file of external data of an ONNX model."""
+    if not plain(location) or location not in set(folder.names()):
+        raise DataError(
+            f"{folder.where}: {name}: expected the plain name of a file of external data in the same folder, found "
+            f"{ascii(location)[:100]}; nothing was opened"
+        )
+    return folder.open(location)
+
+
+def _open_index(folder: Folder, name: str, key: str | None) -> Store:
+    where = f"{folder.where}: {name}"
+    table = _json(folder, name).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise DataError(f"{where}: expected a `weight_map` of tensor names to file names")
+    suffix = (".safetensors",) if name.endswith(".safetensors.index.json") else TORCH_SUFFIXES
+    for tensor, shard in table.items():
+        if not plain(shard) or not shard.endswith(suffix):
+            raise DataError(
+                f"{where}: {ascii(tensor)[:100]} is mapped to {ascii(shard)[:100]}, "
+                f"expected the plain name of a {suffix[0]} file in the same folder; nothing was opened"
+            )
+    shards = sorted(set(table.values()))
+    if len(shards) > _MAX_SHARDS:
+        raise DataError(f"{where}: it names {len(shards)} files, more than {_MAX_SHARDS}")
+    stores = {shard: _open_file(folder, shard, key) for shard in shards}
+    out = Store(where, {})
+    for tensor, shard in table.items():
+        store = stores[shard]
+        if tensor in store.tensors:
+            out.tensors[tensor] = store.tensors[tensor]
+        elif tensor not in store.unreadable:
+            raise DataError(f"{where}: {ascii(tensor)[:100]} is mapped to {shard}, which does not hold it")
+    for shard, store in stores.items():
+        out.unreadable |= store.unreadable
+        for tensor in store.tensors:
+            if table.get(tensor) != shard:
+                out.unreadable.setdefault(tensor, f"in {shard}, but the index does not map it there")
+        out.metadata |= store.metadata
+    for tensor in out.tensors:
+        out.unreadable.pop(tensor, None)
+    return out
+
+
+def _open_safetensors(file: ByteReader) -> Store:
+    """The tensors of a safetensors file; its header must account for every byte, without gaps or overlaps."""
+    where = file.where
+    if file.size < 8:
+        raise DataError(f"{where}: expected a safetensors file, found only {file.size} bytes; download it again")
+    length = int.from_bytes(read_bytes(file, 0, 8), "little")
+    if length > min(_MAX_JSON, file.size - 8):
+        raise DataError(
+            f"{where}: its header claims {length} bytes, in a file of {file.size}; "
+            "it is truncated or not a safetensors file"
+        )
+    values = _json_object(read_bytes(file, 8, 8 + length), f"{where}: its header")
+    metadata = values.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise DataError(f"{where}: expected `__metadata__` to map names to text")
+    tensors = {name: _described(name, value, file, 8 + length) for name, value in values.items()}
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.start != end:
+            what = "overlaps the tensor before it" if tensor.start < end else "leaves a gap before it"
+            raise DataError(f"{where}: `{tensor.name[:200]}` {what}, at byte {tensor.start} where {end} was expected")
+        end = tensor.stop
+    if end != file.size:
+        what = "bytes are left over at its end" if end < file.size else "bytes are missing: it is truncated"
+        raise DataError(
+            f"{where}: expected {end} bytes from its header, found {file.size}; {abs(file.size - end)} {what}"
+        )
+    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata)
+
+
+def _described(name: str, value: Any, file: ByteReader, offset: int) -> FileTensor:
+    """A tensor as its entry in the header describes it."""
+    place = f"{file.where}: `{printable(name, file.where)[:200]}`"
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise DataError(f"{place}: expected dtype, shape and data_offsets in the header, found something else")
+    kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(kind, str) or kind not in _BITS:
+        raise DataError(f"{place}: unknown dtype {ascii(kind)[:50]}; expected one of {', '.join(_BITS)}")
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(_is_natural, shape)):
+        raise DataError(f"{place}: expected a shape of integers >= 0, found {ascii(shape)[:100]}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_natural, offsets)):
+        raise DataError(f"{place}: expected two offsets >= 0, found {ascii(offsets)[:100]}")
+    if math.prod(max(n, 1) for n in shape) > _MAX_ENTRIES:
+        raise DataError(f"{place}: the shape {ascii(shape)[:100]} overflows")
+    bits, (start, stop) = math.prod(shape) * _BITS[kind], offsets
+    if bits != 8 * (stop - start):
+        raise DataError(
+            f"{place}: {kind} of shape {ascii(shape)[:100]} takes {bits / 8:.15g} bytes, "
+            f"its offsets {ascii(offsets)[:100]} hold {stop - start}"
+        )
+    return FileTensor(name, kind, SAFETENSORS_TYPES.get(kind), tuple(shape), file, offset + start, offset + stop)
+
+
+def _is_natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_ENTRIES
+
+
+def _json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The object in a JSON text, whose keys must be unique at every depth."""
+    values_there = raw.count(b",") + raw.count(b":")
+    if values_there > _MAX_VALUES:
+        raise DataError(f"{where} has {values_there:,} values, more than {_MAX_VALUES:,}")
+    try:
+        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise DataError(f"{where} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {ascii(twice)[:100]} is duplicated")
+    return out

@@ -1,36 +1,75 @@
-"""Models at the Hugging Face Hub (or another hub of that kind), pinned to one commit and read by byte range.
+"""Models at the Hugging Face Hub (or another hub of that kind), pinned to one commit.
 
-A file that huggingface_hub has downloaded before is read from its cache; of other files, the byte ranges asked for
-are fetched into a `RangeCache`. Every cached range is compared with its digest when it is used, and a file with the
-hash that the hub states as soon as all of it is there.
+A file in huggingface_hub's cache is read there. Configurations, indices and pickles are downloaded into it, and
+compared with the hash that the hub states. Of a safetensors file only the byte ranges asked for are fetched, into a
+cache of their own, for which huggingface_hub has none: `$WEIGHTSCOPE_CACHE`, by default `weightscope` in `$HF_HOME`.
+
+    ROOT/ENDPOINT/ORG--NAME/refs/HASH.json          revision -> commit, or commit -> names of its files
+    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.json        size of a file
+    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.START-STOP  bytes of the file, then their SHA-256 (32 bytes)
+
+HASH is the first 24 digits of the SHA-256 of the file's or the revision's name, so that no server chooses a path. A
+range is compared with its SHA-256 whenever it is used, and a whole download with the hub's hash (see `verify`).
+Everything under a commit is immutable: nothing expires.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
+import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 from urllib.parse import urljoin
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+from huggingface_hub.utils import build_hf_headers, get_session
 
-from weightscope.checkpoint.checks import HASH, BlobFile, FileCheck, kind, mismatch, mismatch_error
-from weightscope.checkpoint.entries import Store
-from weightscope.checkpoint.files import ByteReader, LocalFile, Region
-from weightscope.checkpoint.folder import CANDIDATES, CONFIG, open_folder, plain
-from weightscope.checkpoint.range_cache import RangeCache
-from weightscope.checkpoint.transfer import TIMEOUT, USER_AGENT, Refused, Transfer, Unreachable, retried
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope._util import atomic
+from weightscope._version import __version__
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, check_file, open_folder, plain
+from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store, read_bytes
+from weightscope.errors import DataError, UsageError
 
+T = TypeVar("T")
+
+USER_AGENT = {"weightscope": __version__}
+TIMEOUT = 5.0  # seconds without an answer
+PAUSES = (0.3, 1.0)  # seconds before the second and the third try
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _SOURCE = re.compile(rf"hf://((?:{_NAME}/)?{_NAME})(?:@([\w][\w./-]{{0,200}}))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_FILE = 2**50
-# A signed storage address that answers so has expired.
-_EXPIRED = {400, 401, 403, 404, 410}
+_MAX_NOTE = 100 << 20
+_PIECE = 1 << 20
+_TRANSIENT = {408, 429, 500, 502, 503, 504}
+_ADVICE = {
+    401: "it is private, gated, or does not exist: check the name, or set HF_TOKEN to a token that may read it",
+    403: "it is gated: ask for access on its page, then set HF_TOKEN to a token that has it",
+    404: "no such model, revision or file: check the name",
+    429: "too many requests: wait, or set HF_TOKEN",
+}
 
 log = logging.getLogger(__name__)
+
+
+class _Unreachable(DataError):
+    """No answer: the endpoint is down, or there is no network."""
+
+
+class _Broken(Exception):
+    """Carries an OSError of a transfer through the writing of a file, whose own OSErrors mean a full disk."""
 
 
 def open_hub(address: str, key: str | None = None) -> Store:
@@ -51,7 +90,7 @@ def open_hub(address: str, key: str | None = None) -> Store:
 
 
 class HubFolder:
-    """A model's files at one commit; see `Folder`.
+    """A model's files at one commit; see `weightscope.checkpoint.files.Folder`.
 
     Args:
         repository: `org/name`.
@@ -59,89 +98,111 @@ class HubFolder:
     """
 
     def __init__(self, repository: str, revision: str) -> None:
-        self.offline = constants.HF_HUB_OFFLINE
-        self.transfer = Transfer(constants.ENDPOINT)
-        self.cache = RangeCache(self.transfer.endpoint, repository)
         self.where = f"hf://{repository}"
         self.repository = repository
-        self._files: list[HubFile] = []
-        self._downloaded: dict[str, BlobFile] = {}
+        root = Path(os.environ.get("WEIGHTSCOPE_CACHE") or Path(constants.HF_HOME, "weightscope")).expanduser()
+        self.cache = root / _hash(constants.ENDPOINT.rstrip("/"))[:12] / repository.replace("/", "--")
+        self.fetched = 0
+        self._ranged: dict[str, HubFile] = {}
+        self._whole: dict[str, Path] = {}
         commit, self._names = self._resolve(revision)
         self.commit: str = commit
 
     def names(self) -> list[str]:
         """See `Folder.names`."""
-        if self._names is None:  # a hub that does not list its files: ask for each that could exist
-            self._names = [name for name in (*CANDIDATES, CONFIG) if self._exists(name)]
-            self.cache.keep_note("refs", f"{self.commit}:listing", self._names)
         return self._names
 
-    def open(self, name: str) -> ByteReader:
+    def open(self, name: str, parts: bool = True) -> "LocalFile | HubFile":
         """See `Folder.open`; huggingface_hub's cache is preferred."""
         path = try_to_load_from_cache(self.repository, name, revision=self.commit)
-        if isinstance(path, str):
-            return self._downloaded.setdefault(name, self._blob(name, Path(path)))
-        file = HubFile(self, name)
-        self._files.append(file)
-        return file
+        if parts and not isinstance(path, str):
+            return self._ranged.setdefault(name, HubFile(self, name))
+        self._whole[name] = Path(path) if isinstance(path, str) else self.download(name)
+        return LocalFile(self._whole[name], f"{self.where}: {name}")
 
     def received(self) -> int:
         """See `Folder.received`; counts the bodies of all files, and nothing that came from a cache."""
-        return self.transfer.received
+        return self.fetched
 
     def unverified(self) -> list[str]:
         """See `Folder.unverified`."""
-        files = [(name, file.verified) for name, file in self._downloaded.items()]
-        return [name for name, done in files + [(file.name, file.verified) for file in self._files] if not done]
+        return list(self._ranged)
 
     def check(self, download: bool) -> list[FileCheck]:
         """See `Folder.check`."""
-        found = [_checked(name, file) for name, file in self._downloaded.items()]
-        return found + [file.check(download) for file in self._files]
+        damage = {name: file.damage() for name, file in self._ranged.items()}
+        if download:
+            self._whole |= {name: self.download(name) for name in self._ranged}
+            self._ranged.clear()
+        found = [check_file(name, path) for name, path in self._whole.items()]
+        why = "only byte ranges of it were read, and only the whole file has a known hash"
+        for name in self._ranged:
+            found.append(FileCheck(name, "damaged" if damage[name] else "unverified", detail=damage[name] or why))
+        return found
 
-    def need(self, what: str) -> None:
-        """Raise DataError if `what` would have to be fetched, and offline mode forbids it."""
-        if self.offline:
-            self._unavailable(what)
+    def download(self, name: str) -> Path:
+        """Download a file into huggingface_hub's cache; removed again if it does not have its hash."""
+        where = f"{self.where}: {name}"
+        options: dict[str, Any] = {"revision": self.commit, "user_agent": USER_AGENT, "etag_timeout": TIMEOUT}
+        path = Path(_tried(where, lambda: hf_hub_download(self.repository, name, **options)))
+        if path.parent.name != self.commit:
+            raise DataError(f"{where}: expected commit {self.commit}, found {ascii(path.parent.name)[:60]}")
+        found = check_file(name, path)
+        if found.status == "damaged":
+            path.resolve().unlink(missing_ok=True)
+            raise DataError(f"{where}: {found.detail.partition('; ')[0]}; it was removed, run the command again")
+        self.fetched += path.stat().st_size
+        return path
 
-    def check_commit(self, where: str, found: str | None) -> None:
-        """Raise DataError if an answer belongs to another commit than the pinned one."""
-        if found not in (None, self.commit):
-            raise DataError(f"{where}: expected commit {self.commit}, found {ascii(found)[:60]}")
+    def note(self, group: str, name: str) -> Any | None:
+        """The JSON value stored under a name; None if it is missing or damaged."""
+        path = self.path(group, name, ".json")
+        try:
+            return json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_NOTE else None
+        except (OSError, ValueError, RecursionError):
+            return None
 
-    def _unavailable(self, what: str) -> NoReturn:
-        raise DataError(
-            f"{self.where}: {what} is neither in {self.cache.folder} nor in {constants.HF_HUB_CACHE}, and "
-            "HF_HUB_OFFLINE forbids downloads"
-        )
+    def keep_note(self, group: str, name: str, value: Any) -> None:
+        """Store a JSON value under a name."""
+        atomic.make_folder(self.cache / group)
+        atomic.write(self.path(group, name, ".json"), json.dumps(value).encode())
 
-    def _resolve(self, revision: str) -> tuple[str, list[str] | None]:
-        """The commit, and the names of its files where the hub lists them."""
+    def path(self, group: str, name: str, suffix: str) -> Path:
+        """A place in the cache of ranges."""
+        return self.cache / group / f"{_hash(name)[:24]}{suffix}"
+
+    def _resolve(self, revision: str) -> tuple[str, list[str]]:
+        """The commit, and the plain names of its files; others, in subfolders, are other models."""
         cached = self._listed_before(revision)
         if cached is not None and revision == cached[0]:
             return cached
-        if self.offline:
-            return cached or self._snapshot(revision) or self._unavailable(f"revision {revision}")
+        cached = cached or self._snapshot(revision)
         where = self.where if revision == "main" else f"{self.where}@{revision}"
         try:
-            commit, names = self._listed(revision, where)
-        except Unreachable as error:
-            cached = cached or self._snapshot(revision)
+            api = HfApi(constants.ENDPOINT, user_agent=USER_AGENT)
+            info = _tried(where, lambda: api.model_info(self.repository, revision=revision, timeout=TIMEOUT))
+            names = [name for file in info.siblings or () if plain(name := file.rfilename)]
+        except _Unreachable as error:
             if cached is None:
                 raise
-            log.warning("%s; using commit %s from the cache", error, cached[0][:12])
-            self.offline = True
+            if not constants.HF_HUB_OFFLINE:
+                log.warning("%s; using commit %s from the cache", error, cached[0][:12])
             return cached
-        if names is not None:
-            self.cache.keep_note("refs", f"{commit}:listing", names)
-        self.cache.keep_note("refs", revision, commit)
-        return commit, names
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DataError(f"{where}: cannot read the hub's answer: {ascii(str(error))[:100]}") from error
+        if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+            raise DataError(f"{where}: expected the hub to name a commit, found {ascii(info.sha)[:60]}")
+        if _COMMIT.fullmatch(revision) and info.sha != revision:
+            raise DataError(f"{where}: expected commit {revision}, found {info.sha}")
+        self.keep_note("refs", f"{info.sha}:listing", names)
+        self.keep_note("refs", revision, info.sha)
+        return info.sha, names
 
     def _listed_before(self, revision: str) -> tuple[str, list[str]] | None:
-        commit = revision if _COMMIT.fullmatch(revision) else self.cache.note("refs", revision)
+        commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
         if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
             return None
-        names = self.cache.note("refs", f"{commit}:listing")
+        names = self.note("refs", f"{commit}:listing")
         return (commit, names) if isinstance(names, list) and all(map(plain, names)) else None
 
     def _snapshot(self, revision: str) -> tuple[str, list[str]] | None:
@@ -153,54 +214,13 @@ class HubFolder:
                 return folder.name, sorted(f.name for f in folder.iterdir() if f.is_file() and plain(f.name))
         return None
 
-    def _listed(self, revision: str, where: str) -> tuple[str, list[str] | None]:
-        api = HfApi(self.transfer.endpoint, token=self.transfer.token, user_agent=USER_AGENT)
-        try:
-            info = retried(where, lambda: api.model_info(self.repository, revision=revision, timeout=TIMEOUT))
-            files = None if info.siblings is None else [file.rfilename for file in info.siblings]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DataError(f"{where}: cannot read the hub's answer: {ascii(str(error))[:100]}") from error
-        if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-            raise DataError(f"{where}: expected the hub to name a commit, found {ascii(info.sha)[:60]}")
-        if _COMMIT.fullmatch(revision) and info.sha != revision:
-            raise DataError(f"{where}: expected commit {revision}, found {info.sha}")
-        # Files in subfolders are other models (or other formats) in the same repository.
-        return info.sha, None if files is None else [name for name in files if plain(name)]
-
-    def _exists(self, name: str) -> bool:
-        try:
-            HubFile(self, name)
-        except Refused as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
-
-    def _blob(self, name: str, path: Path) -> BlobFile:
-        def remember(state: list[int]) -> None:
-            with contextlib.suppress(WeightscopeError):  # a cache that cannot be written costs time, nothing else
-                self.cache.keep_note(self.commit, f"{name}:downloaded", state)
-
-        return BlobFile(path, f"{self.where}: {name}", self.cache.note(self.commit, f"{name}:downloaded"), remember)
-
-
-def _checked(name: str, file: BlobFile) -> FileCheck:
-    if file.stated is None:
-        return FileCheck(name, "unverified", detail="no hash is known: its blob in the cache is named otherwise")
-    file.verified = False  # compared again, whatever was remembered
-    try:
-        file.verify()
-    except DataError as error:
-        return FileCheck(name, "damaged", kind(file.stated), str(error))
-    return FileCheck(name, "verified", kind(file.stated))
-
 
 class HubFile:
     """A file at the hub, of which only the byte ranges asked for are fetched; see `ByteReader`.
 
     Args:
         folder: the model.
-        name: of the file, checked to be plain.
+        name: name of the file, checked to be plain.
 
     Raises:
         DataError: if the file does not exist.
@@ -208,144 +228,136 @@ class HubFile:
 
     def __init__(self, folder: HubFolder, name: str) -> None:
         self.where = f"{folder.where}: {name}"
-        self.name = name
-        self._folder = folder
-        self._url = hf_hub_url(folder.repository, name, revision=folder.commit, endpoint=folder.transfer.endpoint)
-        self._direct: str | None = None
-        self.size, self.stated, self.verified = self._described()
-        self._parts: list[tuple[int, int]] = [(0, self.size)]
-        self._missing: set[tuple[int, int]] = {(0, self.size)}
-        self._whole: LocalFile | None = None
+        self._folder, self._name = folder, name
+        self._url = hf_hub_url(folder.repository, name, revision=folder.commit, endpoint=constants.ENDPOINT)
+        self._direct: str | None = None  # the signed address that the hub redirects to, while it is valid
+        size = folder.note(folder.commit, name)
+        self.size: int = size if isinstance(size, int) and size >= 0 else self._stated_size()
 
-    def prepare(self, start: int, stop: int) -> Region:
-        """See `ByteReader.prepare`."""
-        if self._whole is None:
-            self._whole = self._part(0, self.size)
-        if self._whole is not None:
-            self._check_hash([(0, self.size)])
-            return self._whole
-        file = self._part(start, stop) or self._fetch(start, stop)
-        self._missing.discard((start, stop))
-        if not self._missing:
-            self._check_hash(self._parts)
+    def part(self, start: int, stop: int) -> LocalFile:
+        """See `ByteReader.part`."""
+        file = self._cached(start, stop)
+        if file is None:
+            if not 0 <= start < stop <= self.size:
+                raise DataError(f"{self.where}: bytes {start}-{stop} are outside a file of {self.size} bytes")
+            path = self._path(start, stop)
+            _tried(self.where, lambda: atomic.write(path, self._body(start, stop)))
+            file = self._cached(start, stop)
+            if file is None:
+                raise DataError(f"{self.where}: bytes {start}-{stop} changed while they were cached in {path}")
         return file
 
-    def expect(self, parts: Sequence[tuple[int, int]]) -> None:
-        """See `ByteReader.expect`."""
-        self._parts = [part for part in parts if part[0] < part[1]]
-        cache, commit = self._folder.cache, self._folder.commit
-        self._missing = {part for part in self._parts if not cache.has(commit, self.name, *part)}
+    def damage(self) -> str:
+        """What is wrong with the cached ranges, which are removed then; empty if nothing is."""
+        prefix = self._path(0, 0).name.removesuffix("0-0")
+        places = (p.name.removeprefix(prefix) for p in self._path(0, 0).parent.glob(f"{prefix}*"))
+        spans = (re.fullmatch(r"(\d{1,18})-(\d{1,18})", place) for place in places)
+        bad = sum(self._cached(int(span[1]), int(span[2])) is None for span in spans if span)
+        advice = "they were removed from the cache and will be downloaded again"
+        return f"{self.where}: {bad} cached ranges changed; {advice}" if bad else ""
 
-    def whole(self) -> LocalFile:
-        """See `ByteReader.whole`; its hash is compared."""
-        file = self._part(0, self.size) or self._fetch(0, self.size)
-        self._check_hash([(0, self.size)])
-        return file
-
-    def check(self, download: bool) -> FileCheck:
-        """Compare every cached range with its digest, and the file with the hash that the hub states.
-
-        Args:
-            download: fetch what is missing of the file; otherwise it is unverified.
-        """
-        cache, commit = self._folder.cache, self._folder.commit
-        spans = cache.cached(commit, self.name)
-        bad = [span for span in spans if cache.part(commit, self.name, *span, self.where) is None]
-        if bad and not download:
-            advice = "they were removed from the cache and will be downloaded again"
-            return FileCheck(self.name, "damaged", detail=f"{self.where}: {len(bad)} cached ranges changed; {advice}")
-        if self.stated is None:
-            return FileCheck(self.name, "unverified", detail="the hub states no hash of it")
-        whole = [(0, self.size)] if cache.has(commit, self.name, 0, self.size) else self._parts
-        held = sum(b - a for a, b in whole if cache.has(commit, self.name, a, b))
-        if held < self.size and not download:
-            detail = f"only {held:,} of its {self.size:,} bytes were read, and only all have a known hash"
-            return FileCheck(self.name, "unverified", detail=detail)
-        self.verified = False
-        try:
-            for part in whole:
-                if self._part(*part) is None:
-                    self._fetch(*part)
-            self._check_hash(whole)
-        except DataError as error:
-            return FileCheck(self.name, "damaged", kind(self.stated), str(error))
-        return FileCheck(self.name, "verified", kind(self.stated))
-
-    def _described(self) -> tuple[int, str | None, bool]:
-        """Size, stated hash, and whether the file was compared with it."""
-        folder = self._folder
-        known = folder.cache.note(folder.commit, self.name)
-        match known:
-            case {"size": int(size), "hash": str() | None as stated, "verified": bool(verified)} if size >= 0:
-                return size, stated if stated and HASH.fullmatch(stated) else None, verified
-        folder.need(self.name)
-        options: dict[str, Any] = {"token": folder.transfer.token, "timeout": TIMEOUT, "user_agent": USER_AGENT}
-        found = retried(self.where, lambda: get_hf_file_metadata(self._url, **options))
-        folder.check_commit(self.where, found.commit_hash)
+    def _stated_size(self) -> int:
+        found = _tried(self.where, lambda: get_hf_file_metadata(self._url, timeout=TIMEOUT, user_agent=USER_AGENT))
+        if found.commit_hash not in (None, self._folder.commit):
+            raise DataError(
+                f"{self.where}: expected commit {self._folder.commit}, found {ascii(found.commit_hash)[:60]}"
+            )
         if not isinstance(found.size, int) or not 0 <= found.size <= _MAX_FILE:
             raise DataError(f"{self.where}: expected the hub to state its size, found {ascii(found.size)[:40]}")
-        location = urljoin(self._url, found.location)
-        self._direct = location if location != self._url else None
-        stated = found.etag if found.etag and HASH.fullmatch(found.etag) else None
-        self._describe(found.size, stated, False)
-        return found.size, stated, False
+        self._direct = urljoin(self._url, found.location)
+        self._folder.keep_note(self._folder.commit, self._name, found.size)
+        return found.size
 
-    def _describe(self, size: int, stated: str | None, verified: bool) -> None:
-        note = {"size": size, "hash": stated, "verified": verified}
-        self._folder.cache.keep_note(self._folder.commit, self.name, note)
+    def _path(self, start: int, stop: int) -> Path:
+        return self._folder.path(self._folder.commit, self._name, f".{start}-{stop}")
 
-    def _part(self, start: int, stop: int) -> LocalFile | None:
-        return self._folder.cache.part(self._folder.commit, self.name, start, stop, self.where)
+    def _cached(self, start: int, stop: int) -> LocalFile | None:
+        """These bytes, compared with their digest; a damaged range is removed with a warning."""
+        path = self._path(start, stop)
+        if not path.exists():
+            return None
+        file = LocalFile(path, self.where, base=start)
+        with contextlib.suppress(DataError):  # truncated
+            digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE, stop - start)))
+            for first in range(start, stop, _PIECE):
+                file.read_into(buffer[: stop - first], first)
+                digest.update(buffer[: stop - first])
+            if digest.digest() == read_bytes(file, stop, stop + digest.digest_size):
+                return file
+        log.warning("%s: checksum mismatch of cached bytes %d-%d; they were removed", self.where, start, stop)
+        path.unlink(missing_ok=True)
+        return None
 
-    def _fetch(self, start: int, stop: int) -> LocalFile:
-        if not 0 <= start < stop <= self.size:
-            raise DataError(f"{self.where}: bytes {start}-{stop} are outside a file of {self.size} bytes")
-        folder = self._folder
-        folder.need(f"{self.name} (bytes {start}-{stop})")
-        if self.verified:  # a part that was lost or damaged since
-            self.verified = False
-            self._describe(self.size, self.stated, False)
-        folder.cache.keep_part(folder.commit, self.name, start, stop, self._stream(start, stop))
-        file = self._part(start, stop)
-        if file is None:
-            raise DataError(
-                f"{self.where}: bytes {start}-{stop} changed while they were written to the cache; check it"
-            )
-        return file
+    def _body(self, start: int, stop: int) -> Iterator[bytes]:
+        try:
+            yield from self._answer(start, stop)
+        except OSError as error:
+            raise _Broken from error
 
-    def _stream(self, start: int, stop: int) -> Iterator[bytes]:
-        transfer, commit = self._folder.transfer, self._folder.commit
-        if self._direct is not None:
-            # The address that the hub redirected to is signed for a limited time; afterwards the hub is asked again.
-            try:
-                for piece in transfer.ranges(self._direct, self.where, start, stop, self.size, commit):
-                    start += len(piece)
-                    yield piece
-                return
-            except Refused as error:
-                if error.status not in _EXPIRED:
-                    raise
+    def _answer(self, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes of one answer, in pieces, and then their SHA-256."""
+        url = self._direct or self._url
+        headers = build_hf_headers(token=None if url == self._url else False, user_agent=USER_AGENT)
+        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
+        digest, missing = hashlib.sha256(), stop - start
+        with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
+            if response.status_code >= 400 and self._direct:  # expired: the hub is asked for another address
                 self._direct = None
-        yield from transfer.ranges(self._url, self.where, start, stop, self.size, commit)
+                raise ConnectionError(f"the storage answered {response.status_code}")
+            if response.status_code >= 300:
+                raise HfHubHTTPError(f"status {response.status_code}", response=response)
+            expected = f"bytes {start}-{stop - 1}/"
+            if response.status_code != 206 or not response.headers.get("Content-Range", "").startswith(expected):
+                raise DataError(
+                    f"{self.where}: asked for {expected}{self.size}, and the server ignores ranges: it answered "
+                    f"{response.status_code} {ascii(response.headers.get('Content-Range', ''))[:60]} where 206 was "
+                    "expected; download the model instead"
+                )
+            for piece in response.iter_raw():
+                piece = piece[:missing]
+                missing -= len(piece)
+                self._folder.fetched += len(piece)
+                digest.update(piece)
+                yield piece
+        if missing:
+            raise ConnectionError(f"the connection was dropped {missing} bytes before the end")
+        yield digest.digest()
 
-    def _check_hash(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Compare the cached parts, which make up the file, with the stated hash, once.
 
-        Raises:
-            DataError: on a checksum mismatch; the parts are removed.
-        """
-        if self.stated is None or self.verified:
-            return
-        if found := mismatch(self.stated, self.size, self._pieces(parts)):
-            self._folder.cache.forget(self._folder.commit, self.name)
-            advice = "the download was removed from the cache, run the command again"
-            raise mismatch_error(self.where, self.stated, found, advice)
-        self.verified = True
-        self._describe(self.size, self.stated, True)
+def _tried(what: str, call: Callable[[], T]) -> T:
+    """The result of a call of the hub; transient failures are tried again.
 
-    def _pieces(self, parts: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-        for start, stop in parts:
-            file = self._part(start, stop)
-            if file is None:
-                raise DataError(f"{self.where}: bytes {start}-{stop} are no longer in the cache; run the command again")
-            yield from file.pieces(start, stop)
+    Raises:
+        _Unreachable: if there is no answer.
+        DataError: if the hub refuses.
+    """
+    if constants.HF_HUB_OFFLINE:
+        raise _Unreachable(f"{what}: it is in no cache, and HF_HUB_OFFLINE forbids downloads")
+    for pause in (*PAUSES, None):
+        try:
+            try:
+                return call()
+            except _Broken as broken:
+                raise broken.__cause__ or broken from None
+        except HfHubHTTPError as error:
+            if pause is None or error.response.status_code not in _TRANSIENT:
+                raise _refusal(what, error.response) from error
+        except (HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
+            if pause is None:
+                text = " ".join(ascii(str(error))[1:-1].split())[:150] or type(error).__name__
+                raise _Unreachable(
+                    f"{what}: no answer from the hub ({text}); check the network, or HF_ENDPOINT"
+                ) from error
+        time.sleep(pause)
+    raise AssertionError
+
+
+def _refusal(what: str, response: Any) -> DataError:
+    status, code = response.status_code, response.headers.get("X-Error-Code", "")
+    shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else str(status)
+    advice = _ADVICE[403] if code == "GatedRepo" else _ADVICE.get(status, "it was refused; try again later")
+    return DataError(f"{what}: the hub answered {shown}: {advice}")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,89 +1,255 @@
-"""Files of `torch.save`, read without torch's loader: nothing in them is imported or called.
+"""Files of `torch.save`, read as data: nothing in them is imported or called.
 
-Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle is followed as data
-(see `weightscope._util.restricted_pickle`), which gives the position of each tensor in the file; tensors are then read
-one by one. Memory is that of the tensors asked for, and a pickle that needs code is refused at the first name that it
-asks for. A record of a zip archive is compared with its CRC-32 before anything in it is used.
+Both layouts are read: the zip archive, and the stream of pickles of torch < 1.6. The pickle gives the place of each
+tensor in the file, and tensors are read one by one, so that memory is that of the tensors asked for. A pickle that
+needs code is refused at the first name that it asks for. A record of a zip archive is compared
+with its CRC-32 before anything in it is used.
 """
 
 import io
+import math
 import zipfile
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
-from weightscope._util.restricted_pickle import run
-from weightscope.checkpoint.entries import Entry, FileEntry, Store
-from weightscope.checkpoint.files import ByteReader, LocalFile, read_bytes
-from weightscope.checkpoint.torch_pickle import LEGACY_MAGIC, Odd, Recording, TorchMachine, View
-from weightscope.checkpoint.zip_records import CheckedRecords
+import torch
+
+from weightscope._util.restricted_pickle import Call, DataUnpickler, Entries, run
+from weightscope.checkpoint.tensors import ByteReader, FileTensor, LocalFile, Store, StoredTensor, printable, read_bytes
 from weightscope.errors import DataError, UsageError
 
 _MAX_PICKLE = 64 << 20
-_MAX_DIRECTORY = 64 << 20
-_LEGACY_START = b"\x80\x02\x8a\n" + LEGACY_MAGIC.to_bytes(10, "little") + b"."
+_PIECE = 1 << 20
+_LEGACY_START = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
+_STORAGES: Mapping[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+_UNTYPED = {"torch.storage UntypedStorage", "torch UntypedStorage"}
+_DTYPES = {f"torch {str(d).removeprefix('torch.')}": d for d in {*_STORAGES.values()} | {torch.uint16, torch.uint32}}
+_DTYPES |= {f"torch {name}": getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint64")}
+_DICTS = {"collections OrderedDict", "collections Counter"}
+_TENSORS = {f"torch._utils _rebuild_tensor{suffix}" for suffix in ("", "_v2", "_v3")}
+_PARAMETERS = {"torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state"}
+# Builders of tensors that are not strided arrays: such tensors are skipped, with this reason.
+_ODD = {
+    "torch._utils _rebuild_qtensor": "quantised",
+    "torch._utils _rebuild_sparse_tensor": "sparse",
+    "torch._utils _rebuild_sparse_csr_tensor": "sparse",
+    "torch._utils _rebuild_nested_tensor": "nested",
+    "torch._utils _rebuild_meta_tensor_no_storage": "on the meta device, without numbers",
+}
+_HARMLESS = {
+    *("torch device", "torch Size", "torch.serialization _get_layout", "torch.nn.parameter Parameter"),
+    *("torch per_tensor_affine", "torch per_channel_affine", "torch Tensor", "torch._tensor Tensor", "_codecs encode"),
+}
+_QUANTISED = {f"torch {name}Storage" for name in ("QInt8", "QUInt8", "QInt32")}
+_ALLOWED = frozenset(
+    {*_DTYPES, *_UNTYPED, *_DICTS, *_TENSORS, *_PARAMETERS, *_ODD, *_HARMLESS, *_QUANTISED}
+    | {f"torch {name}" for name in _STORAGES}
+    | {f"torch.storage {name}" for name in ("TypedStorage", "_LegacyStorage")}
+)
 
-def open_torch(file: LocalFile, key: str | None = None) -> Store:
-    """The tensors of a file of `torch.save`.
+
+@dataclass(frozen=True)
+class _Storage:
+    """The numbers in one record of a file; `dtype` is None if they are quantised."""
+
+    key: str
+    dtype: torch.dtype | None
+    count: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor: entries of a storage, counted in `dtype`."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """A tensor that is not a strided array, and why."""
+
+    reason: str
+
+
+class _TorchUnpickler(DataUnpickler):
+    """Builds what `torch.save` writes: nested dictionaries of views into storages.
 
     Args:
-        file: a zip archive or a stream of pickles.
-        key: of the dictionary of weights in a training checkpoint; None: find it.
+        file: the pickle; left at its end.
+        where: name of its file, for errors.
+
+    Attributes:
+        widths: key of a storage -> bytes of one entry.
+    """
+
+    def __init__(self, file: BinaryIO, where: str) -> None:
+        super().__init__(file, _ALLOWED)
+        self.where = where
+        self.widths: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The function as data, or DataError with its name."""
+        if f"{module} {name}" not in self.allowed:
+            what = "more than tensors" if module.startswith("numpy") else "a whole pickled module, or code"
+            raise DataError(
+                f"{self.where}: its pickle needs {ascii(f'{module}.{name}')[1:-1][:200]}, which is not run: it holds "
+                f"{what}; save model.state_dict() with safetensors.torch.save_file and read that"
+            )
+        return Call(f"{module} {name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """The storage that a persistent id denotes."""
+        match pid:
+            case ("storage", Call(kind, None), str(key), str(), int(count), *view) if count >= 0 and view in (
+                [],
+                [None],
+            ):
+                name = kind.rpartition(" ")[2]
+                if kind in _UNTYPED or kind in _QUANTISED or name in _STORAGES:
+                    dtype = torch.uint8 if kind in _UNTYPED else _STORAGES.get(name)
+                    if self.widths.setdefault(key, dtype.itemsize if dtype else 1) != (dtype.itemsize if dtype else 1):
+                        raise ValueError("it gives one storage two data types")
+                    return _Storage(key, dtype, count)
+        raise ValueError("it asks for something that is not a storage of numbers")
+
+    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """The tensor or the dictionary that a call makes."""
+        if name in _DICTS:
+            return _dictionary(arguments)
+        if name in _TENSORS:
+            return _view(name, arguments)
+        if name in _PARAMETERS and arguments and isinstance(arguments[0], _View | _Odd):
+            return arguments[0]
+        if name in _ODD:
+            return _Odd(f"a {_ODD[name]} tensor")
+        if name == "torch Size" and len(arguments) == 1 and isinstance(arguments[0], tuple | list):
+            return tuple(arguments[0])
+        return Call(name, ())
+
+    def set_state(self, item: Any, state: Any) -> None:
+        """Drop a state; that of an OrderedDict holds the versions of its modules."""
+        if not isinstance(item, dict | _View | _Odd | Call) or not isinstance(state, dict | tuple):
+            raise ValueError("it sets the state of something that has none")
+
+
+def _dictionary(arguments: tuple[Any, ...]) -> Entries:
+    out = Entries()
+    match arguments:
+        case ():
+            pairs = []
+        case (dict(items),):
+            pairs = list(items.items())
+        case (list(pairs),):
+            pass
+        case _:
+            raise ValueError("it makes a dictionary of something unknown")
+    for key, value in pairs:
+        out[key] = value
+    return out
+
+
+def _view(name: str, arguments: tuple[Any, ...]) -> _View | _Odd:
+    match arguments:
+        case (_Storage() as storage, int(offset), tuple(shape), tuple(stride), *rest):
+            dtype = storage.dtype
+            if name.endswith("_v3"):
+                given = rest[2] if len(rest) > 2 else None
+                dtype = _DTYPES.get(given.name) if isinstance(given, Call) else None
+                if dtype is None:
+                    return _Odd("a tensor of an unknown data type")
+        case _:
+            raise ValueError("it builds a tensor of something that is not a storage")
+    if dtype is None or storage.dtype is None:
+        return _Odd("a quantised tensor")
+    if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
+        raise ValueError(f"it builds a tensor of shape {ascii(shape)[:80]} and stride {ascii(stride)[:80]}")
+    room = storage.count * storage.dtype.itemsize // dtype.itemsize
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if math.prod(max(n, 1) for n in shape) >= 2**62 or (0 not in shape and last >= room):
+        raise ValueError(f"it builds a tensor of shape {ascii(shape)[:80]} outside its storage of {room} entries")
+    if math.prod(shape) > room:
+        return _Odd("expanded: it has more entries than its storage")
+    return _View(storage, dtype, offset, shape, stride)
+
+
+class _Record:
+    """An uncompressed record of a zip archive, compared with its CRC-32 before it is read; see `ByteReader`."""
+
+    def __init__(self, file: LocalFile, info: zipfile.ZipInfo) -> None:
+        self.where = f"{file.where}: its record {ascii(info.orig_filename)[1:-1][:100]}"
+        self.size = info.file_size
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise DataError(f"{self.where} is compressed or encrypted, which torch.save never does")
+        header = file.size if info.header_offset + 30 > file.size else info.header_offset
+        local = read_bytes(file, header, min(header + 30, file.size))
+        self._start = header + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        if local[:4] != b"PK\x03\x04" or info.compress_size != self.size or self._start + self.size > file.size:
+            raise DataError(f"{self.where} is damaged or truncated; download it again")
+        self._file = file
+        self._crc = info.CRC
+        self.has_crc = bool(info.CRC)  # not with torch.serialization.set_crc32_options(False)
+        self._compared = not self.has_crc
+
+    def part(self, start: int, stop: int) -> "_Record":
+        """See `ByteReader.part`."""
+        if not self._compared:
+            found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
+            for first in range(0, self.size, _PIECE):
+                piece = buffer[: self.size - first]
+                self.read_into(piece, first)
+                found = zlib.crc32(piece, found)
+            self._file.bytes_read -= self.size  # it was not asked for
+            if found != self._crc:
+                raise DataError(
+                    f"{self.where}: checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}; "
+                    "download it again"
+                )
+            self._compared = True
+        return self
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """See `Region.read_into`."""
+        self._file.read_into(buffer, self._start + start)
+
+
+def _records(file: LocalFile) -> dict[str, _Record]:
+    """The records of a zip archive by name.
 
     Raises:
-        DataError: if it is neither, is damaged, or needs code.
-        UsageError: if the key does not exist.
+        DataError: if its directory is damaged, or names two records alike.
     """
-    start = read_bytes(file, 0, min(file.size, 512))
-    reader: ByteReader = file
-    if start.startswith(b"PK"):
-        reader = CheckedRecords(file, _records(file))
-        value, places = _from_zip(reader)
-    elif start.startswith(_LEGACY_START):
-        value, places = _from_stream(file)
-    elif start[257:262] == b"ustar" or start.startswith(b"\x80"):
-        kind = "a tar file of an early torch"
-        if start.startswith(b"\x80"):
-            kind = "a bare pickle"
-            # What it asks for, if it asks for code, is the more useful error.
-            run(TorchMachine(file.where), read_bytes(file, 0, min(file.size, _MAX_PICKLE)), file.where)
-        raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
-    else:
-        raise DataError(f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles")
-    weights, skipped = _weights(value, key, file.where)
-    tensors: dict[str, View] = {}
-    for name, item in weights.items():
-        if not isinstance(name, str) or not name.isprintable() or not name:
-            raise DataError(f"{file.where}: a tensor's name is not printable: {ascii(name)[:100]}")
-        if isinstance(item, View):
-            tensors[name] = item
-        else:
-            skipped[name] = item.reason if isinstance(item, Odd) else "no tensor"
-    entries: dict[str, Entry] = {name: _entry(name, view, reader, places) for name, view in tensors.items()}
-    return Store(file.where, entries, skipped)
-
-
-def _entry(name: str, view: View, file: ByteReader, places: Mapping[str, tuple[int, int]]) -> FileEntry:
-    storage = view.storage
-    start, size = places.get(storage.key, (0, -1))
-    if storage.dtype is None or size != storage.count * storage.dtype.itemsize:
-        found = f"{size} bytes" if size >= 0 else "none"
-        raise DataError(
-            f"{file.where}: `{name}`: expected a storage of {storage.count} entries of {storage.dtype}, found {found}"
-        )
-    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True)) if 0 not in view.shape else -1
-    item = view.dtype.itemsize
-    start += view.offset * item
-    stop = start + (last + 1) * item
-    expected, dense = 1, True
-    for n, step in zip(reversed(view.shape), reversed(view.stride), strict=True):
-        dense &= n == 1 or step == expected
-        expected *= n
-    stride = None if dense or last < 0 else view.stride
-    kind = str(view.dtype).removeprefix("torch.")
-    return FileEntry(name, kind, view.dtype, view.shape, file, start, start if last < 0 else stop, stride)
+    try:
+        with zipfile.ZipFile(file.stream) as archive:
+            infos = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, EOFError) as error:
+        reason = ascii(str(error))[1:-1][:200]
+        raise DataError(f"{file.where}: damaged zip archive: {reason}; download it again") from error
+    records = {info.orig_filename: _Record(file, info) for info in infos}
+    if len(records) != len(infos):
+        raise DataError(f"{file.where}: damaged zip archive: two records have one name; download it again")
+    return records
 
 
 def check_records(file: LocalFile) -> bool:
@@ -92,71 +258,116 @@ def check_records(file: LocalFile) -> bool:
     Raises:
         DataError: if the archive is damaged; names the record.
     """
-    return CheckedRecords(file, _records(file)).check_all()
+    records = _records(file).values()
+    checked = all(record.has_crc or not record.size for record in records)
+    for record in records:
+        record.part(0, record.size)
+    return checked
 
 
-def _records(file: LocalFile) -> list[zipfile.ZipInfo]:
-    _check_directory(file)
-    try:
-        with zipfile.ZipFile(file.stream()) as archive:
-            return archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, OSError, EOFError) as error:
-        raise DataError(f"{file.where}: damaged zip archive: {ascii(str(error))[:200]}; download it again") from error
+def open_torch(file: LocalFile, key: str | None = None) -> Store:
+    """The tensors of a file of `torch.save`.
+
+    Args:
+        file: a zip archive or a stream of pickles.
+        key: name of the dictionary of weights in a training checkpoint; None: find it.
+
+    Raises:
+        DataError: if it is neither, is damaged, or needs code.
+        UsageError: if the key does not exist.
+    """
+    start = read_bytes(file, 0, min(file.size, 512))
+    if start.startswith(b"PK"):
+        value, places = _from_zip(file)
+    elif start.startswith(_LEGACY_START):
+        value, places = _from_stream(file)
+    elif start[257:262] == b"ustar" or start.startswith(b"\x80"):
+        kind = "a tar file of an early torch"
+        if start.startswith(b"\x80"):
+            kind = "a bare pickle"
+            # What it asks for, if it asks for code, is the more useful error.
+            run(_TorchUnpickler(io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE))), file.where), file.where)
+        raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
+    else:
+        raise DataError(
+            f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; "
+            "of a model converted for CTranslate2 or another program, open the original"
+        )
+    weights, skipped = _weights(value, key, file.where)
+    tensors: dict[str, StoredTensor] = {}
+    for name, item in weights.items():
+        printable(name, file.where)
+        if isinstance(item, _View):
+            tensors[name] = _tensor(name, item, places, file.where)
+        else:
+            skipped[name] = item.reason if isinstance(item, _Odd) else "no tensor"
+    return Store(file.where, tensors, skipped)
 
 
-def _from_zip(file: CheckedRecords) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """The pickle's value, and storage key -> (position, bytes)."""
-    places = file.places
-    roots = [name for name in places if name.count("/") == 1 and name.endswith("/data.pkl")]
+_Places = dict[str, tuple[ByteReader, int, int]]  # key of a storage -> where it is: reader, start, number of bytes
+
+
+def _tensor(name: str, view: _View, places: _Places, where: str) -> FileTensor:
+    storage = view.storage
+    reader, start, size = places.get(storage.key, (None, 0, -1))
+    if reader is None or storage.dtype is None or size != storage.count * storage.dtype.itemsize:
+        found = f"{size} bytes" if size >= 0 else "none"
+        raise DataError(
+            f"{where}: `{name}`: expected a storage of {storage.count} entries of {storage.dtype}, found {found}"
+        )
+    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True)) if 0 not in view.shape else -1
+    start += view.offset * view.dtype.itemsize
+    expected, dense = 1, True
+    for n, step in zip(reversed(view.shape), reversed(view.stride), strict=True):
+        dense &= n == 1 or step == expected
+        expected *= n
+    stride = None if dense or last < 0 else view.stride
+    kind = str(view.dtype).removeprefix("torch.")
+    stop = start + (last + 1) * view.dtype.itemsize
+    return FileTensor(name, kind, view.dtype, view.shape, reader, start, stop, stride)
+
+
+def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
+    """The pickle's value, and where the storages are."""
+    records = _records(file)
+    roots = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
         raise DataError(
             f"{file.where}: a zip archive, but not of torch.save: expected one data.pkl, found {len(roots)}"
         )
-    root = roots[0].removesuffix("data.pkl")
-    if f"{root}constants.pkl" in places:
+    root, code = roots[0].removesuffix("data.pkl"), records[roots[0]]
+    if f"{root}constants.pkl" in records:
         raise DataError(f"{file.where}: TorchScript programs are not read; save its state_dict() with safetensors")
-    order = places.get(f"{root}byteorder")
-    if order is not None and read_bytes(file, order[0], order[0] + min(order[1], 16)) != b"little":
+    order = records.get(f"{root}byteorder")
+    if order is not None and read_bytes(order, 0, min(order.size, 16)) != b"little":
         raise DataError(f"{file.where}: expected numbers in little-endian order, found another")
-    start, size = places[roots[0]]
-    if size > _MAX_PICKLE:
-        raise DataError(f"{file.where}: its pickle takes {size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
-    value = run(TorchMachine(file.where), read_bytes(file, start, start + size), file.where)
+    if code.size > _MAX_PICKLE:
+        raise DataError(f"{code.where} takes {code.size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
+    value = run(_TorchUnpickler(io.BytesIO(read_bytes(code, 0, code.size)), file.where), file.where)
     prefix = f"{root}data/"
-    return value, {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
+    storages = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
+    return value, {name: (record, 0, record.size) for name, record in storages.items()}
 
 
-def _check_directory(file: LocalFile) -> None:
-    """Refuse a directory of records that is too large: zipfile reads all of it into memory first."""
-    tail = read_bytes(file, max(0, file.size - (1 << 16) - 100), file.size)
-    end, wide = tail.rfind(b"PK\x05\x06"), tail.rfind(b"PK\x06\x06")
-    size = int.from_bytes(tail[end + 12 : end + 16], "little") if end >= 0 else 0
-    if wide >= 0:
-        size = max(size % (2**32 - 1), int.from_bytes(tail[wide + 40 : wide + 48], "little"))
-    if size > _MAX_DIRECTORY:
-        raise DataError(f"{file.where}: damaged zip archive: its directory claims {size} bytes; download it again")
-
-
-def _from_stream(file: LocalFile) -> tuple[Any, dict[str, tuple[int, int]]]:
+def _from_stream(file: LocalFile) -> tuple[Any, _Places]:
     """As `_from_zip`, for the layout of torch < 1.6: five pickles, then each storage's count and numbers."""
     stream = io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE)))
-    sizes: dict[str, int] = {}
-    _, version, system, value, keys = (run(Recording(file.where, sizes), stream, file.where) for _ in range(5))
+    unpicklers = [_TorchUnpickler(stream, file.where) for _ in range(5)]
+    _, version, system, value, keys = (run(unpickler, file.where) for unpickler in unpicklers)
     if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
         raise DataError(f"{file.where}: expected little-endian numbers of torch's protocol 1001, found another")
-    if not isinstance(keys, list) or len(set(map(repr, keys))) != len(keys):
+    if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or len(set(keys)) != len(keys):
         raise DataError(f"{file.where}: its list of storages is damaged")
-    places: dict[str, tuple[int, int]] = {}
-    position = stream.tell()
+    widths, places, position = unpicklers[3].widths, _Places(), stream.tell()
     for key in keys:
-        if not isinstance(key, str) or key not in sizes or position + 8 > file.size:
+        if key not in widths or position + 8 > file.size:
             raise DataError(f"{file.where}: it is truncated, or lists a storage that no tensor uses")
         count = int.from_bytes(read_bytes(file, position, position + 8), "little", signed=True)
-        size = count * sizes[key]
+        size = count * widths[key]
         position += 8
         if count < 0 or position + size > file.size:
             raise DataError(f"{file.where}: a storage of {count} entries does not fit into it: it is truncated")
-        places[key] = (position, size)
+        places[key] = (file, position, size)
         position += size
     if position != file.size:
         raise DataError(f"{file.where}: {file.size - position} bytes are left over at its end")
@@ -187,4 +398,4 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, View | Odd)
+    return isinstance(value, _View | _Odd)

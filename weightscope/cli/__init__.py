@@ -10,11 +10,9 @@ from typing import Any
 import click
 
 from weightscope._version import __version__
-from weightscope.cli.analysis import audit, export, inspect, list_, products, verify
-from weightscope.cli.covariances import covariance
-from weightscope.cli.fitting import fit_init
-from weightscope.cli.maps import attention_maps
-from weightscope.cli.training import bench, collect, demo
+from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
+from weightscope.cli.catalogue import list_
+from weightscope.cli.training import bench, collect, demo, fit_init
 from weightscope.errors import WeightscopeError
 
 INTERRUPTED = 130

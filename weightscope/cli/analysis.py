@@ -1,19 +1,23 @@
-"""Commands that analyse: `inspect`, `verify`, `export`, `products`, `audit`, `list`."""
+"""Commands that analyse: `inspect`, `verify`, `export`, `covariance`, `products`, `attention-maps`, `audit`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from weightscope.cli.shared import (
+from weightscope._util.sources import is_population, population_member
+from weightscope.cli.options import (
     Named,
     OutputFile,
     figure_option,
     json_option,
+    maybe_partial,
     out_option,
     partial_option,
     write_json,
 )
+from weightscope.errors import UsageError
 
 
 @click.command()
@@ -36,7 +40,7 @@ def inspect(source: str, json_file: Path | None) -> None:
 
 @click.command()
 @click.argument("source", type=Named())
-@click.option("--download", is_flag=True, help="Of a model at the hub: fetch what is missing of its files.")
+@click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
 @json_option
 def verify(source: str, download: bool, json_file: Path | None) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
@@ -74,6 +78,145 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
     from weightscope.population import population_in
 
     click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
+
+
+_ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
+@click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
+@click.option(
+    "--computed", multiple=True, metavar="EXPR", help="For a population: a coordinate, such as 'diag(A @ B)'."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["covariance", "correlation"]),
+    help="For a population: covariances or correlations.  [default: covariance]",
+)
+@click.option("--fold-norms", is_flag=True, help="For a population: fold each normalisation's gain into the next map.")
+@click.option(
+    "--exchangeable",
+    is_flag=True,
+    help="Average over permutations of hidden units: what is correlated within and across layers of a whole network.",
+)
+@click.option(
+    "--means/--entries",
+    default=None,
+    help="For a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
+)
+@click.option(
+    "--part",
+    type=Named("parts", files=False),
+    help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
+)
+@click.option(
+    "--picture",
+    type=click.Choice(["maps", "depth", "samples"]),
+    help="Picture of the layers within networks.  [default: maps of one network, depth of several]",
+)
+@click.option(
+    "--init",
+    "inits",
+    multiple=True,
+    type=Named("initialisers"),
+    help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
+)
+@click.option(
+    "--network", type=int, help="Look within this network of a population, counted from 0.  [default, with --part: 0]"
+)
+@click.option(
+    "--keep", type=int, help="Within networks: keep matrices of at most this many coordinates.  [default: 1024]"
+)
+@figure_option("covariance.png")
+@click.option(
+    "--matrix",
+    type=OutputFile(".npz", ".npy"),
+    help="Also write the matrix or matrices (.npz). For a population, .npy is computed on disk, for any size.",
+)
+@click.option("--precision", type=click.Choice(["float64", "float32"]), help="For a population.  [default: float64]")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="For a population: where to multiply.  [default: cpu]"
+)
+@partial_option
+@json_option
+def covariance(
+    sources: tuple[Any, ...], out: Path, matrix: Path | None, partial: bool, json_file: Path | None, **options: Any
+) -> None:
+    """Compute and plot the joint covariance of tensors across a population, or covariances within networks.
+
+    A population is one .pop folder: its table compares the variance of row and column means of each matrix with that
+    of independent entries. Anything else (.safetensors, .pt, .pth, a model folder, hf://org/name, one or several) is
+    analysed layer by layer: its filters, rows, columns or patches are the samples.
+
+    \b
+    Examples:
+      weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
+      weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
+          --computed "center(stages.0.blocks.0.conv_dw.weight)" --kind correlation
+      weightscope covariance digits.pop --exchangeable -o exchangeable.png --json pairs.json
+      weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
+      weightscope covariance efficientnet-lite0.pth --init default --picture depth
+    """
+    from weightscope.analysis.covariances import covariance as compute
+
+    sources = tuple(maybe_partial(source, partial) for source in sources)
+    if options.pop("exchangeable"):
+        given = ["matrix"] * (matrix is not None) + [key for key, value in options.items() if value and key != "select"]
+        given += ["entries"] * (options["means"] is False)
+        if given:
+            named = "--" + given[0].replace("_", "-").replace("inits", "init")
+            raise UsageError(f"{named} cannot be combined with --exchangeable, which takes --select only")
+        result = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
+        click.echo(result.text())
+        result.plot(out)
+        click.echo(f"wrote {out}")
+        write_json(json_file, result.to_dict())
+        return
+    across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
+    within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
+    if options["device"] == "cuda":
+        from weightscope.training.devices import resolve_device
+
+        across["device"] = resolve_device("cuda")
+    drawing = {key: given.pop(key) for given in (across, within) for key in ("means", "picture") if key in given}
+    if matrix is not None and matrix.suffix == ".npy":
+        across["file"] = matrix
+    networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
+    if labels:
+        within["labels"] = labels
+    found: Any = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    click.echo(found.text())
+    found.plot(out, **drawing)
+    click.echo(f"wrote {out}")
+    if matrix is not None:
+        found.save_matrix(matrix)
+        click.echo(f"wrote {matrix}")
+    write_json(json_file, found.to_dict())
+
+
+def _with_initialisers(
+    sources: Sequence[Any], inits: Sequence[str], options: dict[str, Any]
+) -> tuple[list[Any], list[str | None]]:
+    """The sources, and a network of the shapes of the first for each initialiser; labels, if there are any."""
+    if not inits:
+        return list(sources), []
+    import torch
+
+    from weightscope.analysis.within_network import skeleton
+    from weightscope.benchmarking.design import labelled
+    from weightscope.population import Population, population_in
+    from weightscope.training.initial_weights import resolve
+
+    first: Any = sources[0]
+    if isinstance(first, Population) or is_population(first):
+        population = first if isinstance(first, Population) else population_in(first)
+        first = population.network(options.get("network", 0))
+    named = [labelled(init) for init in inits]
+    generators = [torch.Generator().manual_seed(0) for _ in named]
+    bare = [skeleton(first, options.get("part")) for _ in named]
+    networks = [resolve(c)(b, generator=g) for (_, c), b, g in zip(named, bare, generators, strict=True)]
+    return [*sources, *networks], [*(None for _ in sources), *(label for label, _ in named)]
 
 
 @click.command()
@@ -147,6 +290,118 @@ def products(
     write_json(json_file, found.to_dict())
 
 
+@click.command("attention-maps")
+@click.argument("source", type=Named())
+@figure_option("attention.png")
+@click.option(
+    "--kind",
+    type=click.Choice(["maps", "expected", "offsets", "ranks"]),
+    default="maps",
+    show_default=True,
+    help="Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
+)
+@click.option("--network", type=int, help="For a population: the network, counted from 0.  [default: 0]")
+@click.option(
+    "--images", "name", type=Named("datasets", files=False), help="The data set of a model's folder.  [cifar10]"
+)
+@click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of images or sequences.")
+@click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
+@click.option(
+    "--tokens",
+    type=Named("tasks"),
+    metavar="FILE|TASK:LENGTH",
+    help="For a model of sequences: a file with a sequence of numbers in each line, or a task such as copy:20.  "
+    "[default, for a population: the task of its recipe]",
+)
+@click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
+@click.option(
+    "--data", "root", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data."
+)
+@json_option
+def attention_maps(
+    source: str,
+    out: Path,
+    kind: Literal["maps", "expected", "offsets", "ranks"],
+    network: int | None,
+    tokens: str | None,
+    filter_size: int,
+    json_file: Path | None,
+    **inputs: Any,
+) -> None:
+    """Draw the mean attention maps of a Transformer's heads, and test D >= k f^2.
+
+    SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
+    a folder of transformers (config.json, model.safetensors), run on test images of a data set that are scaled to the
+    model's size.
+
+    With --tokens, SOURCE is a causal Transformer (a folder of transformers) or a Mamba or Mamba-2 (weights of
+    transformers or mamba_ssm). Of the latter, what each token adds to each later one is drawn in the same way, with the
+    mean mask, the product of the decays. Networks of a population of any of these are run on held-out sequences of its
+    recipe, at the training length, if no tokens are given.
+
+    \b
+    Examples:
+      weightscope attention-maps vits.pop --network 3 -o attention.png
+      weightscope attention-maps mambas.pop --count 16 -o maps.png
+      weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
+      weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
+    """
+    if (member := population_member(source)) is not None:
+        if network not in (None, member[1]):
+            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
+        source, network = str(member[0]), member[1]
+    sequences = is_population(source) and _of_sequences(source)
+    note, drawing = "", {} if kind == "maps" else {"kind": kind}
+    if tokens is not None or sequences:
+        if inputs["name"] or inputs["size"] or kind in ("expected", "ranks"):
+            raise UsageError("sequences: --images, --size, --kind expected and --kind ranks are for images only")
+        found = _of_tokens(source, tokens, network, inputs["count"], inputs["root"], filter_size, drawing)
+    else:
+        from weightscope.analysis.attention_maps import attention_maps as compute
+        from weightscope.analysis.runnable import images_for, runnable_transformer
+
+        batch = images_for(source, **inputs)
+        model, note = runnable_transformer(source, network)
+        found = compute(model, batch, filter_size=filter_size)
+    click.echo(found.text())
+    if note:
+        click.echo(f"warning: {note}")
+    found.plot(out, **drawing)
+    click.echo(f"wrote {out}")
+    write_json(json_file, found.to_dict())
+
+
+def _of_tokens(
+    source: str,
+    tokens: str | None,
+    network: int | None,
+    count: int,
+    root: Path | None,
+    filter_size: int,
+    drawing: dict[str, Any],
+) -> Any:
+    """The maps of a network's state-space layers, or of its attention if it has none."""
+    from weightscope.analysis.attention_maps import attention_maps as of_attention
+    from weightscope.analysis.runnable import has_state_spaces, held_out, runnable_sequence_model, tokens_for
+    from weightscope.analysis.state_space_maps import state_space_maps
+
+    model = runnable_sequence_model(source, network)
+    batch = held_out(source, count, root) if tokens is None else tokens_for(tokens, model, count)
+    if not has_state_spaces(model):
+        return of_attention(model, batch, filter_size=filter_size)
+    if drawing:
+        raise UsageError(f"--kind: expected maps for a network with state-space layers, found {drawing['kind']}")
+    return state_space_maps(model, batch)
+
+
+def _of_sequences(source: str) -> bool:
+    """Whether a population's networks take tokens."""
+    from weightscope.data import SequenceConfig
+    from weightscope.population import recipe_of
+
+    return isinstance(recipe_of(source).data, SequenceConfig)
+
+
 @click.command()
 @click.argument("source", type=Named())
 @click.option(
@@ -169,10 +424,10 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
       weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
     """
     from weightscope.auditing import audit as run
-    from weightscope.benchmarking.arms import labelled
-    from weightscope.population import opened
+    from weightscope.benchmarking.design import labelled
+    from weightscope.population import open_network
 
-    model = opened(source)
+    model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
         config = labelled(init)[1]
@@ -182,23 +437,3 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
     write_json(json_file, report.to_dict())
     if init is not None and not report.passed:
         raise SystemExit(1)
-
-
-@click.command("list")
-@click.argument("kind", required=False, type=Named("kinds", files=False))
-@json_option
-def list_(kind: str | None, json_file: Path | None) -> None:
-    """List initialisers, structures, networks, data sets and recipes, with their parameters and sources.
-
-    KIND is initialisers, structures, networks, datasets or recipes; everything by default.
-
-    \b
-    Examples:
-      weightscope list
-      weightscope list initialisers --json initialisers.json
-    """
-    from weightscope.cli.catalogue import catalogue
-
-    found = catalogue(kind)
-    click.echo(found.text())
-    write_json(json_file, found.to_dict())

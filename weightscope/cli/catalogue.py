@@ -7,13 +7,18 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+import click
 
 from weightscope._util.names import unknown
 from weightscope._util.results import Result
+from weightscope.cli.options import Named, json_option, write_json
 from weightscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _WIDTH = 110
 _DATA_FOLDERS = "./data, WEIGHTSCOPE_DATA or the folder of --data"
@@ -129,8 +134,8 @@ def _initialisers() -> Iterator[Entry]:
 
 
 def _structures() -> Iterator[Entry]:
-    from weightscope.fitting.network import NETWORK_FITS
-    from weightscope.structures import STRUCTURES
+    from weightscope.fits import STRUCTURES
+    from weightscope.fits.one_network import NETWORK_FITS
 
     for name, structure in STRUCTURES.items():
         defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
@@ -144,14 +149,11 @@ def _structures() -> Iterator[Entry]:
 
 
 def _networks() -> Iterator[Entry]:
-    from weightscope.recipe import NetworkConfig
+    from weightscope.recipe.networks import SECTIONS
 
-    for config in _models(NetworkConfig):
-        named = config.model_fields["type"].annotation
-        if get_origin(named) is not Literal:
-            continue  # a user's own factory
-        defaults, required = _fields(config, "type")
-        yield Entry("networks", get_args(named)[0], _first_line(config), defaults, required)
+    for name, section in SECTIONS.items():
+        defaults, required = _fields(section, "type")
+        yield Entry("networks", name, _first_line(section), defaults, required)
 
 
 def _datasets() -> Iterator[Entry]:
@@ -175,7 +177,7 @@ def _sequences() -> Iterator[Entry]:
     from weightscope.data.sequence_config import MARKOV, TEXT, MarkovConfig, TaskConfig, TextConfig
     from weightscope.data.sequences import TASKS
 
-    configs: dict[str, type[BaseModel]] = {**dict.fromkeys(TASKS, TaskConfig), TEXT: TextConfig, MARKOV: MarkovConfig}
+    configs: dict[str, Any] = {**dict.fromkeys(TASKS, TaskConfig), TEXT: TextConfig, MARKOV: MarkovConfig}
     for name, config in configs.items():
         about, source = (TASKS[name], _source(TASKS, name, TASKS[name])) if name in TASKS else (config, "")
         defaults, required = _fields(config, "name")
@@ -184,7 +186,7 @@ def _sequences() -> Iterator[Entry]:
 
 
 def _recipes() -> Iterator[Entry]:
-    from weightscope._util.recipes import recipes
+    from weightscope._util.sources import recipes
 
     for name, shipped in recipes().items():
         text = shipped.path.read_text(encoding="utf-8")
@@ -214,7 +216,7 @@ def _parameters(function: Callable[..., Any], skip: tuple[str, ...]) -> tuple[di
     return {p.name: p.default for p in chosen if p.default is not p.empty}, required
 
 
-def _fields(config: type[BaseModel], tag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _fields(config: "type[BaseModel]", tag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Defaults of the optional fields of a recipe's section, and names of the required ones, but for its tag."""
     fields = {key: field for key, field in config.model_fields.items() if key != tag}
     defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
@@ -232,15 +234,25 @@ def _first_line(item: Any) -> str:
     return (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The pydantic models of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models(part)
-
-
 def _json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_json(item) for item in value]
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+
+
+@click.command("list")
+@click.argument("kind", required=False, type=Named("kinds", files=False))
+@json_option
+def list_(kind: str | None, json_file: Path | None) -> None:
+    """List initialisers, structures, networks, data sets and recipes, with their parameters and sources.
+
+    KIND is initialisers, structures, networks, datasets or recipes; everything by default.
+
+    \b
+    Examples:
+      weightscope list
+      weightscope list initialisers --json initialisers.json
+    """
+    found = catalogue(kind)
+    click.echo(found.text())
+    write_json(json_file, found.to_dict())

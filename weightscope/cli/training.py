@@ -1,4 +1,4 @@
-"""Commands that train: `demo`, `collect`, `bench`."""
+"""Commands that train networks or fit initialisers: `demo`, `collect`, `fit-init`, `bench`."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,16 @@ from typing import Any
 
 import click
 
-from weightscope.cli.shared import Named, json_option, out_option, training_options, write_json
+from weightscope.cli.options import (
+    Named,
+    OutputFile,
+    json_option,
+    maybe_partial,
+    out_option,
+    partial_option,
+    training_options,
+    write_json,
+)
 from weightscope.errors import UsageError
 
 
@@ -26,7 +35,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     Example:
       weightscope demo -o weightscope-demo
     """
-    from weightscope.demo.run import run_demo
+    from weightscope.cli.demo import run_demo
 
     report = run_demo(out, networks=networks, epochs=epochs, seeds=seeds, say=click.echo, **options)
     click.echo(f"\nThe report: {report}")
@@ -55,13 +64,13 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     from weightscope.population import recipe_of
 
     wanted = recipe_of(recipe)
-    if options["networks"] is not None:
-        wanted.replace({"population.networks": options["networks"]})  # an invalid number is known before torch is
+    if options["networks"] is not None:  # an invalid number is an error before torch is imported
+        wanted = wanted.replace({"population.networks": options["networks"]})
     if plan:
         from weightscope.training.planning import plan as estimate
 
         if options.pop("shard") is not None:
-            raise UsageError("--shard: not available with --plan, which is about all tiles")
+            raise UsageError("--shard cannot be combined with --plan, which is about all tiles")
         click.echo(estimate(wanted, out, **options).text())
         return
     from weightscope.analysis.inspection import population_contents
@@ -69,6 +78,121 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
 
     train(wanted, out, **options)
     click.echo(population_contents(out).brief())
+
+
+@click.command("fit-init")
+@click.argument("source", type=Named())
+@out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
+@click.option(
+    "--structure",
+    type=Named("structures", files=False),
+    default="auto",
+    show_default=True,
+    help="For a population: auto, NAME or MODULE:CLASS. For one network: filters, conv_schedule, identity_product.",
+)
+@click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
+@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
+@click.option("--joint", default="block", show_default=True, help="Tensors fitted jointly: tensor, block or all.")
+@click.option(
+    "--holdout",
+    type=float,
+    default=0.2,
+    show_default=True,
+    help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed that selects the held-out networks.")
+@click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
+@click.option("--gain-seeds", type=int, default=16, show_default=True, help="Networks for each gain, with --gain auto.")
+@click.option(
+    "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
+)
+@click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
+@training_options
+@partial_option
+@json_option
+@click.pass_context
+def fit_init(
+    context: click.Context,
+    source: str,
+    out: Path,
+    structure: str,
+    texts: tuple[str, ...],
+    gain: str | None,
+    standalone: Path | None,
+    partial: bool,
+    json_file: Path | None,
+    **settings: Any,
+) -> None:
+    """Fit structures to a population or to one network, and write an initialiser.
+
+    For a population, structures are chosen by held-out likelihood; tensors that --select does not match keep the
+    network's default initialisation. For one network (a checkpoint, hf://org/name), --structure is required, and the
+    initialiser applies to networks of any width and depth; --select to --seed are for populations.
+
+    --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
+    and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
+    --device, --workers and --gain-* are for these trainings.
+
+    \b
+    Examples:
+      weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
+      weightscope fit-init digits.pop --structure exchangeable --joint all --gain auto -o digits.safetensors
+      weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
+      weightscope fit-init hf://facebook/dinov2-small --structure identity_product -o products.safetensors
+    """
+    from click.core import ParameterSource
+
+    from weightscope.fits import PopulationFit, write_standalone
+    from weightscope.fits.fitting import fit_init as run
+    from weightscope.fits.fitting import parsed_options
+
+    given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
+    _check_gain(gain, structure, training)
+    options = parsed_options(texts)
+    curve: dict[str, Any] = {}
+    result: Any
+    if gain == "auto":
+        from weightscope.benchmarking.gain import choose_gain
+
+        fitting = {"joint": settings["joint"], **given, "options": options}
+        training = {key.removeprefix("gain_"): value for key, value in training.items()}
+        select = fitting.pop("select", settings["select"])
+        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
+        picture = out.with_name(f"{out.stem}-gain.png")
+        choice.plot(picture)
+        click.echo(f"{choice.text()}\nwrote {picture}\n")
+        result, curve = choice.fit, {"gain": choice.to_dict()}
+    else:
+        options |= {} if gain is None else parsed_options([f"gain={gain}"])
+        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
+    if standalone is not None and not isinstance(result, PopulationFit):
+        raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
+    click.echo(result.text())
+    result.save(out)
+    click.echo(f"wrote {out}")
+    if standalone is not None:
+        write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
+        click.echo(f"wrote {standalone}")
+    write_json(json_file, result.to_dict() | curve)
+
+
+_GAIN_TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
+
+
+def _check_gain(gain: str | None, structure: str, training: dict[str, Any]) -> None:
+    """Raise UsageError unless --gain suits the structure, and the options of its trainings suit --gain."""
+    if gain is not None and structure != "exchangeable":
+        raise UsageError("--gain requires --structure exchangeable")
+    if gain not in (None, "auto"):
+        try:
+            valid = 0 <= float(gain) < float("inf")
+        except ValueError:
+            valid = False
+        if not valid:
+            raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
+    if gain != "auto" and training:
+        raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
 
 
 @click.command()
@@ -128,14 +252,13 @@ def bench(
     """
     from weightscope.benchmarking import bench as run
     from weightscope.benchmarking import linear_probe, plan_bench
-    from weightscope.benchmarking.arms import default_folder
-    from weightscope.benchmarking.axes import Axis
+    from weightscope.benchmarking.design import Axis, default_folder
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
     if probe:
         if only_plan:
-            raise UsageError("--plan: not available with --probe, which trains no tile")
+            raise UsageError("--plan cannot be combined with --probe, which trains no tile")
         folder, run = out or Path(f"{str(folder).removesuffix('-bench')}-probe"), linear_probe
     else:
         plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)

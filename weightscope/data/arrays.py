@@ -11,17 +11,7 @@ PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def checked(source: Any, name: str) -> Arrays:
-    """Images as uint8 (n, c, S, S) and labels as uint8 or int64 (n,), training and test.
-
-    Args:
-        source: (train_images, train_labels, test_images, test_labels) or an object with these attributes, such as a
-            `Dataset`. Images are integers from 0 to 255 of shape (n, c, S, S) or (n, S, S), labels integers from 0,
-            with at least one training image of each class.
-        name: of the data set, for messages.
-
-    Raises:
-        DataError: naming the array, what was expected and what was found.
-    """
+    """Images as uint8 (n, c, S, S) and labels as uint8 or int64 (n,), training and test."""
     if all(hasattr(source, part) for part in PARTS):
         source = tuple(getattr(source, part) for part in PARTS)
     if not isinstance(source, (tuple, list)) or len(source) != len(PARTS):
@@ -55,11 +45,7 @@ def info_of(name: str, arrays: Arrays) -> DatasetInfo:
 
 
 def checked_images(source: Any, where: str) -> np.ndarray:
-    """Images as uint8 (n, c, S, S).
-
-    Raises:
-        DataError: if they are not integers from 0 to 255 of shape (n, c, S, S) or (n, S, S).
-    """
+    """Images as uint8 (n, c, S, S)."""
     images = _array(source, where)
     if images.dtype.kind == "f":
         raise DataError(
@@ -83,11 +69,7 @@ def checked_images(source: Any, where: str) -> np.ndarray:
 
 
 def checked_labels(source: Any, where: str, count: int) -> np.ndarray:
-    """Labels as int64 (count,).
-
-    Raises:
-        DataError: if they are not integers from 0 of shape (count,).
-    """
+    """Labels as int64 (count,)."""
     labels = _array(source, where)
     if labels.dtype.kind not in "ui":
         raise DataError(f"{where}: expected integers, found {labels.dtype}; convert them with `.astype('int64')`")

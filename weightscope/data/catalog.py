@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util.plugins import is_reference
-
-# Importing a reader registers it.
-from weightscope.data import cifar, digits, fashion_mnist, folder, stl10, svhn, tiny_imagenet  # noqa: F401
+from weightscope.data import folder, readers  # noqa: F401 - importing readers registers them
 from weightscope.data.arrays import checked, info_of
 from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError, UsageError, WeightscopeError
+
+DATASETS.register(
+    FOLDER,
+    channels=3,
+    size=0,
+    classes=0,
+    train=0,
+    test=0,
+    how_to_get="`data.path`: a folder with a folder of images for each class, or an .npz; resized to `data.size`",
+)(folder.read)
 
 
 def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> DatasetInfo:

@@ -18,6 +18,7 @@ from weightscope.data.images import resize
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.data.sequence_config import SequenceConfig
 from weightscope.data.sequences import SequenceSource
+from weightscope.data.task import Task
 from weightscope.errors import DataError, UsageError
 
 
@@ -42,6 +43,11 @@ class Dataset:
     test_labels: Tensor
     mean: Tensor
     std: Tensor
+
+    @classmethod
+    def of(cls, section: Any, root: str | Path | None = None) -> "Dataset":
+        """The data set of a recipe's section [data]; a folder is searched first."""
+        return load(section, root, train=section.train, test=section.test, validation=section.validation)
 
     @classmethod
     def from_arrays(
@@ -76,6 +82,11 @@ class Dataset:
     def examples(self) -> int:
         """The number of training images."""
         return len(self.train_labels)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the training images."""
+        return self.train_images.nbytes
 
     def to(self, device: torch.device | str) -> "Dataset":
         """The same data on another device."""
@@ -147,13 +158,13 @@ def load(
     validation: int | None = None,
 ) -> Dataset: ...
 def load(
-    source: ImageSource | SequenceConfig,
+    source: ImageSource | Task,
     root: str | Path | None = None,
     *,
     train: int | None = None,
     test: int | None = None,
     validation: int | None = None,
-) -> Dataset | SequenceSource:
+) -> Any:
     """Read a registered data set or a folder of images, or check one of your own.
 
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
@@ -163,7 +174,8 @@ def load(
         source: a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
             arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such
             four arrays, see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section,
-            for a folder of images or another size. With a `SequenceConfig`, the result is a `SequenceSource`.
+            for a folder of images or another size. Of a section of another task, such as a
+            `SequenceConfig`, the result is its source, a `SequenceSource`.
         root: a folder to search first, `--data` of the commands.
         train: only the first so many training images (classes are interleaved); None for all.
         test: only the first so many test images; None for all.
@@ -179,8 +191,8 @@ def load(
         <Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>
         >>> load(SourceConfig(name="folder", path="flowers", size=32))
     """
-    if isinstance(source, SequenceConfig):
-        return SequenceSource.of(source, root)
+    if isinstance(source, Task) and not isinstance(source, SourceConfig):
+        return source.load(root)
     found = _read(source, root, train, test)
     return found if validation is None else found.held_back(validation)
 

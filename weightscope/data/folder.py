@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +14,15 @@ from weightscope._util.names import listing
 from weightscope.data.arrays import PARTS, checked, checked_images, checked_labels
 from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.images import SUFFIXES, read_images, resize
-from weightscope.data.locations import places
-from weightscope.data.npz import read_npz
-from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
+from weightscope.data.registry import Arrays, DatasetInfo, places
 from weightscope.errors import DataError
 
 _TRAINS = ("train", "training")  # in upper or lower case
 _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
+_TOGETHER = ("images", "labels")
+_LARGEST = 2**35  # bytes of one array
+_MOST_ENTRIES = 1024
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,7 @@ class Contents:
 
 
 def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
-    """The info of a folder or .npz file; without reading it, and without numbers of images, if the classes are given.
-
-    Raises:
-        DataError: if the classes are to be counted, and the folder is missing or has none.
-    """
+    """The info of a folder or .npz file; if the classes are given, without reading it and without numbers of images."""
     size, channels, train, test = config.size or 0, config.channels or 3, 0, 0
     classes = config.classes
     if classes is None:
@@ -61,11 +60,7 @@ def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
 
 
 def located(config: SourceConfig, root: Path | None) -> Path:
-    """The folder or .npz file of a recipe.
-
-    Raises:
-        DataError: if there is none; says where it was searched for.
-    """
+    """The folder or .npz file of a recipe."""
     if config.path is None:
         if root is None:
             raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
@@ -81,15 +76,6 @@ def located(config: SourceConfig, root: Path | None) -> Path:
     raise DataError(f"folder: expected a folder of images or an .npz file at one of {looked}, found none")
 
 
-@DATASETS.register(
-    FOLDER,
-    channels=3,
-    size=0,
-    classes=0,
-    train=0,
-    test=0,
-    how_to_get="`data.path`: a folder with a folder of images for each class, or an .npz; resized to `data.size`",
-)
 def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | None) -> Arrays:
     """Training and test images of a folder, resized.
 
@@ -98,17 +84,6 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
     is for testing. Hidden files and folders are skipped. An .npz file has `train_images`, `train_labels`, `test_images`
     and `test_labels`, whose classes are interleaved, or `images` and `labels`, which are split as a folder is; images
     are uint8 (n, S, S), (n, c, S, S) or (n, S, S, c), labels integers (n,).
-
-    Args:
-        info: with the recipe's settings in `info.config`.
-        root: a folder to search first.
-        train: how many training images; None for all.
-        test: how many test images; None for all.
-
-    Raises:
-        DataError: if there is no such folder, a class has no images or only folders of them, images cannot be read
-            (says how many, and which), the number of classes is not the recipe's, or `test_share` or `split_seed` is
-            given for data that have a test part.
     """
     config = info.config
     assert config is not None, "made by `described`"
@@ -126,12 +101,7 @@ def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | No
 
 
 def contents(path: Path, config: SourceConfig) -> Contents:
-    """The classes and files of a folder.
-
-    Raises:
-        DataError: if there are fewer than two classes, one has no images or only folders of them, a test class is not
-            one of training, or the recipe says how to split a folder that has a test part.
-    """
+    """The classes and files of a folder."""
     seed = config.split_seed or 0
     trains, tests = _parts(path, _TRAINS), _parts(path, _TESTS)
     if not trains:
@@ -311,3 +281,45 @@ def _interleaved(labels: np.ndarray) -> np.ndarray:
 def _check_classes(path: Path, found: int, config: SourceConfig) -> None:
     if config.classes is not None and found != config.classes:
         raise DataError(f"{path}: expected {config.classes} classes (data.classes), found {found}")
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays `train_images`, `train_labels`, `test_images`, `test_labels`, or `images` and `labels`.
+
+    Images of shape (n, S, S, c) with 1 or 3 channels are transposed to (n, c, S, S). Objects are never unpickled.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()[:_MOST_ENTRIES]}
+            wanted = next((names for names in (PARTS, _TOGETHER) if set(names) <= set(entries)), None)
+            if wanted is None:
+                raise DataError(
+                    f"{path}: expected arrays {', '.join(PARTS)}, or {' and '.join(_TOGETHER)}, found "
+                    f"{', '.join(sorted(entries)[:8]) or 'none'}"
+                )
+            return {name: _npz_array(archive, entries[name], f"{path}: {name}") for name in wanted}
+    except DataError:
+        raise
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
+        raise DataError(f"{path}: cannot be read as an .npz file ({type(error).__name__}: {error})") from error
+
+
+def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> np.ndarray:
+    with archive.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if header is None:
+            raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
+        shape, in_columns, dtype = header(stream)
+        if dtype.hasobject:
+            raise DataError(f"{where}: expected numbers, found pickled objects, which are not read")
+        wanted, there = prod(shape) * dtype.itemsize, entry.file_size - stream.tell()
+        if wanted != there or wanted > _LARGEST:
+            raise DataError(f"{where}: expected {wanted} bytes (at most {_LARGEST}) as its header says, found {there}")
+        data = stream.read(wanted)
+    if len(data) != wanted:
+        raise DataError(f"{where}: expected {wanted} bytes, found {len(data)}")
+    values = np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if in_columns else "C")
+    if values.ndim == 4 and values.shape[3] in (1, 3) and values.shape[1] == values.shape[2]:
+        return values.transpose(0, 3, 1, 2)
+    return values.reshape(-1) if values.ndim == 2 and values.shape[1] == 1 else values

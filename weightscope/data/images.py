@@ -29,16 +29,6 @@ def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> n
 
     The shorter side is resized to S pixels (bicubic, antialiased) and the middle of the longer one is kept. Palettes,
     CMYK and 16 bits are converted, transparent pixels are laid over black, and the camera's orientation is applied.
-
-    Args:
-        paths: the files, in any of the formats JPEG, PNG, GIF (its first frame), BMP, WebP, TIFF and PPM.
-        size: S.
-        channels: c, 3 for colour or 1 for grey.
-        what: the data set, for progress and messages.
-
-    Raises:
-        DataError: if files cannot be read: how many, the first few by name, and why; or if the pixels do not fit the
-            machine's memory.
     """
     check_memory(len(paths), channels, size, what)
     out = np.empty((len(paths), channels, size, size), np.uint8)
@@ -62,11 +52,7 @@ def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> n
 
 
 def decode(path: Path, size: int, channels: int) -> np.ndarray:
-    """Pixels of one image file, uint8 (c, S, S).
-
-    Raises:
-        DataError: saying what is wrong with the file, without its name.
-    """
+    """Pixels of one image file, uint8 (c, S, S)."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"a file of {path.stat().st_size} bytes, more than {_MOST_BYTES}")

@@ -1,14 +1,92 @@
-"""The settings of sequences, as recipes hold them: tasks, text, and a Markov source. Does not import torch."""
+"""The settings of sequences, as recipes hold them: tasks and their sizes, text, and a Markov source.
 
+Does not import torch. The `length` of a task counts the tokens of the string before the separator; its vocabulary
+includes the separator.
+"""
+
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from weightscope.data.locations import places
+from weightscope._util.checks import count
+from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
-from weightscope.data.task_sizes import TASK_SIZES, check_task, sequence_length
+from weightscope.data.registry import places
+from weightscope.data.task import SECTIONS, Task
 from weightscope.errors import DataError, RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+class TaskSize(NamedTuple):
+    """Sizes of a task as functions of the string's length.
+
+    Attributes:
+        answer: tokens of the answer.
+        vocabulary: the fewest tokens, the separator included.
+        varied: the fewest tokens, the separator included, with which sequences have different answers.
+        why: what needs so many, for messages; takes the length and this number.
+        step: what the length is a multiple of: the tokens of a pair, 2, or 1.
+    """
+
+    answer: Callable[[int], int]
+    vocabulary: Callable[[int], int]
+    varied: Callable[[int], int]
+    why: Callable[[int, int], str] | None = None
+    step: int = 1
+
+
+def _same(length: int) -> int:
+    return length
+
+
+TASK_SIZES = {
+    "copy": TaskSize(_same, lambda length: 2, lambda length: 3),
+    "copy_reversed": TaskSize(_same, lambda length: 2, lambda length: 3),
+    "sort": TaskSize(
+        _same,
+        lambda length: length + 1,
+        lambda length: length + 2,
+        lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
+    ),
+    "associative_recall": TaskSize(
+        _same,
+        lambda length: length + 1,
+        lambda length: max(length + 1, 4),
+        lambda length, least: f"{length // 2} different keys, as many values and the separator need at least {least}",
+        step=2,
+    ),
+    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3, lambda length: 4),
+}
+
+
+def check_task(name: str, length: int, vocabulary: int) -> None:
+    """Refuse sizes for which a task has no sequences.
+
+    Raises:
+        UsageError: if the task is unknown, a number is out of range or the vocabulary is too small.
+    """
+    if name not in TASK_SIZES:
+        raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
+    size = TASK_SIZES[name]
+    count("length", length, size.step)
+    if length % size.step:
+        raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
+    least = size.vocabulary(length)
+    if size.why is None:
+        count("vocabulary", vocabulary, least)
+    elif count("vocabulary", vocabulary, 2) < least:
+        raise UsageError(f"vocabulary: {size.why(length, least)}, found {vocabulary}")
+
+
+def sequence_length(name: str, length: int) -> int:
+    """n, the tokens that a network sees: the string, the separator, and the answer but for its last token."""
+    return length + TASK_SIZES[name].answer(length)
+
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
@@ -16,9 +94,10 @@ Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
 MOST_TOKENS = 2**28  # of an epoch, or of the held-out sequences of one length: 2 GiB as int64
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
+_CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 
 
-class SequenceConfig(BaseModel):
+class SequenceConfig(Task):
     """What all sources of sequences share.
 
     Attributes:
@@ -29,18 +108,16 @@ class SequenceConfig(BaseModel):
         held_out: the part that networks are evaluated on; "valid" has other sequences than "test".
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    what: ClassVar[str] = "sequences"
+    input_axes: ClassVar[int] = 1
+    causal: ClassVar[bool] = True
+    source: ClassVar[str] = "weightscope.data.sequences:SequenceSource.of"
+    batches: ClassVar[str] = "weightscope.training.sequence_task:SequenceBatches"
 
-    name: str
     length: Size
     train: Size | None = None
     test: Size | None = None
     held_out: Part = "test"
-
-    @property
-    def counts(self) -> dict[str, int | None]:
-        """Arguments of `weightscope.data.load`: none."""
-        return {}
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -51,6 +128,53 @@ class SequenceConfig(BaseModel):
     def longest(self) -> int:
         """The most tokens of a sequence that a network sees."""
         return self.length
+
+    def sizes(self) -> dict[str, int]:
+        """`vocabulary`; of a text whose vocabulary is not recorded, the files are read.
+
+        Raises:
+            DataError: if these are missing or damaged.
+        """
+        recorded = getattr(self, "vocabulary", None)
+        return {"vocabulary": self.load().vocabulary if recorded is None else int(recorded)}
+
+    def input_shape(self) -> tuple[int, ...]:
+        """(n,), of a short sequence."""
+        return (min(self.longest, _CHECKED_TOKENS),)
+
+    def output_shape(self) -> tuple[int, ...]:
+        """(n, v)."""
+        return *self.input_shape(), self.sizes()["vocabulary"]
+
+    def inputs(self, generator: "Generator", *batch: int) -> "Tensor":
+        """Random tokens (*batch, n)."""
+        import torch
+
+        return torch.randint(self.sizes()["vocabulary"], (*batch, *self.input_shape()), generator=generator)
+
+    def check(self, recipe: Any) -> None:
+        """Refuse what images have and sequences do not, and sequences that are longer than a network's positions."""
+        training = recipe.training
+        for field in ("mixup", "cutmix", "precision"):
+            if getattr(training, field) != type(training).model_fields[field].default:
+                raise ValueError(f"training.{field}: of images; leave it out for {self.name}")
+        if training.kernels == "compiled":
+            raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {self.name}, found 'compiled'")
+        if recipe.distillation is not None:
+            raise ValueError(f"distillation: of images; leave it out for {self.name}")
+        limit = recipe.network.longest
+        if limit is not None and self.longest > limit:
+            raise ValueError(
+                f"network.context: expected at least {self.longest}, the tokens of the longest sequence that is "
+                f"evaluated, found {limit}; or use rotary positions"
+            )
+
+    def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+        """Evaluate on the held-out part "valid", on `count` sequences of it."""
+        changes: dict[str, Any] = {"data.held_out": "valid"} | ({} if count is None else {"data.test": count})
+        changed = self.model_copy(update={key.removeprefix("data."): value for key, value in changes.items()})
+        source = changed.load(root)
+        return changes, {"train": source.train, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
 
 
 def _check_memory(what: str, sequences: int, tokens: int) -> None:
@@ -65,7 +189,7 @@ def _check_memory(what: str, sequences: int, tokens: int) -> None:
 class TaskConfig(SequenceConfig):
     """A generated task: a string, a separator, and the answer, whose tokens are scored.
 
-    Each is described in `weightscope.data.sequences.tasks`.
+    Each is described in `weightscope.data.sequences`.
 
     Attributes:
         name: of the task.
@@ -99,10 +223,8 @@ class TaskConfig(SequenceConfig):
         _check_memory("held-out", self.test, self.longest)
         return self
 
-    def check_answers(self) -> None:
+    def check_new(self) -> None:
         """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated.
-
-        Recipes are not refused when they are read, since populations of them may exist.
 
         Raises:
             RecipeError: if it is; names the smallest vocabulary that is not.
@@ -126,7 +248,23 @@ class TaskConfig(SequenceConfig):
         """The most tokens of a sequence that a network sees, at the largest multiple of the length."""
         return sequence_length(self.name, self.lengths[-1] * self.length)
 
+    def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
+        """1 / K of K equally probable tokens of an answer; None for sorting, whose tokens depend on their place."""
+        if metric.unit != "%" or self.name == "sort":
+            return None
+        values, answer = self.vocabulary - 1, TASK_SIZES[self.name].answer(metric.length * self.length)
+        if self.name == "selective_copy":
+            values -= 1
+        if self.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
+            values, answer = values - values // 2, answer // 2
+        return 1 / values, self.test * answer
 
+
+for _name in TASK_SIZES:
+    SECTIONS.register(_name)(TaskConfig)
+
+
+@SECTIONS.register(TEXT)
 class TextConfig(SequenceConfig):
     """Text of one's own files: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
 
@@ -143,6 +281,21 @@ class TextConfig(SequenceConfig):
     path: Annotated[str, Field(min_length=1)]
     unit: Literal["character", "word"] = "character"
     vocabulary: Vocabulary | None = None
+
+    def completed(self, root: str | Path | None = None) -> "TextConfig":
+        """The section with the vocabulary of its text.
+
+        Raises:
+            DataError: if the text is missing or damaged.
+            UsageError: if it is shorter than a sequence.
+        """
+        if self.vocabulary is not None:
+            return self
+        return self.model_copy(update={"vocabulary": self.load(root).vocabulary})
+
+    def absolute(self, root: str | Path | None = None) -> "TextConfig":
+        """The section with the absolute path of its folder."""
+        return self.model_copy(update={"path": os.path.abspath(self.located(root))})
 
     def located(self, root: str | Path | None = None) -> Path:
         """The folder of the files.
@@ -163,6 +316,7 @@ class TextConfig(SequenceConfig):
         raise DataError(f"text: expected a folder of text files at one of {looked}, found none")
 
 
+@SECTIONS.register(MARKOV)
 class MarkovConfig(SequenceConfig):
     """Tokens of which each depends on the one before, with known entropy, the smallest possible loss.
 

@@ -7,42 +7,41 @@ underscore. `get` and `compose` also take functions of your own, or references t
 
 from typing import TYPE_CHECKING, Any
 
-# `as`: exported to type checkers, which cannot follow an `__all__` that is computed from the registry.
-from weightscope.init.across_layers import mimetic_conv_mlp_ as mimetic_conv_mlp_
-from weightscope.init.across_layers import mimetic_first_last_mlp_ as mimetic_first_last_mlp_
 from weightscope.init.attention import mimetic_attention_ as mimetic_attention_
+from weightscope.init.attention import sinusoidal_positions_ as sinusoidal_positions_
+from weightscope.init.base import INITIALISERS as INITIALISERS
+from weightscope.init.base import compose as compose
+from weightscope.init.base import get as get
+from weightscope.init.base import parameters as parameters
+from weightscope.init.baselines import default_ as default_
+from weightscope.init.baselines import delta_orthogonal_ as delta_orthogonal_
+from weightscope.init.baselines import kaiming_uniform_ as kaiming_uniform_
+from weightscope.init.baselines import layer_scale_identity_ as layer_scale_identity_
+from weightscope.init.baselines import t_fixup_ as t_fixup_
+from weightscope.init.baselines import trunc_normal_ as trunc_normal_
+from weightscope.init.baselines import xavier_ as xavier_
+from weightscope.init.baselines import zero_init_ as zero_init_
 from weightscope.init.convolution import box_filters_ as box_filters_
 from weightscope.init.convolution import conv_covariance as conv_covariance
 from weightscope.init.convolution import conv_covariance_ as conv_covariance_
 from weightscope.init.convolution import impulse_filters_ as impulse_filters_
 from weightscope.init.convolution import random_filters_ as random_filters_
 from weightscope.init.covariance_transfer import covariance_transfer_ as covariance_transfer_
-from weightscope.init.frontier import AttentionFrontier as AttentionFrontier
-from weightscope.init.frontier import attention_frontier as attention_frontier
 from weightscope.init.growth import net2net_ as net2net_
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import constant_mlp_bias_ as constant_mlp_bias_
+
+# `as`: exported to type checkers, which cannot follow an `__all__` that is computed from the registry.
+from weightscope.init.mlp import mimetic_conv_mlp_ as mimetic_conv_mlp_
+from weightscope.init.mlp import mimetic_first_last_mlp_ as mimetic_first_last_mlp_
 from weightscope.init.mlp import mimetic_mlp_ as mimetic_mlp_
-from weightscope.init.positions import sinusoidal_positions_ as sinusoidal_positions_
-from weightscope.init.registry import INITIALISERS as INITIALISERS
-from weightscope.init.registry import compose as compose
-from weightscope.init.registry import get as get
-from weightscope.init.registry import parameters as parameters
-from weightscope.init.residual import delta_orthogonal_ as delta_orthogonal_
-from weightscope.init.residual import layer_scale_identity_ as layer_scale_identity_
-from weightscope.init.residual import t_fixup_ as t_fixup_
-from weightscope.init.residual import zero_init_ as zero_init_
 from weightscope.init.selection import select_weights_ as select_weights_
 from weightscope.init.ssm import mimetic_ssm_ as mimetic_ssm_
-from weightscope.init.ssm_transfer import repeat_layer_ as repeat_layer_
-from weightscope.init.ssm_transfer import ssm_from_attention_ as ssm_from_attention_
+from weightscope.init.ssm import repeat_layer_ as repeat_layer_
+from weightscope.init.ssm import ssm_from_attention_ as ssm_from_attention_
 from weightscope.init.transfer import permute_ as permute_
 from weightscope.init.transfer import transfer_ as transfer_
 from weightscope.init.transfer import transfer_singular_ as transfer_singular_
-from weightscope.init.univariate import default_ as default_
-from weightscope.init.univariate import kaiming_uniform_ as kaiming_uniform_
-from weightscope.init.univariate import trunc_normal_ as trunc_normal_
-from weightscope.init.univariate import xavier_ as xavier_
 
 if TYPE_CHECKING:
     from weightscope.init.from_artifact import InitReport as InitReport
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 _ARTIFACT = ("InitReport", "NetworkInit", "PopulationInit", "load_init")
 
 __all__ = [
-    *("INITIALISERS", "AttentionFrontier", "attention_frontier", "compose", "conv_covariance", "get", "parameters"),
+    *("INITIALISERS", "compose", "conv_covariance", "get", "parameters"),
     *_ARTIFACT,
     *(f"{name}_" for name in INITIALISERS),
 ]

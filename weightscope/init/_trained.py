@@ -1,23 +1,27 @@
-"""Sources of trained weights, and the component of a network to which each tensor belongs."""
+"""Trained networks as sources: their tensors by the names of a family, components, counterparts and position tables."""
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,
+    PositionEmbedding,
     attention,
     depthwise,
     mlps,
     patch_embeddings,
     positions,
 )
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, SpecError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
@@ -25,20 +29,16 @@ _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
 
 
-def opened(source: Any) -> Any:
-    """`weightscope.population.opened`; imported here: it needs h5py and pydantic, which other initialisers do not."""
-    from weightscope.population import opened
+def open_network(source: Any) -> Any:
+    """`weightscope.population.open_network`, imported here: it needs h5py, which other initialisers do not."""
+    from weightscope.population import open_network
 
-    return opened(source)
+    return open_network(source)
 
 
 def tensors(source: Any) -> Mapping[str, Any]:
-    """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population.
-
-    Raises:
-        UsageError: for anything else.
-    """
-    model = opened(source)
+    """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population."""
+    model = open_network(source)
     if isinstance(model, nn.Module):
         return model.state_dict()
     if isinstance(model, Mapping):
@@ -123,11 +123,7 @@ def _anatomical(module: nn.Module | NamedTensors) -> list[tuple[str, list[str]]]
 
 
 def chosen_components(wanted: str | Sequence[str]) -> set[str]:
-    """The set of components of a name or several; "all" for all.
-
-    Raises:
-        UsageError: if one is unknown (lists the known ones), or none is given.
-    """
+    """The set of components of a name or several; "all" for all."""
     names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in names:
         if name not in COMPONENTS:
@@ -135,3 +131,223 @@ def chosen_components(wanted: str | Sequence[str]) -> set[str]:
     if not names:
         raise UsageError("components: expected at least one, found none")
     return set(names)
+
+
+class Place(NamedTuple):
+    """A tensor, or rows of one that packs queries, keys and values.
+
+    Attributes:
+        name: in timm's scheme.
+        part: 0, 1 or 2 for queries, keys and values that are tensors of their own; None for a whole tensor.
+    """
+
+    name: str
+    part: int | None = None
+
+
+_PREFIX = re.compile(r"^(vit|deit|dinov2|convnext|convnextv2)\.(?=(embeddings|encoder|layers|layernorm)\.)")
+_VIT = (
+    (r"^embeddings\.(cls_token|mask_token)$", r"\1"),
+    (r"^embeddings\.distillation_token$", "dist_token"),
+    (r"^embeddings\.register_tokens$", "reg_token"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"\.intermediate\.dense\.", ".mlp.fc1."),
+    (r"\.output\.dense\.", ".mlp.fc2."),
+    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    (r"^layernorm\.", "norm."),
+    (r"^classifier\.", "head."),
+)
+_CONVNEXT = (
+    (r"^embeddings\.patch_embeddings\.", "stem.0."),
+    (r"^embeddings\.layernorm\.", "stem.1."),
+    (r"^encoder\.stages\.(\d+)\.downsampling_layer\.", r"stages.\1.downsample."),
+    (r"^encoder\.stages\.(\d+)\.layers\.", r"stages.\1.blocks."),
+    (r"\.dwconv\.", ".conv_dw."),
+    (r"\.layernorm\.", ".norm."),
+    (r"\.pwconv(\d)\.", r".mlp.fc\1."),
+    (r"\.layer_scale_parameter$", ".gamma"),
+    (r"^layernorm\.", "head.norm."),
+    (r"^classifier\.", "head.fc."),
+)
+_PACKED = re.compile(r"\.attention\.(?:attention\.)?(q_proj|query|k_proj|key|v_proj|value)\.")
+
+
+def places(names: Iterable[str]) -> dict[str, Place]:
+    """Name of each tensor of a model -> its place in timm's scheme.
+
+    The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
+    """
+    bare = {name: _PREFIX.sub("", unwrapped(name)) for name in names}
+    known = set(bare.values())
+    rules: tuple[tuple[str, str], ...] = ()
+    if any(name.startswith("embeddings.patch_embeddings.projection.") for name in known):
+        rules = _VIT
+    elif any(name.startswith("embeddings.patch_embeddings.") for name in known):
+        rules = _CONVNEXT
+    one_norm = not any(name.startswith("norm.") for name in known)
+    out = {}
+    for name, text in bare.items():
+        part = None
+        if rules is _VIT and (found := _PACKED.search(text)):
+            part = "qkv".index(found[1][0])
+            text = _PACKED.sub(".attn.qkv.", text)
+        for pattern, replacement in rules:
+            text = re.sub(pattern, replacement, text)
+        out[name] = Place(re.sub(r"^fc_norm\.", "norm.", text) if one_norm else text, part)
+    return out
+
+
+class Source:
+    """The tensors of a model by their places, packed or cut as they are wanted."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.tensors = tensors
+        self.places = places(tensors)
+        self.names: dict[str, dict[int | None, str]] = {}
+        for name, place in self.places.items():
+            self.names.setdefault(place.name, {})[place.part] = name
+
+    def has(self, place: Place) -> bool:
+        """Whether the tensor is there, by itself, packed with others, or in three parts."""
+        there = self.names.get(place.name, {})
+        return place.part in there or None in there or (place.part is None and len(there) == 3)
+
+    def read(self, place: Place, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on the CPU; as the kernel of a 1 x 1 convolution or a matrix, whichever has `shape`'s axes."""
+        there = self.names[place.name]
+        if place.part in there or None in there:
+            value = self._tensor(there.get(place.part, there.get(None, "")))
+            if place.part not in there:
+                value = value.chunk(3)[place.part or 0]
+        else:
+            value = torch.cat([self._tensor(there[part]) for part in range(3)])
+        if value.ndim == 2 and len(shape) == 4 and shape[2:] == (1, 1):
+            return value[:, :, None, None]
+        return value.flatten(1) if value.ndim == 4 and len(shape) == 2 and value.shape[2:] == (1, 1) else value
+
+    def _tensor(self, name: str) -> Tensor:
+        return torch.as_tensor(self.tensors[name]).detach().cpu()
+
+
+_REPEATED = ("blocks", "layers", "layer", "h")
+
+
+def spaced(large: int, small: int) -> Tensor:
+    """`floor(i * large / small)` for i = 0 .. small - 1."""
+    return torch.arange(small) * large // small
+
+
+def end_to_end(large: int, small: int) -> Tensor:
+    """`round(i * (large - 1) / (small - 1))` for i = 0 .. small - 1: from the first to the last."""
+    return torch.linspace(0, large - 1, small, dtype=torch.float64).round().long()
+
+
+def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, rule: str) -> dict[str, Place]:
+    """Student tensor -> place in the teacher: the same name, with layer numbers mapped where their numbers differ.
+
+    The rule is "first", "spaced" or "linspace", of a larger teacher, or "cycle": layer i is layer i mod T of T.
+    """
+    mine = places(student)
+    small, large = numbered(place.name for place in mine.values()), numbered(source.names)
+    out, missing = {}, []
+    for name in wanted:
+        place = Place(_path(name, mine[name].name, small, large, rule), mine[name].part)
+        if source.has(place):
+            out[name] = place
+        else:
+            missing.append(name)
+    if missing:
+        raise SpecError(
+            f"the teacher has no counterpart of {listing(missing)}; leave them out with exclude= or components="
+        )
+    return out
+
+
+def numbered(names: Iterable[str]) -> dict[str, list[int]]:
+    """Path -> the numbers that follow it in any name: `blocks` -> [0, 1, 2]."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        words = name.split(".")
+        for i, word in enumerate(words):
+            if word.isdigit():
+                found.setdefault(".".join(words[:i]), set()).add(int(word))
+    return {path: sorted(numbers) for path, numbers in found.items()}
+
+
+def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[str, list[int]], rule: str) -> str:
+    """The place of a student's tensor with its layer numbers replaced by the teacher's."""
+    here: list[str] = []
+    there: list[str] = []
+    for word in place.split("."):
+        mapped = word
+        if word.isdigit():
+            small, big = mine[".".join(here)], large.get(".".join(there), [])
+            i = small.index(int(word))
+            if rule == "cycle" and big and (len(small) <= len(big) or here[-1] in _REPEATED):
+                mapped = str(big[i % len(big)])
+            elif len(small) > len(big):
+                raise SpecError(
+                    f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
+                    + ("only blocks can be added" if rule == "cycle" else "the teacher must be the larger network")
+                )
+            else:
+                pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
+                mapped = str(big[int(pick.get(rule, end_to_end(len(big), len(small)))[i])])
+        here.append(word)
+        there.append(mapped)
+    return ".".join(there)
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
+
+    prefix: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, part: PositionEmbedding) -> "PositionTable":
+        """The table of a part of the anatomy."""
+        return cls(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
+
+    def __str__(self) -> str:
+        return f"{self.prefix} + {self.rows} x {self.columns}"
+
+
+def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Tensor:
+    """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
+    if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
+        raise SpecError(
+            f"`{name}`: expected at most the teacher's tokens, {large}, found {small}; use positions='interpolate'"
+        )
+    if large.rows == 1:
+        found = torch.arange(small.columns)
+    else:
+        found = (
+            spaced(large.rows, small.rows)[:, None] * large.columns + spaced(large.columns, small.columns)
+        ).reshape(-1)
+    return torch.cat([torch.arange(small.prefix), found + large.prefix])
+
+
+def interpolated(name: str, table: Tensor, there: PositionTable, wanted: PositionTable) -> Tensor:
+    """A position embedding (..., tokens, d) on another grid, smaller or larger, by bicubic interpolation.
+
+    Special tokens are copied; pixels are aligned by their edges and smaller grids are filtered (antialias), as in
+    `timm.layers.resample_abs_pos_embed`.
+    """
+    if wanted.prefix > there.prefix:
+        raise SpecError(f"`{name}`: expected at most {there.prefix} special tokens, found {wanted.prefix}")
+    special, grid = table[..., : wanted.prefix, :], table[..., there.prefix :, :]
+    lead, width = table.shape[:-2], table.shape[-1]
+    pictures = grid.reshape(-1, there.rows, there.columns, width).permute(0, 3, 1, 2).float()
+    size = (wanted.rows, wanted.columns)
+    if size != (there.rows, there.columns):
+        pictures = F.interpolate(pictures, size=size, mode="bicubic", antialias=True, align_corners=False)
+    tokens = pictures.permute(0, 2, 3, 1).reshape(*lead, wanted.rows * wanted.columns, width)
+    return torch.cat([special, tokens.to(table.dtype)], dim=-2)

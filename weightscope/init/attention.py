@@ -1,19 +1,127 @@
-"""Mimetic initialisation of self-attention: products of weights near a multiple of the identity."""
+"""Mimetic initialisation of self-attention: products of weights near a multiple of the identity, and positions."""
 
+import functools
+import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice, number
-from weightscope.anatomy import AttentionPart, NamedTensors, attention
-from weightscope.anatomy.attention_part import chosen_heads
-from weightscope.anatomy.matrices import chosen_layers
-from weightscope.anatomy.strictness import reads
+from weightscope._util.checks import choice, number, positive
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
+from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
-from weightscope.init._common import M, cpu_generator, frame, normal
-from weightscope.init._topk import factors, spectrum
-from weightscope.init.registry import INITIALISERS
+from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
+from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
+
+_SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
+_DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
+_RESIDUAL = 2e-3  # largest ||M^T M v - s^2 v|| / ||s^2|| that is accepted; typically 3e-4
+_STEPS = 30  # more filter steps than this cost more than the full decomposition
+_SMALL = 384  # below this size the full decomposition is cheap
+
+
+@functools.lru_cache(maxsize=64)
+def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
+    """Squared singular values, largest first, of a small sample of `group` stacked matrices `alpha Z + beta I`.
+
+    Their distribution does not depend on the size and hardly on the draw, so one fixed small sample represents it.
+    Only the speed of `factors` depends on it.
+    """
+    g = torch.Generator().manual_seed(0)
+    blocks = [torch.randn(_SAMPLE, _SAMPLE, generator=g) * (alpha / math.sqrt(_SAMPLE)) for _ in range(group)]
+    for block in blocks:
+        block.diagonal().add_(beta)
+    return tuple(torch.linalg.svdvals(torch.cat(blocks)).square().tolist())
+
+
+def factors(
+    matrix: Tensor, rank: int, generator: torch.Generator | None, spectrum: tuple[float, ...] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
+
+    L (m, r) is computed from M R, so that `L R^T = M V V^T` to rounding, however small a singular value is. Above the
+    n columns of M (m, n), m >= n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix.
+    A `spectrum` of a matrix like M only affects speed, apart from a relative error below 1e-3 in L R^T; None decomposes
+    in full.
+
+    Returns:
+        L (m, r) and R (n, r).
+    """
+    n = matrix.shape[1]
+    if rank > n:
+        left, right = factors(matrix, n, generator)
+        spread = frame(rank, n, generator=generator).T
+        return left @ spread, right @ spread
+    vectors = _filtered(matrix, rank, spectrum) if spectrum is not None else None
+    if vectors is None:
+        vectors = torch.linalg.eigh(_gram(matrix))[1][:, -rank:].flip(1)
+    image = matrix @ vectors
+    roots = image.norm(dim=0).sqrt().clamp_min(torch.finfo(matrix.dtype).tiny)
+    return image / roots, vectors * roots
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """`M^T M` (n, n) from the products on and above its block diagonal, five eighths of the work."""
+    n = matrix.shape[1]
+    edges = [n * i // 4 for i in range(5)]
+    out = matrix.new_empty(n, n)
+    for start, end in itertools.pairwise(edges):
+        out[start:end, start:] = matrix[:, start:end].T @ matrix[:, start:]
+        out[end:, start:end] = out[start:end, end:].T
+    return out
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis (n, b) of the span of columns (n, b): Cholesky QR twice (Yamamoto et al. 2015).
+
+    Half the time of Householder's QR, which remains for columns that are too nearly dependent.
+    """
+    basis = columns
+    for dtype in (torch.float64, torch.float32):
+        wide = basis.to(dtype)
+        root, failed = torch.linalg.cholesky_ex(wide.T @ wide)
+        if failed:
+            return torch.linalg.qr(columns)[0]
+        basis = torch.linalg.solve_triangular(root, wide.T, upper=False).T.float()
+    return basis
+
+
+def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
+    """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None if that would be slower.
+
+    With G = M^T M, block X and T_j the Chebyshev polynomial on the suppressed interval, Rayleigh-Ritz on the span
+    of T_m(G) X and T_(m-1)(G) X. The distribution of `alpha Z + beta I` is invariant under orthogonal
+    conjugation, so the first coordinates are as good a start as random vectors.
+    """
+    n = matrix.shape[1]
+    if n < _SMALL or 6 * rank > n:
+        return None
+    kept, low, high = (spectrum[round(f * (len(spectrum) - 1))] for f in (rank / n, 1.0, 2 * rank / n))
+    centre, half = (high + low) / 2, (high - low) / 2
+    if half <= 0 or kept <= high:
+        return None
+    steps = math.ceil(_DECAY / math.acosh((kept - centre) / half))
+    if steps > _STEPS:
+        return None
+
+    gram = _gram(matrix)
+    step = gram.mul_(2 / half)  # 2 (G - centre I) / half, in place of G
+    step.diagonal().sub_(2 * centre / half)
+    before = torch.eye(rank, n)  # vectors are rows here, which makes the products faster
+    block = step[:rank] / 2
+    for _ in range(steps - 1):
+        before, block = block, before.addmm_(block, step, beta=-1)
+    scale = block.norm()  # the polynomials grow by many orders of magnitude
+    basis = _orthonormal(torch.cat([block, before]).div_(scale).T)
+    image = (step @ basis).mul_(half / 2).add_(basis, alpha=centre)  # G basis
+    values, vectors = torch.linalg.eigh(basis.T @ image)
+    vectors = vectors[:, -rank:].flip(1)
+    out = basis @ vectors
+    residual = image @ vectors - out * values[-rank:].flip(0)
+    return out if residual.norm() <= _RESIDUAL * values[-rank:].norm() else None
+
 
 # (alpha_qk, beta_qk, alpha_vo, beta_vo): thesis 3.2.4 and 3.2.6
 PRESETS: dict[str, tuple[float, float, float, float]] = {
@@ -85,7 +193,6 @@ def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) 
 
 
 @INITIALISERS.register("mimetic_attention", source="thesis 3.2; attention paper", needs="self-attention")
-@reads(("attention modules",))
 def mimetic_attention_(
     module: M,
     *,
@@ -121,8 +228,7 @@ def mimetic_attention_(
         layers: which layers, counted from 0; None for all.
         heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
             rank is theirs; of heads that share a key all or none are chosen.
-        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -139,26 +245,13 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    for part in chosen_heads(chosen_layers(self_attention(module), layers), heads):
+    everything = self_attention(module, strict=strict, caller="mimetic_attention_")
+    for part in chosen_heads(chosen_layers(everything, layers), heads):
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
             write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
-
-
-def self_attention(module: torch.nn.Module | NamedTensors) -> list[AttentionPart]:
-    """The self-attention parts of a module, or of another source of tensors.
-
-    Raises:
-        AnatomyError: if the module has no attention.
-        UsageError: if it has cross-attention only.
-    """
-    everything = attention(module)
-    found = [part for part in everything if part.kind == "self"]
-    if not found:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
-    return found
 
 
 Numbers = tuple[float, float, float, float]
@@ -212,3 +305,89 @@ def write_value_output(
         outputs = right.reshape(d, part.kv_heads, k).permute(1, 2, 0).repeat_interleave(group, dim=0) / group
     part.write("v", values)
     part.write("o", outputs)
+
+
+@INITIALISERS.register("sinusoidal_positions", source="attention paper, section 5.1", needs="position embeddings")
+def sinusoidal_positions_(
+    module: M,
+    *,
+    gamma: float = 1.0,
+    special: str = "keep",
+    temperature: float = TEMPERATURE,
+    generator: torch.Generator | None = None,
+) -> M:
+    """Set every position embedding to gamma times the sinusoidal codes, 2-D for images and 1-D for sequences.
+
+    Args:
+        module: changed in place: its position embeddings (parameters or buffers).
+        gamma: scale; about 2 with mimetic attention on CIFAR, 1 on ImageNet.
+        special: rows of class, distillation and register tokens: "keep" or "zero".
+        temperature: of the frequencies.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has no position embedding.
+        UsageError: if an argument is invalid, or the width is not a multiple of 4 (2 for a sequence).
+
+    Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
+
+    Example:
+        >>> sinusoidal_positions_(vit, gamma=2.0, special="zero")
+    """
+    number("gamma", gamma)
+    positive("temperature", temperature)
+    choice("special", special, ("keep", "zero"))
+    tables = positions(module)
+    codes = [table_codes(table, temperature) for table in tables]
+    for table, code in zip(tables, codes, strict=True):
+        value = table.read()
+        value[table.prefix :] = gamma * code.to(value)
+        if special == "zero":
+            value[: table.prefix] = 0
+        table.write(value)
+    return module
+
+
+def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> Tensor:
+    """The unscaled sinusoidal codes of a table's ordinary tokens, float32 (tokens - prefix, d)."""
+    rows, columns = table.grid or (table.tokens - table.prefix, None)
+    return sinusoidal_positions(rows, columns, table.width, temperature)
+
+
+_SCALES = (0.25, 0.5, 0.75, 1.0)  # of equal random matrices, whose ratio of alpha and beta does not depend on them
+
+
+def reached(product: Tensor) -> tuple[float, float]:
+    """Alpha and beta of the closest `alpha Z + beta I` to a product (d, d), Z of independent entries N(0, 1/d).
+
+    beta = tr(P) / d,    alpha = ||P - beta I||_F / sqrt(d)
+    """
+    d = len(product)
+    beta = float(product.diagonal().mean())
+    rest = product.clone()
+    rest.diagonal().sub_(beta)
+    return float(rest.norm()) / math.sqrt(d), beta
+
+
+def equal_random_points(width: int, rank: int, generator: torch.Generator | None) -> list[dict[str, Any]]:
+    """The alpha and beta of `scale Z Z^T`, Z (d, rank) of entries N(0, 1 / rank), for several scales."""
+    pairs = (same_random(width, rank, scale, generator) for scale in _SCALES)
+    return [_point("equal random", width, rank, (None, None), left @ right.T) for left, right in pairs]
+
+
+def svd_point(width: int, rank: int, alpha: float, beta: float, generator: torch.Generator | None) -> dict[str, Any]:
+    """The alpha and beta of the best approximation of a rank to `alpha Z + beta I`."""
+    if rank == width:
+        product = noisy_identity(width, alpha, beta, generator)
+    else:
+        queries, keys = query_key(width, rank, 1, alpha, beta, generator)
+        product = queries[0] @ keys.T
+    return _point("SVD", width, rank, (alpha, beta), product)
+
+
+def _point(
+    name: str, width: int, rank: int, asked: tuple[float | None, float | None], product: Tensor
+) -> dict[str, Any]:
+    kind = f"rank {rank}" if rank < width else "full rank"
+    row = {"construction": f"{name}, {kind}", "rank": rank, "asked_alpha": asked[0], "asked_beta": asked[1]}
+    return row | dict(zip(("alpha", "beta"), reached(product), strict=True))

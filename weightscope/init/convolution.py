@@ -2,9 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,30 +10,9 @@ from torch import Tensor
 from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import UsageError
-from weightscope.init._common import M, cpu_generator, normal
-from weightscope.init.registry import INITIALISERS
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """`sigma(d) = sigma0 + v d + a d^2 / 2` over the relative depth d in [0, 1] (thesis Eq. 3.11).
-
-    Attributes:
-        sigma0: at the first layer.
-        v: slope.
-        a: curvature.
-    """
-
-    sigma0: float
-    v: float
-    a: float
-
-    def __call__(self, depth: float) -> float:
-        """Sigma at a relative depth."""
-        return self.sigma0 + self.v * depth + 0.5 * self.a * depth**2
-
+from weightscope.init.base import INITIALISERS, M, cpu_generator, normal
+from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
 
 # Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
 PRESETS: dict[str, Schedule] = {
@@ -50,123 +26,8 @@ PRESETS: dict[str, Schedule] = {
 BUMP = "the covariance is a bump around a centre pixel of an image"
 
 
-def closed_form(k: int, sigma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The matrices C, S and M of the closed form `Sigma = (M * (C - S) + S * C) / 2`.
-
-        C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma)),   S[x, y] = z[y],   M[x, y] = z[x]
-
-    for pixels x, y, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump, and a mask.
-
-    Args:
-        k: side of the filter, odd.
-        sigma: variance of the bumps, in square pixels, > 0.
-
-    Returns:
-        Three matrices (k*k, k*k) in float64, with pixels in row-major order.
-
-    Raises:
-        UsageError: if k is not a positive odd integer, or sigma is not positive.
-
-    Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
-
-    Example:
-        >>> c, s, m = closed_form(3, 0.5)
-    """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
-        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
-    positive("sigma", sigma)
-    pixels, half = np.arange(k), k // 2
-    # Signed distances of pixels on a ring of k.
-    ring = (pixels[:, None] - pixels[None, :] + half) % k - half
-    line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
-    around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
-    static = np.broadcast_to(np.kron(line, line), (k * k, k * k))
-    return np.kron(around, around), static, static.T
-
-
-def conv_covariance(k: int, sigma: float) -> np.ndarray:
-    """The covariance of a k x k filter's entries, in closed form.
-
-        Sigma = (M * (C - S) + S * C) / 2 = (diag(z) C + C diag(z) - z z^T) / 2
-
-    Here z (k^2,) holds the Gaussian bump `exp(-|x - centre|^2 / (2 sigma))` over the pixels x, and C the same
-    bump around every pixel, with wrap-around: `C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma))`, with ones on the
-    diagonal. Sigma is symmetric but not positive semi-definite; see `covariance_root`.
-
-    Args:
-        k: side of the filter, odd.
-        sigma: variance of the bumps, in square pixels, > 0.
-
-    Returns:
-        (k*k, k*k) in float64; row k*i + j and column k*l + m hold Cov(F[i, j], F[l, m]).
-
-    Raises:
-        UsageError: if k is not a positive odd integer, or sigma is not positive.
-
-    Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
-
-    Example:
-        >>> conv_covariance(3, 0.5).shape
-        (9, 9)
-    """
-    c, s, m = closed_form(k, sigma)
-    return np.asarray(0.5 * ((m + s) * c - m * s))
-
-
-def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
-    """A root R of the positive semi-definite matrix `R R^T` made from a symmetric one, E diag(l) E^T.
-
-        abs    R = E diag(|l|^(1/2))         the root used by NumPy's `multivariate_normal`, through its SVD
-        clip   R = E diag(max(l, 0)^(1/2))   the nearest positive semi-definite matrix (Higham 1988)
-
-    The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
-
-    Args:
-        covariance: (n, n), symmetric.
-        psd: "abs" or "clip".
-
-    Returns:
-        (n, n) in float64.
-
-    Raises:
-        UsageError: if `psd` is neither.
-    """
-    choice("psd", psd, ("abs", "clip"))
-    # torch, not NumPy: alternating between two libraries' thread pools is slow.
-    values, vectors = (a.numpy() for a in torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64))))
-    return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
-
-
-class Staged(Protocol):
-    """A layer in a stage of a hierarchical network."""
-
-    @property
-    def stage(self) -> int:
-        """Number of the stage, from 0."""
-        ...
-
-
-def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
-    """The relative depth in [0, 1] of each layer, 0 for a single layer.
-
-    Args:
-        parts: layers in order.
-        schedule: "depth" counts over the whole network, "sawtooth" restarts in every stage.
-    """
-    if schedule == "depth":
-        places = [(i, len(parts)) for i in range(len(parts))]
-    else:
-        stages = [part.stage for part in parts]
-        places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
-    return [i / max(1, n - 1) for i, n in places]
-
-
 def settings(preset: str | None, sigma0: float | None, v: float | None, a: float | None) -> Schedule:
-    """The schedule of a preset, or of three numbers.
-
-    Raises:
-        UsageError: if both or neither are given, or a number is not finite.
-    """
+    """The schedule of a preset, or of three numbers."""
     given = {"sigma0": sigma0, "v": v, "a": a}
     if preset is not None:
         choice("preset", preset, PRESETS)
@@ -181,16 +42,7 @@ def settings(preset: str | None, sigma0: float | None, v: float | None, a: float
 
 
 def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -> list[DepthwisePart]:
-    """The parts that have two-dimensional, square filters of odd size.
-
-    Args:
-        parts: depthwise layers.
-        why: the reason, for the error message.
-        strict: whether any other layer is an error.
-
-    Raises:
-        UsageError: if strict, naming the first layer that has other filters; if there is no square one.
-    """
+    """The parts that have two-dimensional, square filters of odd size."""
     odd = [part for part in parts if not part.square]
     if odd and (strict or len(odd) == len(parts)):
         step = "" if len(odd) == len(parts) else f"; strict=False uses the {len(parts) - len(odd)} other layers"
@@ -201,7 +53,6 @@ def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -
 
 
 @INITIALISERS.register("conv_covariance", source="thesis 3.1.2", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def conv_covariance_(
     module: M,
     *,
@@ -247,7 +98,7 @@ def conv_covariance_(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    parts = checked_filters(depthwise(module), BUMP, strict)
+    parts = checked_filters(depthwise(module, strict=strict, caller="conv_covariance_"), BUMP, strict)
     for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
         if curve(d) <= 0:
             raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
@@ -266,7 +117,6 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: tor
 
 
 @INITIALISERS.register("random_filters", source="impulse paper, Proposition 1", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def random_filters_(
     module: M,
     *,
@@ -283,8 +133,7 @@ def random_filters_(
         module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -298,7 +147,7 @@ def random_filters_(
     """
     choice("distribution", distribution, ("normal", "uniform"))
     positive("gain", gain)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
         if distribution == "uniform":
@@ -308,7 +157,6 @@ def random_filters_(
 
 
 @INITIALISERS.register("impulse_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def impulse_filters_(
     module: M,
     *,
@@ -325,8 +173,7 @@ def impulse_filters_(
         module: changed in place: the weights of its depthwise convolutions.
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: a CPU generator; None for torch's global one.
 
     Raises:
@@ -342,7 +189,7 @@ def impulse_filters_(
     if filter_size is not None:
         count("filter_size", filter_size)
     cpu_generator(generator)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="impulse_filters_"):
         pixels = _central(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
@@ -365,15 +212,13 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: torch.Generator | None = None) -> M:
     """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.
         value: 1 as published.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning
-            lists them and they stay as they are.
+        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
         generator: not used.
 
     Raises:
@@ -386,6 +231,6 @@ def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generato
         >>> box_filters_(convmixer)
     """
     number("value", value)
-    for part in depthwise(module):
+    for part in depthwise(module, strict=strict, caller="box_filters_"):
         part.write(torch.full((part.channels, *part.kernel), value))
     return module

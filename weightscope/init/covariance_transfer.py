@@ -9,13 +9,10 @@ from torch import nn
 
 from weightscope._util.checks import choice, count, flag
 from weightscope.anatomy import DepthwisePart, depthwise
-from weightscope.anatomy.strictness import reads
 from weightscope.errors import DataError, UsageError
-from weightscope.init._common import M, cpu_generator
+from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.init.registry import INITIALISERS
-from weightscope.statistics.filters import FilterDistribution
-from weightscope.statistics.resizing import at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import FilterDistribution, at_depth, resized_covariance, resized_mean
 
 SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
@@ -23,11 +20,7 @@ _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """The named parameters of `covariance_transfer_`, checked.
-
-    Raises:
-        UsageError: if one is invalid.
-    """
+    """The named parameters of `covariance_transfer_`, checked."""
 
     kronecker: bool = False
     means: bool = False
@@ -49,15 +42,7 @@ def target_distributions(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) of the filters to draw for each of a module's layers.
 
-    Args:
-        parts: the module's layers.
-        source: the distributions of the source's layers.
-        options: of `covariance_transfer_`.
-
     Layers of the source whose filters are dead are not used.
-
-    Raises:
-        UsageError: if the numbers of stages differ, or no layer of the source has the given kernel size.
     """
     chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
     if not chosen:
@@ -107,7 +92,7 @@ def _by_stage(
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
     """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker.sums import kronecker_sum
+    from weightscope.statistics.kronecker import kronecker_sum
 
     if not covariance.any():
         return covariance
@@ -118,7 +103,6 @@ def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
-@reads(("depthwise convolutions",))
 def covariance_transfer_(
     module: M,
     source: Any,
@@ -167,7 +151,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.analysis.within_network.filters import filter_distributions  # SciPy: a second to import
+    from weightscope.fits.filters import filter_distributions  # SciPy: a second to import
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
@@ -188,7 +172,8 @@ def transfer_distributions(
         Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
         resized or factored covariance is not positive semi-definite.
     """
-    parts = checked_filters(depthwise(module), "covariances are transferred for images only", strict)
+    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)
     used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}

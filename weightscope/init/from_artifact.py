@@ -9,21 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
-from weightscope.anatomy import depthwise
-from weightscope.anatomy.strictness import reads
-from weightscope.artifacts.filter_fits import FilterFit, ScheduleFit
-from weightscope.artifacts.loading import load_artifact
-from weightscope.artifacts.network_fit import NetworkFit
-from weightscope.artifacts.population_fit import Group, PopulationFit
-from weightscope.artifacts.product_fit import ProductFit, ProductLayer
-from weightscope.artifacts.resizing import ResizedFit, resized_fit
+from weightscope.anatomy import depthwise, self_attention
 from weightscope.errors import DataError, SpecError
-from weightscope.init._common import M, cpu_generator
-from weightscope.init.attention import self_attention, write_query_key, write_value_output
+from weightscope.fits import Structure
+from weightscope.fits.filters import FilterFit, ScheduleFit
+from weightscope.fits.identity_product import ProductFit, ProductLayer
+from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
+from weightscope.fits.resizing import resized_fit
+from weightscope.init.attention import write_query_key, write_value_output
+from weightscope.init.base import M, cpu_generator
 from weightscope.init.convolution import conv_covariance_
 from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.structures import Structure
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
 
@@ -58,7 +56,7 @@ class PopulationInit:
     dtype. The generator's state therefore determines every number, on any device.
 
     The structure `exchangeable` applies to networks of other widths and depths, too, by
-    `weightscope.artifacts.resized_fit`; the report's notes say what was rescaled.
+    `weightscope.fits.resized_fit`; the report's notes say what was rescaled.
 
     Args:
         result: a fit, saved or not.
@@ -71,7 +69,7 @@ class PopulationInit:
     def __init__(self, result: PopulationFit) -> None:
         self.result = result
         self.report: InitReport | None = None
-        self._last: tuple[WeightSpec, ResizedFit] | None = None
+        self._last: tuple[WeightSpec, PopulationFit] | None = None
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
@@ -93,16 +91,16 @@ class PopulationInit:
         """
         there = _tensors(module)
         found = self._resized(module)
-        problems = {t.name: p for t in found.fit.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
+        problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
         problems |= found.problems
-        fits = [name for name in found.fit.spec.names if name not in problems]
+        fits = [name for name in found.spec.names if name not in problems]
         if problems and (strict or not fits):
             shown = [f"`{name}` {problem}" for name, problem in list(problems.items())[:6]]
             more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(shown)}{more}")
         generator = cpu_generator(generator)
         values: dict[str, np.ndarray] = {}
-        for group in found.fit.groups:
+        for group in found.groups:
             values |= group.spec.unpack(draw(group, generator))
         drawn = {name: torch.from_numpy(values[name]).to(there[name].dtype) for name in fits}
         if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
@@ -114,10 +112,10 @@ class PopulationInit:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
-        self.report = InitReport(tuple(fits), others, tuple(problems), found.notes)
+        self.report = InitReport(tuple(fits), others, tuple(problems), found.resized)
         return module
 
-    def _resized(self, module: nn.Module) -> ResizedFit:
+    def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
         named = {unwrapped(t.name): t for t in WeightSpec.of(module).tensors}
         spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())
@@ -232,7 +230,6 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
 
 
-@reads(("depthwise convolutions",))
 def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | None, strict: bool) -> tuple[str, ...]:
     """Draw the filters; returns notes about layers that were not used, and covariances not positive semi-definite."""
     negative = transfer_distributions(
@@ -249,10 +246,9 @@ def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | 
     )
 
 
-@reads(("attention modules",))
 def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator | None, strict: bool) -> list[str]:
     """Write the products, layer by layer; returns the names of the tensors."""
-    parts = self_attention(module)
+    parts = self_attention(module, strict=strict, caller="load_init")
     touched: list[str] = []
     for i, part in enumerate(parts):
         depth = i / max(1, len(parts) - 1)

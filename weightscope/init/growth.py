@@ -11,10 +11,8 @@ from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._common import M, normal, put
-from weightscope.init._counterparts import counterparts
-from weightscope.init._family_names import Source, places
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import Source, counterparts, places
+from weightscope.init.base import INITIALISERS, M, normal, put
 from weightscope.init.selection import Layout, found_parts, included
 from weightscope.networks.layers import SumLinear
 
@@ -72,7 +70,7 @@ def net2net_(
     number("noise", noise, least=0)
     everything = _trained.weights(module)
     wanted = included(module, everything, components, exclude)
-    small = _trained.opened(source)
+    small = _trained.open_network(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
     _refuse_other_heads(module, small)
@@ -97,11 +95,7 @@ def net2net_(
 
 
 def _grown(name: str, value: Tensor, shape: tuple[int, ...], divide: bool, blocks: int) -> Tensor:
-    """A tensor in a larger shape, by copies; shared among the copies of each input if `divide`.
-
-    Raises:
-        SpecError: if it does not become larger, or a filter would.
-    """
+    """A tensor in a larger shape, by copies; shared among the copies of each input if `divide`."""
     small = tuple(value.shape)
     if len(small) != len(shape) or any(s > n for s, n in zip(small, shape, strict=True)):
         raise SpecError(f"`{name}`: expected at least the smaller network's shape {small}, found {shape}")
@@ -161,11 +155,7 @@ def _added(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> s
 
 
 def _branch_ends(module: nn.Module, added: Set[str]) -> set[str]:
-    """The last layers, with their biases, of the residual branches of added blocks.
-
-    Raises:
-        SpecError: if an added block has none.
-    """
+    """The last layers, with their biases, of the residual branches of added blocks."""
     mine = places(_trained.weights(module))
     ends: set[str] = set()
     for part in [*found_parts(attention, module), *found_parts(mlps, module)]:

@@ -12,7 +12,7 @@ from weightscope._util.checks import count
 from weightscope.anatomy import SSMPart, ssms
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init._common import Initialiser, M, cpu_generator, normal, put
+from weightscope.init.base import Initialiser, M, cpu_generator, normal, put
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
@@ -104,11 +104,7 @@ class ScaleControl:
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
-        """Set the tensors of a module with its default weights, in place.
-
-        Raises:
-            UsageError: if default weights are not those of the networks that the moments were estimated from.
-        """
+        """Set the tensors of a module with its default weights, in place."""
         for key, block in _blocks(module).items():
             if key in self.entries:
                 chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))

@@ -13,11 +13,17 @@ from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors
 from weightscope.anatomy import positions as position_tables
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, cpu_generator, put
-from weightscope.init._counterparts import counterparts, end_to_end, spaced
-from weightscope.init._family_names import Place, Source
-from weightscope.init._position_tables import PositionTable, interpolated, selected_tokens
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import (
+    Place,
+    PositionTable,
+    Source,
+    counterparts,
+    end_to_end,
+    interpolated,
+    selected_tokens,
+    spaced,
+)
+from weightscope.init.base import INITIALISERS, M, cpu_generator, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -128,19 +134,10 @@ def matched(
     exclude: str | None = None,
     positions: str = "select",
 ) -> Iterator[Pair]:
-    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there.
-
-    Args:
-        student: a module, or a `NamedTensors` of a mapping, whose components are known by name only.
-        teacher: see `select_weights_`.
-        layers: see `select_weights_`.
-        components: see `select_weights_`.
-        exclude: see `select_weights_`.
-        positions: see `select_weights_`.
-    """
+    """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there."""
     everything = _trained.weights(student)
     wanted = included(student, everything, components, exclude)
-    teacher = _trained.opened(teacher)
+    teacher = _trained.open_network(teacher)
     source = Source(_trained.tensors(teacher))
     layout = Layout(student, teacher, source)
     for name, place in counterparts(wanted, everything, source, layers).items():
@@ -153,11 +150,7 @@ def matched(
 def included(
     module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
 ) -> dict[str, Tensor]:
-    """The student's tensors of the components that are not excluded.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """The student's tensors of the components that are not excluded."""
     allowed, kinds = _trained.chosen_components(components), _trained.components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
     out = {
@@ -192,11 +185,7 @@ class Layout:
         self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
-        """The teacher's tensor at `place` with the student's positions, checked to be selectable.
-
-        Raises:
-            SpecError: if it is not.
-        """
+        """The teacher's tensor at `place` with the student's positions, checked to be selectable."""
         if tensor.ndim == len(shape):
             tensor = self.with_positions(name, place, tensor, positions)
         large = tuple(tensor.shape)

@@ -12,17 +12,12 @@ from weightscope._util.names import listing, matching
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._common import M, cpu_generator, put
-from weightscope.init._family_names import Source, places
-from weightscope.init.registry import INITIALISERS
+from weightscope.init._trained import Source, places
+from weightscope.init.base import INITIALISERS, M, cpu_generator, put
 
 
 def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str, Tensor]:
-    """The module's tensors that match the patterns and belong to the components.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """The module's tensors that match the patterns and belong to the components."""
     everything = _trained.weights(module)
     kinds = _trained.components(module)
     allowed = _trained.chosen_components(components)
@@ -33,11 +28,7 @@ def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str
 
 
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
-    """The source's tensors of the same names and shapes; filters resized to the module's, unless "exact".
-
-    Raises:
-        SpecError: listing the tensors that are missing or have other shapes.
-    """
+    """The source's tensors of the same names and shapes; filters resized to the module's, unless "exact"."""
     there, mine = Source(_trained.tensors(source)), places(_trained.weights(module))
     missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
@@ -68,7 +59,7 @@ def resized_filters(filters: Tensor, size: Sequence[int], how: str) -> Tensor:
                    to a constant image about the same
 
     Source: thesis 4.1 ("upsampled, downsampled, or padded"), which gives no formulas; corners as in
-    `weightscope.statistics.resizing`.
+    `weightscope.statistics.filters`.
     """
     if how == "resample":
         scale = filters.shape[2] * filters.shape[3] / (size[0] * size[1])
@@ -177,12 +168,7 @@ def transfer_singular_(
 
 
 def _matrices(module: nn.Module, select: str, components: str | Sequence[str]) -> list[Matrix]:
-    """The selected weights of linear and convolutional layers.
-
-    Raises:
-        AnatomyError: if the module has no such layer.
-        UsageError: if none is selected.
-    """
+    """The selected weights of linear and convolutional layers."""
     everything, wanted = matrices(module), _wanted(module, select, components)
     found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:

@@ -4,14 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from weightscope.networks.convmixer import ConvMixer, dilation_schedule
 from weightscope.networks.convnext import ConvNeXt
-from weightscope.networks.cost import multiply_adds, multiply_adds_of_sequence
-from weightscope.networks.layers import Attention, LayerNorm2d
-from weightscope.networks.positions import sinusoidal_positions
-from weightscope.networks.registry import NETWORKS
+from weightscope.networks.layers import Attention, LayerNorm2d, sinusoidal_positions
 from weightscope.networks.vit import ViT
 
 if TYPE_CHECKING:
-    from weightscope.networks.building import build, build_for
+    from weightscope.networks.building import NETWORKS, build, build_for, multiply_adds, multiply_adds_of_sequence
 
 __all__ = [
     "NETWORKS",
@@ -30,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("build", "build_for"):
+    if name not in ("NETWORKS", "build", "build_for", "multiply_adds", "multiply_adds_of_sequence"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.networks import building  # recipes need pydantic, which initialisers do not
 

@@ -1,16 +1,21 @@
-"""Networks from recipes: the registered ones by type, and users' own by reference."""
+"""Networks from recipes, the registered ones by type and users' own by reference, and the cost of a forward pass."""
 
+import copy
 import inspect
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from weightscope._util import plugins
-from weightscope.data import SequenceConfig, SequenceSource
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.networks import sequences  # noqa: F401 - importing a network registers it
-from weightscope.networks.registry import NETWORKS
+from weightscope.networks.layers import Attention
+from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
+from weightscope.recipe.networks import SECTIONS
+
+NETWORKS: dict[str, type[nn.Module]] = {name: plugins.imported(section.network) for name, section in SECTIONS.items()}
+"""The classes that recipes name in `[network] type`."""
 
 
 def build_for(recipe: Recipe) -> nn.Module:
@@ -23,20 +28,7 @@ def build_for(recipe: Recipe) -> nn.Module:
     Example:
         >>> build_for(Recipe.load("populations/digits-convnext.toml"))
     """
-    if isinstance(recipe.data, SequenceConfig):
-        return build_for_tokens(recipe.network, vocabulary_of(recipe.data))
-    info = dataset_info(recipe.images)
-    return build(recipe.network, in_channels=info.channels, image_size=info.size, num_classes=info.classes)
-
-
-def vocabulary_of(config: SequenceConfig) -> int:
-    """The vocabulary of a section for sequences; of a text whose vocabulary is not recorded, the files are read.
-
-    Raises:
-        DataError: if these are missing or damaged.
-    """
-    recorded = getattr(config, "vocabulary", None)
-    return SequenceSource.of(config).vocabulary if recorded is None else int(recorded)
+    return _build(recipe.network, recipe.data.sizes())
 
 
 def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
@@ -53,10 +45,7 @@ def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
     Example:
         >>> build_for_tokens(Recipe.load("copying-mamba-small").network, 16)
     """
-    if isinstance(config, OwnNetworkConfig):
-        return _build_own(config, {"vocabulary": vocabulary})
-    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    return NETWORKS[config.type](vocabulary, **options)
+    return _build(config, {"vocabulary": vocabulary})
 
 
 def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
@@ -76,20 +65,21 @@ def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_class
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
         >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     """
+    return _build(config, {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes})
+
+
+def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
+    """The network of a section for the sizes of a task's inputs and outputs, `Task.sizes`."""
     if isinstance(config, OwnNetworkConfig):
-        sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
         return _build_own(config, sizes)
-    reduction = getattr(config, "reduction", getattr(config, "patch_size", 1))
-    if image_size % reduction:
-        raise UsageError(
-            f"network.patch_size: the network reduces the image by a factor of {reduction}, which must divide its "
-            f"{image_size} pixels"
-        )
-    options = {name: getattr(config, name) for name in type(config).model_fields if name != "type"}
-    network = NETWORKS[config.type]
-    if "image_size" in inspect.signature(network).parameters:
-        options["image_size"] = image_size
-    return network(in_channels=in_channels, num_classes=num_classes, **options)
+    if "image_size" in sizes:
+        try:
+            check_patches(config, sizes["image_size"])
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    network = plugins.imported(config.network)
+    taken = inspect.signature(network).parameters
+    return network(**config.options, **{name: size for name, size in sizes.items() if name in taken})
 
 
 def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:
@@ -111,3 +101,68 @@ def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UsageError(f"network.type: expected an nn.Module from {config.type}, found {type(module).__name__}")
     return module
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def multiply_adds(module: nn.Module, in_channels: int, image_size: int) -> int:
+    """Multiply-adds of one image's forward pass in the convolutions, linear maps and attention products.
+
+    `outputs * inputs per output` for convolutions and linear maps, and `2 N^2 d` for the two products of
+    attention over N tokens. Normalisation, activations and residuals are not counted; padded pixels are. A
+    backward pass costs about twice as much again.
+
+    Args:
+        module: a network of this package, or any other made of `nn.Conv2d`, `nn.Linear` and `Attention`.
+        in_channels: c of the image (1, c, S, S).
+        image_size: S.
+    """
+    total = 0
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            total += output.numel() * layer.weight[0].numel()
+        else:
+            total += 2 * output.shape[1] * output.numel()
+
+    shapes = copy.deepcopy(module).to("meta").eval()  # computes shapes only, and leaves the module unchanged
+    for layer in shapes.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear | Attention):
+            layer.register_forward_hook(count)
+    shapes(torch.zeros(1, in_channels, image_size, image_size, dtype=next(shapes.parameters()).dtype, device="meta"))
+    return total
+
+
+def multiply_adds_of_sequence(module: nn.Module, tokens: int) -> int:
+    """Multiply-adds of one sequence's forward pass, as `multiply_adds` counts them.
+
+    Beside linear maps and convolutions these are `3 n p N` for a state-space layer of p channels and N states (decay,
+    input, output), `2 n^2 d` for the products of causal attention, its mask not deducted, and `2 n k d` for linear
+    attention with keys of width k.
+
+    Args:
+        module: a network of `networks.sequences`, or any other made of its layers, `nn.Linear` and `nn.Conv1d`.
+        tokens: n.
+    """
+    total = 0
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        if isinstance(layer, MambaMixer):
+            total += 3 * tokens * layer.A_log.numel()
+        elif isinstance(layer, Mamba2Mixer):
+            total += 3 * tokens * layer.out_proj.in_features * layer.state_size
+        elif isinstance(layer, CausalAttention):
+            total += tokens**2 * (layer.q_proj.out_features + layer.v_proj.out_features)
+        elif isinstance(layer, LinearAttention):
+            total += 2 * tokens * layer.q_proj.out_features * layer.v_proj.out_features
+        elif isinstance(layer, nn.Linear | nn.Conv1d):
+            total += output.numel() * layer.weight[0].numel()
+
+    shapes = copy.deepcopy(module).to("meta").eval()
+    for layer in shapes.modules():
+        layer.register_forward_hook(count)
+    shapes(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+    return total

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from weightscope._util.names import unknown
 from weightscope.errors import UsageError
 from weightscope.networks.layers import LayerNorm2d, SpatialMean, depthwise, patchify
-from weightscope.networks.registry import NETWORKS
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
 DILATIONS = {
@@ -58,7 +57,6 @@ _NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm2d, "layer": LayerNor
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU}
 
 
-@NETWORKS.register("convmixer", source="Trockman and Kolter 2022; thesis 2.1.1")
 class ConvMixer(nn.Module):
     """ConvMixer-h/d. Images (B, c, S, S) to logits (B, n).
 
@@ -83,6 +81,8 @@ class ConvMixer(nn.Module):
 
     Raises:
         UsageError: if the schedule or an option is unknown.
+
+    Source: Trockman and Kolter 2022; thesis 2.1.1.
 
     Example:
         >>> ConvMixer(256, 8, kernel_size=5, patch_size=1, num_classes=10)

@@ -8,20 +8,10 @@ from torch import Tensor, nn
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import LayerNorm2d, Mlp, SpatialMean, depthwise, drop_paths, patchify
-from weightscope.networks.registry import NETWORKS
 
 
 class ConvNeXtBlock(nn.Module):
-    """`x -> x + drop_path(gamma * mlp(norm(conv_dw(x))))` on images (B, d, S, S).
-
-    Args:
-        width: d.
-        kernel_size: of the depthwise filters.
-        hidden: p, the MLP's hidden units.
-        layer_scale: initial value of gamma; None for no gamma.
-        drop_path: the layer of stochastic depth, or the identity.
-        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
-    """
+    """`x -> x + drop_path(gamma * mlp(norm(conv_dw(x))))` on images (B, d, S, S)."""
 
     gamma: nn.Parameter | None
 
@@ -57,17 +47,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class ConvNeXtStage(nn.Module):
-    """Blocks of one width, after halving the image's side unless it is the first stage.
-
-    Args:
-        before: the previous stage's width; None for the first stage.
-        width: d.
-        drop_paths: a layer for each block.
-        kernel_size: of the depthwise filters.
-        expansion: p / d.
-        layer_scale: initial value of gamma; None for no gamma.
-        learned_sum: initial value of the learned number of each fc1; None for none.
-    """
+    """Blocks of one width, after halving the image's side unless it is the first stage."""
 
     def __init__(
         self,
@@ -109,7 +89,6 @@ class ConvNeXtHead(nn.Module):
         return self.fc(self.norm(self.global_pool(x)))
 
 
-@NETWORKS.register("convnext", source="Liu et al. 2022; MLP paper, section 3")
 class ConvNeXt(nn.Module):
     """ConvNeXt. Images (B, c, S, S) to logits (B, n).
 
@@ -137,6 +116,8 @@ class ConvNeXt(nn.Module):
 
     Raises:
         UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
+
+    Source: Liu et al. 2022; MLP paper, section 3.
 
     Example:
         >>> ConvNeXt(16, 4, patch_size=2, expansion=2, layer_scale=None)

@@ -1,4 +1,4 @@
-"""The few layers that `torch.nn` lacks, under timm's names.
+"""The few layers that `torch.nn` lacks, under timm's names, and codes of positions.
 
 A network here is a *container*: it calls leaf layers, adds residuals, applies elementwise functions,
 averages over space, and multiplies by or adds parameters along the channel axis. Everything that mixes or
@@ -18,14 +18,11 @@ from torch.nn import functional as F
 
 from weightscope.errors import UsageError
 
+TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
+
 
 class LayerNorm2d(nn.LayerNorm):
-    """LayerNorm over the channels of images (B, C, H, W), at each pixel.
-
-    Args:
-        width: C.
-        eps: added to the variance; 1e-6 as in ConvNeXt.
-    """
+    """LayerNorm over the channels of images (B, C, H, W), at each pixel."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__(width, eps=eps)
@@ -37,12 +34,7 @@ class LayerNorm2d(nn.LayerNorm):
 
 
 class LayerScale(nn.Module):
-    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis.
-
-    Args:
-        width: the number of channels.
-        initial: the initial value of `gamma`.
-    """
+    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis."""
 
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
@@ -97,9 +89,6 @@ class DropPath(nn.Module):
 def drop_paths(rate: float, depth: int) -> list[nn.Module]:
     """One layer for each block i = 0 .. depth - 1, of rate `rate * i / (depth - 1)`; the identity if that is 0.
 
-    Raises:
-        UsageError: if the rate is not in [0, 1).
-
     Source: Huang et al. 2016, Eq. 4, with the rates of ConvNeXt and timm, which begin with 0.
     """
     if not 0 <= rate < 1:
@@ -117,11 +106,7 @@ class SpatialMean(nn.Module):
 
 
 class TokenPool(nn.Module):
-    """Pool tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token).
-
-    Args:
-        first: take the first token instead of the average.
-    """
+    """Pool tokens (B, N, d) to one vector (B, d): their average, or the first one (the class token)."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -230,3 +215,53 @@ def _told_of_even_kernels() -> None:
 def patchify(channels: int, width: int, patch_size: int) -> nn.Conv2d:
     """A linear map of non-overlapping patches: convolution with stride equal to its kernel size."""
     return nn.Conv2d(channels, width, patch_size, stride=patch_size)
+
+
+def sinusoidal_positions(
+    rows: int,
+    columns: int | None,
+    width: int,
+    temperature: float = TEMPERATURE,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The sinusoidal codes of the cells of a grid, row by row, or of the positions of a sequence.
+
+    With q frequencies `w_i = temperature^(-i/q)`, i = 0 .. q - 1, the codes are
+
+        grid       [sin(x w), cos(x w), sin(y w), cos(y w)],          q = width / 4
+        sequence   [sin(t w), cos(t w)],                              q = width / 2
+
+    A shift of the position rotates each pair (sin, cos), so every code has the squared norm width / 2.
+
+    Args:
+        rows: of the grid, or the length of the sequence.
+        columns: of the grid; None for a sequence.
+        width: d, length of a code; a multiple of 4 (grid) or 2 (sequence).
+        temperature: about the ratio of the longest to the shortest wavelength, > 0.
+        dtype: of the result; codes are computed in float64.
+
+    Returns:
+        (rows * columns, width) for a grid, (rows, width) for a sequence.
+
+    Raises:
+        UsageError: if width is not such a multiple.
+
+    Source: Chen et al. 2021 (MoCo-v3) for grids, Vaswani et al. 2017 for sequences.
+
+    Example:
+        >>> sinusoidal_positions(1, 2, 4)[1]  # y = 0, x = 1
+        tensor([0.8415, 0.5403, 0.0000, 1.0000])
+    """
+    axes = 1 if columns is None else 2
+    if width % (2 * axes):
+        raise UsageError(
+            f"sinusoidal positions on {axes} axes: expected a width that is a multiple of {2 * axes}, found {width}"
+        )
+    q = width // (2 * axes)
+    frequencies = temperature ** (-torch.arange(q, dtype=torch.float64) / q)
+    places = [torch.arange(rows, dtype=torch.float64)]
+    if columns is not None:
+        y, x = torch.meshgrid(places[0], torch.arange(columns, dtype=torch.float64), indexing="ij")
+        places = [x.reshape(-1), y.reshape(-1)]
+    angles = [place[:, None] * frequencies for place in places]  # each (rows * columns, q)
+    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1).to(dtype)

@@ -1,18 +1,231 @@
-"""Vision transformer (Dosovitskiy et al. 2021) with the positions and pooling of the attention paper."""
+"""Vision transformer (Dosovitskiy et al. 2021) with the positions and pooling of the attention paper.
 
-from typing import Any, Literal
+Its attention may have a part that depends on the positions of the tokens only: gates and convolutions.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
 from weightscope.errors import UsageError
-from weightscope.networks.layers import Attention, LayerScale, Mlp, TokenPool, drop_paths, patchify
-from weightscope.networks.positional_attention import AttentionKind, attention_layer
-from weightscope.networks.positions import sinusoidal_positions
-from weightscope.networks.registry import NETWORKS
+from weightscope.networks.layers import (
+    Attention,
+    LayerScale,
+    Mlp,
+    TokenPool,
+    drop_paths,
+    patchify,
+    sinusoidal_positions,
+)
 
 EMBEDDING_STD = 0.02  # of learned positions and the class token, as in BERT, DeiT and timm
+AttentionKind = Literal["softmax", "gpsa", "conv-logits", "conv-map", "conv-softmax-map"]
+KINDS: tuple[str, ...] = get_args(AttentionKind)
+CONVOLUTIONAL = KINDS[2:]
+
+
+class Terms(NamedTuple):
+    """How positions enter attention: `(kept * softmax(Q K^T / sqrt(k) + logits) + added) V`; None for what is absent.
+
+    Attributes:
+        logits: (..., H, N, N).
+        kept: (..., H, N, 1), shares of the rows.
+        added: (..., H, N, N).
+    """
+
+    logits: Tensor | None = None
+    kept: Tensor | None = None
+    added: Tensor | None = None
+
+
+class PositionalAttention(Attention):
+    """The base of attention with positional terms, on a square grid of tokens after `prefix` special ones.
+
+    Args:
+        width: d.
+        heads: H.
+        grid: g; there are N = prefix + g^2 tokens.
+        prefix: number of tokens without a position (class token) at the start.
+        qkv_bias: whether queries, keys and values have a bias.
+    """
+
+    def __init__(self, width: int, heads: int, grid: int, *, prefix: int = 0, qkv_bias: bool = True) -> None:
+        super().__init__(width, heads, qkv_bias=qkv_bias)
+        self.grid, self.prefix = grid, prefix
+
+    def terms(self, own: Mapping[str, Tensor]) -> Terms:
+        """The positional terms for values of the layer's own parameters, with any leading axes."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (B, N, d) to (B, N, d)."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, k)
+        terms = self.terms(dict(self.named_parameters(recurse=False)))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=terms.logits)
+        y = y if terms.kept is None else terms.kept * y
+        y = y if terms.added is None else y + terms.added @ v
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """(..., g^2, g^2) to (..., N, N), zero in the rows and columns of special tokens."""
+        return F.pad(values, (self.prefix, 0, self.prefix, 0)) if self.prefix else values
+
+
+class GatedAttention(PositionalAttention):
+    """Gated positional self-attention (GPSA): `((1 - s(l_h)) softmax(Q K^T / sqrt(k)) + s(l_h) softmax(v_h . r_ij)) V`.
+
+    s is the logistic function and `r_ij = (|D|^2, D_x, D_y)` for the displacement D from token i to token j. The class
+    token has no position: its row is the softmax of Q K^T alone, and the positional map gives it no weight.
+
+    The local initialisation sets `v_h = -(1, -2 c_x, -2 c_y)`, so that head h attends around the displacement
+    c_h: the pixels of a 2 x 2 filter for 4 heads, of a 3 x 3 filter for 9. With a number of heads H that is no square,
+    such as 8, the first floor(sqrt(H))^2 heads are set, and the others keep torch's default of a linear layer of three
+    inputs, as in ConViT's published code. All gates start at l_h = 1, and W_V is the identity.
+
+    Attributes:
+        position_vectors: v (H, 3).
+        gating_param: l (H,).
+
+    Source: d'Ascoli et al. 2021 (ConViT), Eq. 6 to 8; attention paper, section 5.1 (GPSA comparison).
+    """
+
+    def __init__(self, width: int, heads: int, grid: int, *, prefix: int = 0, qkv_bias: bool = True) -> None:
+        super().__init__(width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
+        self.position_vectors = nn.Parameter(torch.empty(heads, 3))
+        self.gating_param = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The local initialisation, with an identity for the values (other weights are of layers of their own)."""
+        nn.init.uniform_(self.position_vectors, -1 / math.sqrt(3), 1 / math.sqrt(3))
+        side = math.isqrt(self.heads)
+        y, x = torch.meshgrid(*[torch.arange(side) - (side - 1) / 2] * 2, indexing="ij")
+        local = torch.stack([-torch.ones(side * side), 2 * x.flatten(), 2 * y.flatten()], 1)
+        self.position_vectors[: side * side] = local.to(self.position_vectors)
+        nn.init.ones_(self.gating_param)
+        width = self.proj.in_features
+        nn.init.eye_(self.qkv.weight[2 * width :])
+        if self.qkv.bias is not None:
+            nn.init.zeros_(self.qkv.bias[2 * width :])
+
+    def terms(self, own: Mapping[str, Tensor]) -> Terms:
+        """See `PositionalAttention.terms`."""
+        vectors, gate = own["position_vectors"], torch.sigmoid(own["gating_param"])[..., None, None]
+        logits = torch.einsum("...hc,cij->...hij", vectors, _displacements(self.grid, vectors.device).to(vectors))
+        kept = F.pad((1 - gate).expand(*gate.shape[:-2], self.grid**2, 1), (0, 0, self.prefix, 0), value=1.0)
+        return Terms(kept=kept, added=self._padded(gate * torch.softmax(logits, -1)))
+
+
+class ConvolutionalAttention(PositionalAttention):
+    """Self-attention with a learned convolution of the grid in each head; C is its matrix, c a learned scale.
+
+        conv-logits         softmax(Q K^T / sqrt(k) + c C)
+        conv-map            softmax(Q K^T / sqrt(k)) + c C
+        conv-softmax-map    softmax(Q K^T / sqrt(k)) + softmax(c C)
+
+    C (N, N) is doubly block-circulant: `C_ij = filter[j - i]` with displacements that wrap around at the edges of the
+    grid; it is zero in rows and columns of the class token.
+
+    Attributes:
+        filters: (H, f, f), initially torch's default of a depthwise convolution, U(-1/f, 1/f).
+        filter_scale: c (1,), initially 1.
+
+    Args:
+        kind: one of the three.
+        filter_size: f, odd, at most g.
+        width: and the others as in `PositionalAttention`.
+
+    Raises:
+        UsageError: if the filter's size is even or larger than the grid.
+
+    Source: attention paper, Eq. 14 and 15, which leave open the size and that each head has a filter of its own.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        filter_size: int,
+        width: int,
+        heads: int,
+        grid: int,
+        *,
+        prefix: int = 0,
+        qkv_bias: bool = True,
+    ) -> None:
+        super().__init__(width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
+        if filter_size % 2 == 0 or not 0 < filter_size <= grid:
+            raise UsageError(
+                f"filter_size: expected an odd number of at most {grid}, the tokens per side, found {filter_size}"
+            )
+        self.kind, self.filter_size = kind, filter_size
+        self.filters = nn.Parameter(torch.empty(heads, filter_size, filter_size))
+        self.filter_scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the filters and their scale to initial values."""
+        nn.init.uniform_(self.filters, -1 / self.filter_size, 1 / self.filter_size)
+        nn.init.ones_(self.filter_scale)
+
+    def terms(self, own: Mapping[str, Tensor]) -> Terms:
+        """See `PositionalAttention.terms`."""
+        filters = own["filters"] * own["filter_scale"][..., None, None]
+        shifts = _shifts(self.grid, self.filter_size, filters.device).to(filters)
+        matrix = self._padded(torch.einsum("...huv,uvij->...hij", filters, shifts))
+        if self.kind == "conv-logits":
+            return Terms(logits=matrix)
+        return Terms(added=matrix if self.kind == "conv-map" else torch.softmax(matrix, -1))
+
+
+def attention_layer(
+    kind: str, width: int, heads: int, grid: int, *, prefix: int, qkv_bias: bool, filter_size: int | None
+) -> Attention:
+    """The attention layer of a kind for N = prefix + grid^2 tokens."""
+    if kind not in KINDS:
+        raise UsageError(f"attention must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
+    if kind in CONVOLUTIONAL:
+        size = min(3, grid - (grid % 2 == 0)) if filter_size is None else filter_size
+        return ConvolutionalAttention(kind, size, width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
+    if filter_size is not None:
+        raise UsageError(f"filter_size is of {', '.join(map(repr, CONVOLUTIONAL))}; leave it out for {kind!r}")
+    if kind == "gpsa":
+        return GatedAttention(width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
+    return Attention(width, heads, qkv_bias=qkv_bias)
+
+
+@lru_cache(maxsize=8)
+def _displacements(grid: int, device: torch.device) -> Tensor:
+    """(|D|^2, D_x, D_y) of D from token i to token j: (3, g^2, g^2); cached, since training is captured as a graph."""
+    with torch.inference_mode(False):
+        y, x = _steps(grid, device)
+        return torch.stack([x.square() + y.square(), x, y])
+
+
+@lru_cache(maxsize=8)
+def _shifts(grid: int, size: int, device: torch.device) -> Tensor:
+    """The matrices of the cyclic shifts of a grid by the displacements of an f x f filter: (f, f, g^2, g^2)."""
+    with torch.inference_mode(False):
+        y, x = _steps(grid, device)
+        reach = torch.arange(size, device=device) - size // 2
+        rows, columns = ((step % grid == (reach % grid)[:, None, None]).float() for step in (y, x))
+        return rows[:, None] * columns[None]
+
+
+def _steps(grid: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Vertical and horizontal distances from token i to token j, each float32 (g^2, g^2)."""
+    index = torch.arange(grid * grid, device=device)
+    y, x = index // grid, index % grid
+    return (y - y[:, None]).float(), (x - x[:, None]).float()
+
+
+# --- the network ------------------------------------------------------------------------------------------------------
 
 
 class PatchEmbed(nn.Module):
@@ -85,7 +298,6 @@ class Block(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-@NETWORKS.register("vit", source="Dosovitskiy et al. 2021; attention paper")
 class ViT(nn.Module):
     """Vision transformer. Images (B, c, S, S) to logits (B, n).
 
@@ -121,6 +333,8 @@ class ViT(nn.Module):
 
     Raises:
         UsageError: if sizes do not divide as required, a choice is invalid, or `drop_path` is not a rate.
+
+    Source: Dosovitskiy et al. 2021; attention paper.
 
     Example:
         >>> ViT(image_size=32, patch_size=2, width=192, depth=12, heads=3, num_classes=10, pool="token")

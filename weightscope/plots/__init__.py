@@ -1,26 +1,26 @@
 """Figures of weights, populations and benchmarks: arrays and axes in, axes out.
 
 Every function draws on the axes it is given, or on those of a new figure, and returns them; `save` takes axes and
-figures. Statistics are computed elsewhere. The user's matplotlib settings and backend are left unchanged. No other
-package of weightscope imports matplotlib or seaborn.
+figures. Tests and intervals are computed elsewhere. The user's matplotlib settings and backend are left unchanged. No
+other package of weightscope imports matplotlib or seaborn.
 """
 
-from weightscope.plots.attention_maps import attention_grid, rank_condition
-from weightscope.plots.benchmark import convergence, gain_curve
+from weightscope.plots.comparisons import (
+    accuracy_by_length,
+    alpha_beta_frontier,
+    convergence,
+    difference_map,
+    gain_curve,
+    label_without,
+    metric_along,
+    metric_curves,
+)
 from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
-from weightscope.plots.depth import Curve, Statistic, depth_curves
-from weightscope.plots.evidence import heldout_scores, stripe_ratios
-from weightscope.plots.files import render, root_figure, save
-from weightscope.plots.filters import Panel, covariance_page, filter_page
-from weightscope.plots.frontier import alpha_beta_frontier
-from weightscope.plots.grids import matrix_grid
-from weightscope.plots.lengths import accuracy_by_length
-from weightscope.plots.mosaic import filter_grid
-from weightscope.plots.paired import paired_differences
-from weightscope.plots.products import product_grid, products_by_depth
-from weightscope.plots.scale import scale_and_structure
-from weightscope.plots.sweeps import difference_map, metric_along, metric_curves
-from weightscope.plots.theme import subplots
+from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
+from weightscope.plots.filters import Panel, covariance_page, filter_grid, filter_page
+from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure, stripe_ratios
+from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
+from weightscope.plots.theme import render, root_figure, save, subplots
 from weightscope.plots.training import metric_distribution, training_curves
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "filter_page",
     "gain_curve",
     "heldout_scores",
+    "label_without",
     "matrix_grid",
     "metric_along",
     "metric_curves",

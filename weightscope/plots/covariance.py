@@ -8,18 +8,19 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import theme, typography
-from weightscope.plots.pooling import Pooled, cell_edges, check_entries, checked_square, pool, pool_groups
-from weightscope.plots.tensor_names import merged, short_names
+from weightscope.plots import theme
+from weightscope.plots.text import SMALL, inches, merged, number, rounded_up, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
 _PALE = 0.02  # of the colour limit: what nobody tells from white
 _LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
+_ROWS = 512  # of a matrix, that are read at a time
+_Diagonal = Literal["variances", "others", "all"]
 
 
-@theme.themed
+@theme.themed()
 def covariance_map(
     matrix: Any,
     blocks: Mapping[str, slice],
@@ -49,7 +50,7 @@ def covariance_map(
         blocks: tensor name -> its coordinates; together they cover 0 to D without overlap.
         ax: axes to draw on; a new figure if None.
         kind: `"covariance"` or `"correlation"`.
-        title: figure title.
+        title: title of the figure, or of the axes given.
         diagonal: `"mask"` leaves the variances of single coordinates out: the diagonal is white or, when averaging, the
             mean over pairs of different coordinates, which may be negative.
         groups: tensor name -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
@@ -76,31 +77,40 @@ def covariance_map(
     names, bounds = _bounds(blocks, len(array))
     missing = _constant(array, kind)
     check_entries(array, missing, f"{kind} matrix")
+    own: _Diagonal = "others" if diagonal == "mask" else "variances" if groups is None else "all"
     if groups is None:
-        edges, factor = cell_edges(bounds, cells)
-        pooled = pool(array, edges, factor, missing, diagonal=diagonal == "show")
+        order, (edges, factor) = np.arange(len(array)), cell_edges(bounds, cells)
     else:
-        order, edges = _grouped(names, bounds, groups)
-        pooled = pool_groups(array, order, edges, missing, diagonal=diagonal == "show")
-        missing = missing[order]
-    limit, beyond = _limit(pooled, quantile, everything=groups is not None)
+        (order, edges), factor = _grouped(names, bounds, groups), 1
+    pooled = pool(array, order, edges, missing, own)
+    finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
+    limit = _limit(pooled[finite & ~apart], pooled[finite], quantile)
 
-    canvas = theme.Canvas.on(ax, _SIDE, _SIDE)
-    ax = canvas.ax
-    counted = np.add.reduceat(~missing, pooled.edges[:-1])
+    canvas = theme.Canvas.on(ax, _SIDE + 3.2, _SIDE + 1.4)
+    ax, side = canvas.ax, _SIDE if ax is None else 0.82 * canvas.width
+    counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
-    shown = np.where(empty & np.isnan(pooled.cells), 0.0, pooled.cells)
-    image = _draw(ax, shown, pooled.edges, limit)
+    image = _draw(ax, np.where(empty & ~finite, 0.0, pooled), edges, limit)
     where = "off-diagonal values" if groups is None else "cells"
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
-    label = f"{unit}; ±{typography.number(limit)} holds {100 * quantile:g} % of the {where}"
-    theme.colour_bar(ax, image, limit, label, room=_points(canvas), beyond=beyond)
-    remark = _label_blocks(canvas, names, bounds)
-    text = _caption(pooled, missing, remark, kind, diagonal if groups is not None else None)
-    if groups is not None and kind == "covariance":
-        text += _pale(pooled, limit)
-    ax.set_xlabel(typography.wrap(text, _points(canvas)), fontsize=typography.SMALL, color=theme.MUTED)
-    canvas.finish_sized(_SIDE, _SIDE, title)
+    label = f"{unit}; ±{number(limit)} holds {100 * quantile:g} % of the {where}"
+    theme.colour_bar(ax, image, limit, label, height=side, beyond=bool((np.abs(pooled[finite]) > limit).any()))
+    remark = _label_blocks(ax, side, names, bounds)
+    text = f"{len(array):,} coordinates"
+    if groups is not None:
+        pairs = "group means" if diagonal == "show" else "pairs of different coordinates"
+        pairs = "standardised " * (kind == "correlation") + pairs
+        text += f" in {len(pooled):,} groups; cells are covariances of {pairs}"
+    elif factor > 1:
+        text += f"; each cell is a mean over {factor} × {factor}"
+    if constant := int(missing.sum()):
+        text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
+    text += f"; {remark}" if remark else ""
+    half = float(np.median(np.abs(pooled[finite])))
+    if groups is not None and kind == "covariance" and 0 < half < _PALE * limit:
+        text += f"; half of the cells are within ±{number(half)} and look white: see their correlations"
+    ax.set_xlabel(wrap(text, side), fontsize=SMALL, color=theme.MUTED)
+    canvas.finish(title)
     return ax
 
 
@@ -150,15 +160,10 @@ def _constant(array: np.ndarray, kind: str) -> np.ndarray:
     return missing
 
 
-def _limit(pooled: Pooled, quantile: float, *, everything: bool) -> tuple[float, bool]:
-    """The colour limit, and whether any value exceeds it."""
-    finite = np.abs(pooled.cells[np.isfinite(pooled.cells)])
-    values = finite if everything else np.abs(pooled.off_diagonal)
-    limit = float(np.quantile(values, quantile)) if values.size else 0.0
-    if limit == 0:  # a diagonal matrix, or one cell
-        limit = float(values.max(initial=0.0)) or float(finite.max(initial=0.0)) or 1.0
-    limit = typography.rounded_up(limit)
-    return limit, bool((finite > limit).any())
+def _limit(values: np.ndarray, everything: np.ndarray, quantile: float) -> float:
+    """The colour limit: a quantile of the absolute values, or their maximum, or that of all, or 1."""
+    limit = float(np.quantile(np.abs(values), quantile)) if values.size else 0.0
+    return rounded_up(limit or float(np.abs(values).max(initial=0)) or float(np.abs(everything).max(initial=0)) or 1.0)
 
 
 def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
@@ -167,21 +172,15 @@ def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
     image = ax.pcolorfast(places, places, np.ma.masked_invalid(cells), **theme.colours(limit))
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(edges[-1], edges[0])
-    ax.set_aspect("equal")
+    ax.set_aspect("equal", anchor="NW")
     ax.spines[:].set_visible(True)
     return image
 
 
-def _points(canvas: theme.Canvas) -> float:
-    """The side of the square in points: known for a new figure, else a lower estimate."""
-    return 72 * (_SIDE if canvas.owned else 0.66 * min(canvas.size))
-
-
-def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int, int]]) -> str:
-    """Draw borders between blocks and name them on both axes; returns a remark on the names."""
-    ax, size = canvas.ax, bounds[-1][1]
-    side = _points(canvas)
-    gap = size * 1.35 * typography.SMALL / side
+def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[int, int]]) -> str:
+    """Draw borders between blocks and name them on both axes of `side` inches; returns a remark on the names."""
+    size = bounds[-1][1]
+    gap = size * 1.35 * SMALL / (72 * side)
     groups = merged(names, max(1, int(size / gap)))
     short, remark = short_names([label for label, _, _ in groups])
     starts = {bounds[a][0] for _, a, _ in groups}
@@ -195,11 +194,11 @@ def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int
         ax.axhline(start, gid="border", **style)
         ax.axvline(start, gid="border", **style)
     centres = [(bounds[a][0] + bounds[b - 1][1]) / 2 for _, a, b in groups]
-    at = theme.spread(centres, gap, gap / 2, size - gap / 2) or centres
-    pad = _LEADER * side + 4
+    at = spread(centres, gap, gap / 2, size - gap / 2)
+    pad = 72 * _LEADER * side + 4
     ax.set_yticks(at, short)
     ax.tick_params(axis="y", length=0, pad=pad)
-    widest = max(typography.text_width(name) for name in short) + 6
+    widest = max(map(inches, short)) + 0.08
     apart = np.diff(centres).min(initial=np.inf) * side / size
     level = len(at) == 1 or widest <= apart
     ax.set_xticks(centres if level else at, short, rotation=0 if level else 90)
@@ -209,6 +208,20 @@ def _label_blocks(canvas: theme.Canvas, names: list[str], bounds: list[tuple[int
         if not level:
             _leader(ax, centre, place, upright=True)
     return remark
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions closest to the wanted ones in least squares, at least `gap` apart and between low and high.
+
+    The wanted ones themselves if there is not enough room.
+    """
+    from sklearn.isotonic import isotonic_regression
+
+    steps = gap * np.arange(len(wanted))
+    if steps[-1] > (high - low) * (1 + 1e-9):
+        return list(wanted)
+    flat = isotonic_regression(np.asarray(wanted, dtype=float) - steps, y_min=low, y_max=high - steps[-1])
+    return list(map(float, flat + steps))
 
 
 def _clear_borders(borders: list[int], labelled: set[int], size: int) -> set[int]:
@@ -228,27 +241,6 @@ def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
     ax.add_line(Line2D(x, y, transform=transform, color=theme.MUTED, lw=0.6, clip_on=False, gid="leader"))
 
 
-def _caption(pooled: Pooled, missing: np.ndarray, remark: str, kind: str, grouped: str | None) -> str:
-    text = f"{len(missing):,} coordinates"
-    if grouped is not None:
-        pairs = "group means" if grouped == "show" else "pairs of different coordinates"
-        pairs = "standardised " * (kind == "correlation") + pairs
-        text += f" in {len(pooled.cells):,} groups; cells are covariances of {pairs}"
-    elif pooled.factor > 1:
-        text += f"; each cell is a mean over {pooled.factor} × {pooled.factor}"
-    if constant := int(missing.sum()):
-        text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
-    return f"{text}; {remark}" if remark else text
-
-
-def _pale(pooled: Pooled, limit: float) -> str:
-    """What the caption says if a few large cells leave half of them white; nothing for zeros, which are."""
-    half = float(np.median(np.abs(pooled.cells[np.isfinite(pooled.cells)])))
-    if not 0 < half < _PALE * limit:
-        return ""
-    return f"; half of the cells are within ±{typography.number(half)} and look white: see their correlations"
-
-
 def block_form(matrix: Any, k: int) -> np.ndarray:
     """A filter covariance (..., k*k, k*k) as k x k blocks of k x k pixels (thesis, Fig. 3.1).
 
@@ -265,7 +257,7 @@ def block_form(matrix: Any, k: int) -> np.ndarray:
     return array.reshape(*lead, k, k, k, k).swapaxes(-3, -2).reshape(array.shape)
 
 
-@theme.themed
+@theme.themed()
 def filter_covariance(
     matrix: Any, k: int, ax: Axes | None = None, *, title: str | None = None, quantile: float = 0.98
 ) -> Axes:
@@ -275,7 +267,7 @@ def filter_covariance(
         matrix: (k*k, k*k) in the order k i + j.
         k: side of the filters.
         ax: axes to draw on; a new figure if None.
-        title: figure title.
+        title: title of the figure, or of the axes given.
         quantile: fraction of all values within the colour scale, which is centred at zero and rounded up. Variances
             are 1/k^2 of the values.
 
@@ -290,7 +282,7 @@ def filter_covariance(
     check_entries(array, np.zeros(len(array), dtype=bool), "filter covariance")
     limit = theme.colour_limit(array, quantile)
     side = min(_SIDE, max(3.2, 0.09 * k * k))
-    canvas = theme.Canvas.on(ax, side, side)
+    canvas = theme.Canvas.on(ax, side + 1.4, side + 0.8)
     ax = canvas.ax
     image = _draw(ax, blocks, np.arange(k * k + 1), limit)
     for border in range(k, k * k, k):
@@ -301,10 +293,98 @@ def filter_covariance(
     ax.set_yticks(middles, [str(i) for i in range(k)])
     ax.tick_params(length=0)
     text = "column j of the pixel; inside a block: its covariance with each pixel"
-    ax.set_xlabel(typography.wrap(text, 72 * side), fontsize=typography.SMALL)
-    ax.set_ylabel("row i of the pixel", fontsize=typography.SMALL)
+    ax.set_xlabel(wrap(text, side), fontsize=SMALL)
+    ax.set_ylabel("row i of the pixel", fontsize=SMALL)
     beyond = bool((np.abs(array) > limit).any())
-    label = f"covariance (weight units squared); ±{typography.number(limit)} holds {100 * quantile:g} %"
-    theme.colour_bar(ax, image, limit, label, room=72 * side, beyond=beyond)
-    canvas.finish_sized(side, side, title)
+    label = f"covariance (weight units squared); ±{number(limit)} holds {100 * quantile:g} %"
+    theme.colour_bar(ax, image, limit, label, height=side, beyond=beyond)
+    canvas.finish(title)
     return ax
+
+
+# Large matrices, averaged over cells of about a pixel
+
+
+def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray, int]:
+    """Cell borders that respect the blocks' borders, with at most `most` cells (or one for each block).
+
+    All cells of a block but the last have one size: uneven sizes would cause moire patterns in regular stripes.
+    """
+    size = bounds[-1][1]
+    factor = max(1, -(-size // most))
+    while True:
+        starts = np.concatenate([np.arange(a, b, factor) for a, b in bounds])
+        if len(starts) <= max(most, len(bounds)):
+            return np.append(starts, size), factor
+        factor += 1
+
+
+def pool(
+    matrix: np.ndarray, order: np.ndarray, edges: np.ndarray, missing: np.ndarray, diagonal: _Diagonal
+) -> np.ndarray:
+    """Average a symmetric matrix (D, D) over pairs of groups of coordinates; NaN where a pair has no valid entry.
+
+    The mean rather than the entry of largest magnitude: a mean of f x f covariances is the covariance of two means,
+    hence unbiased, while the maximum of f x f noisy entries grows with f and suggests structure in pure noise.
+
+    Args:
+        matrix: (D, D), read in blocks of rows.
+        order: (D,) the coordinates sorted by group.
+        edges: (c + 1,) first place of each group in `order`, and D.
+        missing: (D,) bool, coordinates to ignore.
+        diagonal: what the cell of a group with itself averages: its "variances", the "others", or "all" entries.
+    """
+    starts, index = edges[:-1], np.arange(len(edges) - 1)
+    group = np.empty(len(order), dtype=np.intp)
+    group[order] = np.repeat(index, np.diff(edges))
+    sums = np.zeros((len(starts), len(starts)))
+    for first in range(0, len(matrix), _ROWS):
+        rows = np.asarray(matrix[first : first + _ROWS], dtype=np.float64)
+        rows = np.where(missing[first : first + _ROWS, None] | missing, 0.0, rows)
+        np.add.at(sums, group[first : first + _ROWS], np.add.reduceat(rows[:, order], starts, axis=1))
+    counted = np.add.reduceat((~missing[order]).astype(np.float64), starts)
+    counts = np.outer(counted, counted)
+    own = np.add.reduceat(np.where(missing, 0.0, np.diagonal(matrix))[order], starts)
+    if diagonal == "variances":
+        sums[index, index], counts[index, index] = own, counted
+    elif diagonal == "others":
+        sums[index, index] -= own
+        counts[index, index] -= counted
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
+
+
+def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
+    """The matrix as a float array (D, D), checked to be square; `check_entries` checks its values."""
+    array = np.asarray(matrix)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
+        raise DataError(f"{what}: expected a square matrix (D, D), found {array.shape}")
+    if not np.issubdtype(array.dtype, np.floating):
+        array = array.astype(np.float64)
+    return array
+
+
+def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
+    """Check that a matrix is finite and symmetric outside missing coordinates, in blocks of rows."""
+    scale = 0.0
+    for start in range(0, len(matrix), _ROWS):
+        rows = matrix[start : start + _ROWS]
+        finite = np.isfinite(rows)
+        if not finite.all():
+            bad = ~finite & ~missing[start : start + _ROWS, None] & ~missing
+            if bad.any():
+                i, j = np.argwhere(bad)[0]
+                raise DataError(
+                    f"{what}: entry ({start + i}, {j}) is {rows[i, j]}, and {int(bad.sum())} in these rows are not "
+                    "finite; leave out networks that diverged"
+                )
+            rows = np.where(finite, rows, 0)
+        scale = max(scale, float(rows.max()), -float(rows.min()))
+    tolerance = scale * (1e-3 if matrix.dtype.itemsize < 8 else 1e-6)
+    for top in range(0, len(matrix), _ROWS):
+        for left in range(0, top + 1, _ROWS):  # NaN compares equal to anything
+            tile = matrix[top : top + _ROWS, left : left + _ROWS]
+            apart = np.abs(tile - matrix[left : left + _ROWS, top : top + _ROWS].T) > tolerance
+            if apart.any():
+                i, j = np.argwhere(apart)[0] + (top, left)
+                found = f"{matrix[i, j]} at ({i}, {j}) and {matrix[j, i]} at ({j}, {i})"
+                raise DataError(f"{what}: expected a symmetric matrix, found {found}")

@@ -1,5 +1,6 @@
-"""Statistics of layers against depth."""
+"""Statistics of layers against depth: of filters, of attention products, and stable ranks of the inputs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import theme, typography
+from weightscope.plots import theme
+from weightscope.plots.text import LABEL, SMALL, number, wrap
+
+_PARTS = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers", "cb": "W_C^T W_B, groups"}
+_APART = 8.0  # ratio of the sources' magnitudes beyond which an axis is logarithmic
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Statistic:
     log: bool = False
 
 
-@theme.themed
+@theme.themed()
 def depth_curves(
     curves: Sequence[Curve],
     statistics: Sequence[Statistic],
@@ -79,9 +84,7 @@ def depth_curves(
         if axis == "layer":  # integer ticks, even for a single layer
             ends = [float(end) for curve in curves for end in (min(curve.depth), max(curve.depth))]
             ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
-        ax.set_title(
-            typography.wrap(statistic.label, 72 * 3.7, typography.LABEL), fontsize=typography.LABEL, fontweight="normal"
-        )
+        ax.set_title(wrap(statistic.label, 3.7, LABEL), fontsize=LABEL, fontweight="normal")
         if statistic.even is not None:
             ax.axhline(statistic.even, color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), zorder=1, gid="even")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer", min_n_ticks=1))
@@ -90,18 +93,13 @@ def depth_curves(
     handles += [_handle(kind, None, j) for j, kind in enumerate(kinds)] if len(kinds) > 1 else []
     if any(s.even is not None for s in statistics):
         handles.append(Line2D([], [], color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), label="independent entries"))
-    text = typography.wrap(note, 72 * (figure.get_size_inches()[0] - 0.3))
+    text = wrap(note, figure.get_size_inches()[0] - 0.3)
     if handles:
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=min(len(handles), 6), handlelength=2.6, title=text
-        )
+        columns = min(len(handles), 6)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=text)
     elif note:
-        figure.supxlabel(text, fontsize=typography.SMALL, color=theme.MUTED, x=0.012, ha="left")
-    if title is not None:
-        width, height = figure.get_size_inches()
-        text = typography.wrap(title, 72 * (width - 0.2), typography.TITLE, bold=True)
-        figure.set_size_inches(width, height + (text.count("\n") + 1) * 1.3 * typography.TITLE / 72)
-        figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
+        figure.supxlabel(text, fontsize=SMALL, color=theme.MUTED, x=0.012, ha="left")
+    theme.head(figure, title)
     return figure
 
 
@@ -112,9 +110,9 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, count: int,
     depth, values = (np.asarray(a, dtype=np.float64) for a in (curve.depth, curve.values[statistic.key]))
     if depth.shape != values.shape or depth.ndim != 1 or (curve.kinds and len(curve.kinds) != len(depth)):
         raise DataError(f"{curve.label}: expected {statistic.key} at {depth.shape} depths, found {values.shape}")
-    colour = theme.PALETTE[index % len(theme.PALETTE)]
+    colour = theme.colour(index)
     order = np.argsort(depth, kind="stable")
-    ax.plot(depth[order], values[order], color=colour, lw=1.4, ls=theme.LINES[index % len(theme.LINES)], zorder=2)
+    ax.plot(depth[order], values[order], color=colour, lw=1.4, ls=theme.line(index), zorder=2)
     errors = curve.errors.get(statistic.key)
     ends = values
     if errors is not None:
@@ -124,7 +122,7 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, count: int,
     for j, kind in enumerate(kinds or [""]):
         here = np.array([k == kind for k in curve.kinds]) if curve.kinds else np.ones(len(depth), dtype=bool)
         face = colour if j == 0 else "white"
-        marker = theme.MARKERS[j % len(theme.MARKERS)]
+        marker = theme.marker(j)
         ax.plot(depth[here], values[here], marker, color=colour, mfc=face, ms=5, mew=1.2, zorder=3)
     return ends[np.isfinite(ends)]
 
@@ -139,13 +137,159 @@ def _scale(ax: Axes, statistic: Statistic, drawn: Sequence[np.ndarray]) -> None:
     spread = positive.max() / positive.min()
     logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if spread < 200 else (1.0,))
     ax.yaxis.set_major_locator(MaxNLocator(4) if spread < 5 else logarithmic)  # 1, 2 and 5 may leave one tick or none
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: typography.number(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _handle(label: str, colour: int | None, kind: int | None) -> Line2D:
-    shade = theme.INK if colour is None else theme.PALETTE[colour % len(theme.PALETTE)]
+    shade = theme.INK if colour is None else theme.colour(colour)
     if kind is None:
-        return Line2D([], [], color=shade, lw=1.6, ls=theme.LINES[(colour or 0) % len(theme.LINES)], label=label)
+        return Line2D([], [], color=shade, lw=1.6, ls=theme.line(colour or 0), label=label)
     face = shade if kind == 0 else "white"
-    return Line2D([], [], color=shade, marker=theme.MARKERS[kind % len(theme.MARKERS)], mfc=face, ls="", label=label)
+    return Line2D([], [], color=shade, marker=theme.marker(kind), mfc=face, ls="", label=label)
+
+
+@theme.themed()
+def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Figure:
+    """Alpha and beta of M ~ alpha Z + beta I against depth, for queries and keys and for values and outputs.
+
+    Lines connect the layers' means over heads; small points are single heads. Sources with different numbers of layers
+    are drawn against relative depth. A layer without finite values leaves a gap. Where the magnitudes of sources differ
+    by more than a factor of 8, the axis is logarithmic (for beta: linear between the first ticks on either side of
+    zero).
+
+    Args:
+        rows: with `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
+        title: figure title.
+
+    Raises:
+        DataError: if there are no rows.
+
+    Example:
+        >>> save(products_by_depth(found.rows), "depth.png")
+    """
+    if not rows:
+        raise DataError("products by depth: expected rows, found none")
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    parts = [part for part in _PARTS if any(row["part"] == part for row in rows)]
+    panels = [(part, quantity) for part in parts for quantity in ("beta", "alpha")]
+    figure, grid = theme.subplots(len(parts), 2, width=10.5, height=3.3 * len(parts), title=title)
+    same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
+    for ax, (part, quantity) in zip([ax for line in grid for ax in line], panels, strict=True):
+        for i, source in enumerate(sources):
+            found = [r for r in rows if (r["source"], r["part"]) == (source, part)]
+            found = [r for r in found if (r["head"] is None) == (part == "vo")]
+            _source(ax, found, quantity, i, relative=not same)
+        if quantity == "beta":
+            ax.axhline(0, color=theme.MUTED, lw=0.8, zorder=1)
+        _magnitudes(ax, quantity)
+        ax.grid(axis="y")
+        ax.set_title(f"{quantity} of {_PARTS[part]}")
+        ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
+        if same:
+            ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
+    handles = [
+        Line2D([], [], color=theme.colour(i), ls=theme.line(i), marker=theme.marker(i), label=source)
+        for i, source in enumerate(sources)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    return figure
+
+
+def _source(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: int, *, relative: bool) -> None:
+    """Draw one source: a point for each row, a line through the layers' means."""
+    if not rows:
+        return
+    layers = sorted({row["layer"] for row in rows})
+    last = max(1, len(layers) - 1)
+    places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
+    values = {layer: [r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers}
+    means = [np.mean(v) if v else np.nan for v in values.values()]
+    style: dict[str, Any] = {"color": theme.colour(index), "marker": theme.marker(index)}
+    if any(len(v) > 1 for v in values.values()):
+        points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
+        ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
+    ax.plot([places[layer] for layer in layers], means, ls=theme.line(index), zorder=3, gid="mean", **style)
+
+
+def _magnitudes(ax: Axes, quantity: str) -> None:
+    """Use a logarithmic axis where the sources differ too much for a linear one."""
+    sizes = [np.abs(np.asarray(line.get_ydata(), dtype=float)) for line in ax.lines if line.get_gid() == "mean"]
+    sizes = [float(np.nanmedian(size)) for size in sizes if np.isfinite(size).any()]
+    if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
+        if quantity == "alpha":
+            ax.set_yscale("log")
+        else:
+            exponent = math.floor(math.log10(min(sizes)))
+            ax.set_yscale("symlog", linthresh=10.0**exponent)
+            largest = np.nanmax([np.nanmax(np.abs(line.get_ydata())) for line in ax.lines if line.get_gid() == "mean"])
+            powers = [10.0**e for e in range(exponent, math.ceil(math.log10(largest)) + 1)]
+            ax.set_yticks([*(-p for p in reversed(powers)), 0, *powers])
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    elif quantity == "alpha":
+        ax.set_ylim(bottom=0)
+
+
+@theme.themed()
+def rank_condition(
+    ranks: Sequence[Any],
+    width: int,
+    ax: Axes | None = None,
+    *,
+    filter_sizes: Sequence[int] = (3, 5, 7),
+    title: str | None = None,
+) -> Axes:
+    """Stable ranks k of layers' inputs against depth, with the bounds k <= D / f^2 (impulse paper, Eq. 3).
+
+    Points are means over images, bars the central 90 % of the images. A layer satisfies the condition for f if it is
+    below the line of f.
+
+    Args:
+        ranks: for each layer (B,) stable ranks.
+        width: D.
+        ax: axes to draw on; a new figure if None.
+        filter_sizes: f of each line.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        DataError: if a layer has no ranks, or one is not finite and positive.
+
+    Example:
+        >>> rank_condition([layer.stable_ranks for layer in found.layers], 384)
+    """
+    values = [np.asarray(r, dtype=np.float64) for r in ranks]
+    if not values or any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or (v <= 0).any() for v in values):
+        raise DataError("rank condition: expected (B,) stable ranks > 0 for each layer")
+    canvas = theme.Canvas.on(ax, 6.4, 3.6)
+    ax = canvas.ax
+    means = np.array([v.mean() for v in values])
+    low, high = (np.array([np.quantile(v, q) for v in values]) for q in (0.05, 0.95))
+    x = np.arange(len(values))
+    ax.vlines(x, low, high, color=theme.PALETTE[0], linewidth=1.4)
+    ax.plot(x, means, marker=theme.MARKERS[0], color=theme.PALETTE[0], linewidth=1.2)
+    bounds = [width / f**2 for f in filter_sizes]
+    ax.set_yscale("log")
+    ax.set_ylim(0.7 * min([*low, *bounds]), 1.4 * max([*high, *bounds]))
+    for f in filter_sizes:
+        ax.axhline(width / f**2, color=theme.MUTED, linewidth=1.0, linestyle=(0, (4, 2)))
+        ax.annotate(
+            f"D/{f}² = {number(width / f**2)}",
+            (1, width / f**2),
+            (4, 0),
+            xycoords=ax.get_yaxis_transform(),
+            textcoords="offset points",
+            va="center",
+            fontsize=SMALL,
+            color=theme.MUTED,
+            annotation_clip=False,
+        )
+    bottom, top = ax.get_ylim()
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if bottom <= t <= top]
+    ax.set_yticks(ticks, [str(t) for t in ticks])
+    ax.minorticks_off()
+    ax.set_xticks(x)
+    ax.set_xlabel("layer")
+    ax.set_ylabel("stable rank k of the input")
+    canvas.finish(title)
+    return ax

@@ -1,23 +1,23 @@
-"""Filters of many layers: covariances in block form, and the filters themselves."""
+"""Filters: side by side, and of many layers on one page, with their covariances in block form."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import theme, typography
-from weightscope.plots.grids import averaged
-from weightscope.plots.mosaic import mosaic
+from weightscope.plots import theme
+from weightscope.plots.grids import averaged, beside, missing, panel_figure
+from weightscope.plots.text import SMALL, number, rounded_up, wrap
 
 _SIDE = 1.62  # inches of a panel; eight in a row are 14 inches wide
-_GAP, _OVER, _UNDER = 0.13, 0.22, 0.2  # inches between panels, and for the texts above and below them
 _FINE = 4  # cells per weight
 _CELLS = 240  # cells across a panel: 1.62 inches at 150 dots per inch
+_ACROSS = 5.6  # inches: width of a single grid of filters
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,91 @@ class Panel:
     reason: str = "no values"
 
 
-@theme.themed
+@theme.themed()
+def filter_grid(
+    filters: Any,
+    ax: Axes | None = None,
+    *,
+    columns: int | None = None,
+    scale: Literal["shared", "each"] = "shared",
+    title: str | None = None,
+) -> Axes:
+    """Convolution filters side by side (thesis, Fig. 2.4-2.6), on a colour scale centred at zero.
+
+    Args:
+        filters: (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey.
+        ax: axes to draw on; a new figure if None.
+        columns: filters per row; roughly a square if None.
+        scale: `"shared"` for one scale, whose limit is printed; `"each"` to normalise every filter by its maximum.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        DataError: if the shape is wrong or a weight is not finite.
+        UsageError: if an option is invalid.
+
+    Example:
+        >>> filter_grid(convnext.state_dict()["stages.0.blocks.0.conv_dw.weight"][:, 0].numpy(), columns=16)
+    """
+    array = np.asarray(filters, dtype=np.float64)
+    if not (array.ndim == 3 or (array.ndim == 4 and array.shape[1] == 3)) or array.size == 0:
+        raise DataError(f"filter grid: expected (n, k, l) or (n, 3, k, l), found {array.shape}")
+    if not (finite := np.isfinite(array)).all():
+        raise DataError(f"filter grid: filter {np.argwhere(~finite)[0][0]} is not finite")
+    if scale not in ("shared", "each") or (columns is not None and columns < 1):
+        raise UsageError(f"expected scale shared or each and columns >= 1, found {scale} and {columns}")
+    colour, columns = array.ndim == 4, min(columns or math.ceil(math.sqrt(1.6 * len(array))), len(array))
+    limit = rounded_up(float(np.abs(array).max()) or 1.0)
+    if scale == "each":
+        array, limit = _normalised(array), 1.0
+    picture = mosaic(np.moveaxis(array, 1, -1) if colour else array, columns)
+    ratio = picture.shape[0] / picture.shape[1]
+    inches = min(_ACROSS, 8.0 / ratio)
+    canvas = theme.Canvas.on(ax, inches + 1.0, inches * ratio + 0.5)
+    ax = canvas.ax
+    if colour:
+        ax.imshow(_coloured(picture / limit), interpolation="nearest")
+    else:
+        colours = theme.colours(limit, missing="white")
+        drawn = ax.imshow(np.ma.masked_invalid(picture), **colours, interpolation="nearest")
+        unit = "weight" if scale == "shared" else "weight ÷ the filter's largest"
+        theme.colour_bar(ax, drawn, limit, unit, height=max(1.0, inches * ratio), beyond=False)
+    ax.set(xticks=[], yticks=[], anchor="NW")
+    ax.spines[:].set_visible(False)
+    text = f"{len(array):,} filters of {array.shape[-2]} × {array.shape[-1]}"
+    if colour:
+        text += ", grey is 0, " + ("each on its own scale" if scale == "each" else f"full colour ±{number(limit)}")
+    ax.set_xlabel(text, fontsize=SMALL, color=theme.MUTED)
+    canvas.finish(title)
+    return ax
+
+
+def mosaic(filters: np.ndarray, columns: int, *, fine: int = 1) -> np.ndarray:
+    """Filters (n, k, l[, 3]) row by row, separated by one cell of NaN; no cells around them.
+
+    With `fine` cells along a side of a pixel, the gap is a fraction 1 / fine of it. Returns
+    (rows (fine k + 1) - 1, columns (fine l + 1) - 1[, 3]).
+    """
+    n, k, l = filters.shape[:3]  # noqa: E741 - the papers' letter
+    height, width = fine * k + 1, fine * l + 1
+    out = np.full((-(-n // columns) * height - 1, columns * width - 1, *filters.shape[3:]), np.nan)
+    for index, tile in enumerate(filters):
+        y, x = (index // columns) * height, (index % columns) * width
+        out[y : y + height - 1, x : x + width - 1] = tile.repeat(fine, axis=0).repeat(fine, axis=1)
+    return out
+
+
+def _normalised(filters: np.ndarray) -> np.ndarray:
+    """Each filter divided by its largest absolute value."""
+    peak = np.abs(filters).max(axis=tuple(range(1, filters.ndim)), keepdims=True)
+    return filters / np.where(peak > 0, peak, 1)
+
+
+def _coloured(picture: np.ndarray) -> np.ndarray:
+    """Values from -1 to 1 as colours with zero as grey, and white gaps."""
+    return np.where(np.isnan(picture), 1.0, 0.5 + 0.5 * picture)
+
+
+@theme.themed()
 def covariance_page(
     rows: Sequence[Sequence[Panel | None]],
     *,
@@ -70,36 +154,28 @@ def covariance_page(
     """
     if not 0 < quantile <= 1:
         raise UsageError(f"quantile: expected above 0 and at most 1, found {quantile}")
-    drawn = [p for row in rows for p in row if p is not None and p.values is not None]
 
     def draw(ax: Axes, panel: Panel) -> str:
         blocks, borders = _blocks(panel)
-        limit = typography.rounded_up(
-            float(np.quantile(np.abs(blocks), quantile)) or float(np.abs(blocks).max()) or 1.0
-        )
-        factor = _factor(panel)
-        shown = averaged(blocks, factor) if factor > 1 else blocks
+        limit = theme.colour_limit(blocks, quantile)
+        shown = averaged(blocks, factor) if (factor := _factor(panel)) > 1 else blocks
         extent = (0, blocks.shape[1], blocks.shape[0], 0)
-        ax.imshow(
-            shown,
-            **theme.colours(limit),
-            interpolation="nearest",
-            aspect="auto",
-            extent=extent,
-        )
+        ax.imshow(shown, **theme.colours(limit), interpolation="nearest", aspect="auto", extent=extent)
         for at, width, upright in borders:
             (ax.axvline if upright else ax.axhline)(at, color=theme.INK, lw=width, gid="border")
-        return f"±{typography.number(limit)}"
+        return f"±{number(limit)}"
 
+    drawn = [p for row in rows for p in row if p is not None and p.values is not None]
+    blocks = "block (i, j): covariance of pixel (i, j) with every pixel" * any(p.shape is not None for p in drawn)
     text = f"each panel has its own colours, zero is white; ± below it holds {100 * quantile:g} % of its values"
-    if any(p.shape is not None for p in drawn):
-        text = "block (i, j): covariance of pixel (i, j) with every pixel; " + text
     coarse = sorted({f for p in drawn if (f := _factor(p)) > 1})
     cells = f"cells are means over {' or '.join(f'{f} × {f}' for f in coarse)}" if coarse else ""
-    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, cells, note])), side=_side(rows))
+    across = max((len(row) for row in rows), default=0)
+    side = {1: 3.6, 2: 2.4}.get(across, _SIDE)  # larger if there are few: a patch embedding has hundreds of pixels
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [blocks, text, cells, note])), side)
 
 
-@theme.themed
+@theme.themed()
 def filter_page(
     rows: Sequence[Sequence[Panel | None]],
     *,
@@ -127,34 +203,29 @@ def filter_page(
     Example:
         >>> save(filter_page([[Panel(filters[:, None], "layer 0")]]), "filters.png")
     """
-    single = sum(p is not None for row in rows for p in row) == 1
 
     def draw(ax: Axes, panel: Panel) -> str:
         array = np.asarray(panel.values, dtype=np.float64)
         if array.ndim != 4 or 0 in array.shape:
             raise DataError(f"filter page: expected filters (m, c, kh, kw), found {array.shape}")
-        finite = np.isfinite(array).all(axis=(1, 2, 3))
-        colour = array.shape[1] == 3
-        array = array if colour else array.sum(axis=1)
-        array = np.where(finite.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
-        across = columns or math.ceil(math.sqrt(len(array)))
+        array = np.where(np.isfinite(array).all(axis=(1, 2, 3), keepdims=True), array, 0.0)
+        colour, across = array.shape[1] == 3, min(columns or math.ceil(math.sqrt(len(array))), len(array))
+        array = np.moveaxis(_normalised(array), 1, -1) if colour else array.sum(axis=1)
+        around = [(1, 1), (1, 1)] + [(0, 0)] * colour
+        picture = np.pad(mosaic(array, across, fine=_FINE), around, constant_values=np.nan)
         if colour:
-            peak = np.abs(array).reshape(len(array), -1).max(axis=1)
-            array = np.moveaxis(array / np.where(peak > 0, peak, 1)[:, None, None, None], 1, -1)
-            picture = _tiles(array, across)
-            ax.imshow(np.where(np.isnan(picture), 1.0, 0.5 + 0.5 * picture), interpolation="nearest", aspect="equal")
+            ax.imshow(_coloured(picture), interpolation="nearest", aspect="equal")
             return "each on its own scale"
         limit = theme.colour_limit(array, 0.98)
-        ax.imshow(
-            np.ma.masked_invalid(_tiles(array, across)), **theme.colours(limit), interpolation="nearest", aspect="equal"
-        )
-        return f"±{typography.number(limit)}"
+        ax.imshow(np.ma.masked_invalid(picture), **theme.colours(limit), interpolation="nearest", aspect="equal")
+        return f"±{number(limit)}"
 
+    drawn = [p for row in rows for p in row if p is not None]
     text = "zero is white; ± is the end of a panel's colours and holds 98 % of its weights"
-    if any(p is not None and p.values is not None and np.shape(p.values)[1] == 3 for row in rows for p in row):
+    if any(p.values is not None and np.shape(p.values)[1] == 3 for p in drawn):
         text = "colours are the three channels, grey is zero"
-    side = 7.0 if single else _SIDE
-    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])), side=side)
+    side = 7.0 if len(drawn) == 1 else _SIDE
+    return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])), side)
 
 
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
@@ -180,20 +251,9 @@ def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     return blocks, borders + [(n * w, 1.4 if n % w == 0 else light, True) for n in range(1, c * w)]
 
 
-def _side(rows: Sequence[Sequence[Panel | None]]) -> float:
-    """Width of a panel in inches; larger if there are few, since a patch embedding has hundreds of pixels."""
-    return {1: 3.6, 2: 2.4}.get(max((len(row) for row in rows), default=0), _SIDE)
-
-
 def _factor(panel: Panel) -> int:
     """Coordinates per cell side; block form is not averaged."""
     return -(-len(panel.values) // _CELLS) if panel.shape is None else 1
-
-
-def _tiles(array: np.ndarray, columns: int) -> np.ndarray:
-    """Filters (m, k, l[, 3]) side by side, with NaN gaps of a quarter of a pixel between and around them."""
-    inner = mosaic(array, min(columns, len(array)), fine=_FINE)
-    return np.pad(inner, [(1, 1), (1, 1)] + [(0, 0)] * (inner.ndim - 2), constant_values=np.nan)
 
 
 def _page(
@@ -202,70 +262,24 @@ def _page(
     draw: Callable[[Axes, Panel], str],
     title: str | None,
     note: str,
-    *,
-    side: float = _SIDE,
+    side: float,
 ) -> Figure:
-    """Panels of one size with texts above and below each, row labels, a title and a note."""
-    across = max((len(row) for row in rows), default=0)
+    """Square panels with their labels above and the texts of `draw` below."""
     if not any(p is not None for row in rows for p in row):
         raise DataError("expected at least one layer to draw, found none")
     if labels and len(labels) != len(rows):
         raise UsageError(f"row_labels: expected {len(rows)} or none, found {len(labels)}")
-    wrapped = [typography.wrap(label, 110, typography.LABEL, bold=True) for label in labels]
-    widest = max(
-        (typography.text_width(t, typography.LABEL, bold=True) for label in wrapped for t in label.split("\n")),
-        default=0,
-    )
-    left = 0.12 + (widest / 72 + 0.14 if labels else 0)
-    width = max(left + across * side + (across - 1) * _GAP + 0.12, 4.2)
-    heading = "" if title is None else typography.wrap(title, 72 * (width - 0.24), typography.TITLE, bold=True)
-    top = 0.1 + (heading.count("\n") + 1) * 1.3 * typography.TITLE / 72 if heading else 0.06
-    cell = side + _OVER + _UNDER
-    foot = typography.wrap(note, 72 * (width - left - 0.12))
-    bottom = 0.2 + (foot.count("\n") + 1) * 1.35 * typography.SMALL / 72
-    height = top + len(rows) * cell + (len(rows) - 1) * 0.06 + bottom
-    figure = Figure(figsize=(width, height), dpi=theme.DPI, facecolor="white")
-    for i, row in enumerate(rows):
-        y = height - top - i * (cell + 0.06) - _OVER - side
-        if labels:
-            figure.text(
-                (left - 0.12) / width,
-                (y + side / 2) / height,
-                wrapped[i],
-                ha="right",
-                va="center",
-                fontsize=typography.LABEL,
-                fontweight="bold",
-            )
-        for j, panel in enumerate(row):
-            if panel is not None:
-                _place(figure, panel, draw, left + j * (side + _GAP), y, side)
-    figure.text(left / width, 0.08 / height, foot, va="bottom", fontsize=typography.SMALL, color=theme.MUTED)
-    if heading:
-        figure.suptitle(heading, x=0.12 / width, y=1 - 0.08 / height, ha="left", va="top", linespacing=1.25)
+    across = max(len(row) for row in rows)
+    size, gap = (side, side), (0.48, 0.13)
+    figure, axes = panel_figure(len(rows), across, size, gap=gap, labels=labels, note=note, title=title)
+    for line, row in zip(axes, rows, strict=True):
+        for ax, panel in zip(line, [*row, *[None] * (across - len(row))], strict=True):
+            if panel is None:
+                ax.set_axis_off()
+                continue
+            if panel.values is None:
+                missing(ax, wrap(panel.reason, 1.2))
+            else:
+                beside(ax, draw(ax, panel), "below", color=theme.MUTED, gid="limit")
+            beside(ax, wrap(panel.label, side + 0.1).split("\n")[0], "above")
     return figure
-
-
-def _place(figure: Figure, panel: Panel, draw: Callable[[Axes, Panel], str], x: float, y: float, side: float) -> None:
-    """One panel whose lower left corner is at (x, y) inches, with its label above and the text of `draw` below."""
-    width, height = figure.get_size_inches()
-    ax = figure.add_axes((x / width, y / height, side / width, side / height))
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.spines[:].set_visible(True)
-    ax.spines[:].set(linewidth=0.6, color=theme.MUTED)
-    under = _drawn(ax, panel, draw)
-    middle = (x + side / 2) / width
-    label = typography.wrap(panel.label, 72 * (side + 0.1)).split("\n")[0]
-    small: dict[str, Any] = {"fontsize": typography.SMALL, "ha": "center"}
-    figure.text(middle, (y + side + 0.05) / height, label, va="bottom", **small)
-    figure.text(middle, (y - 0.05) / height, under, va="top", color=theme.MUTED, gid="limit", **small)
-
-
-def _drawn(ax: Axes, panel: Panel, draw: Callable[[Axes, Panel], str]) -> str:
-    if panel.values is not None:
-        return draw(ax, panel)
-    ax.set_facecolor(theme.GREY)
-    text = typography.wrap(panel.reason, 90)
-    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", fontsize=typography.SMALL)
-    return ""

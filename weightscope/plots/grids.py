@@ -1,50 +1,126 @@
-"""Grids of small matrices, such as products of attention weights."""
+"""Grids of panels of one size: matrices such as products of attention weights, and attention maps.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+Panels have exact sizes, so that every entry of a matrix is a whole number of pixels, which no layout engine promises.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import theme, typography
+from weightscope.plots import theme
+from weightscope.plots.text import LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
 
 _PAGE = 1500  # pixels: width of all panels, at 150 dots per inch
 _LEAST, _MOST = 24, 260  # pixels: smallest and largest panel
-GAP = 10  # pixels
-_LINE = 17  # pixels: height of a line of the footer
+_GAP = 10  # pixels
+_FOOT = 0.3  # inches from the panels to the note
+_SEQUENTIAL = "magma"
+_FLOOR = 0.25  # lower end of the colour scale of attention maps, relative to uniform attention
+_QUANTILE = 0.998
+_Side = Literal["left", "right", "above", "below"]
+_Panels = list[list[np.ndarray | None]]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Layout in pixels, so that every entry of a matrix is a whole number of pixels."""
+def panel_figure(
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    *,
+    gap: tuple[float, float],
+    labels: Sequence[str] = (),
+    note: str = "",
+    note_left: float = 0.0,
+    title: str | None = None,
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure with axes of one size (height, width) and gap in inches, row labels, a title, and a note below.
 
-    panel: tuple[int, int]  # height, width
-    rows: int
-    columns: int
-    left: int
-    right: int
-    top: int
-    bottom: int
+    `note_left` is the room for a colour bar beside the note.
+    """
+    height, width = size
+    texts = [wrap(label, 1.6, LABEL) for label in labels]
+    left = 0.1 + max((inches(text, LABEL) + 0.12 for text in texts), default=0.0)
+    across, down = columns * width + (columns - 1) * gap[1], rows * height + (rows - 1) * gap[0]
+    whole = max(left + across + 0.6, left + note_left + 2.0)
+    heading = "" if title is None else wrap(title, whole - 0.3, TITLE)
+    foot = wrap(note, whole - left - note_left - 0.3)
+    top = 0.3 + (heading.count("\n") + 1) * 0.2 * bool(heading)
+    bottom = 0.45 + max(2, foot.count("\n") + 1) * 0.15
+    left, top, bottom, whole = (round(x * theme.DPI) / theme.DPI for x in (left, top, bottom, whole))
+    tall = top + down + bottom
+    figure = Figure(figsize=(whole, tall), dpi=theme.DPI, facecolor="white")
+    spec = {"left": left / whole, "right": (left + across) / whole, "top": 1 - top / tall, "bottom": bottom / tall}
+    spec |= {"wspace": gap[1] / width, "hspace": gap[0] / height}
+    axes = [list(line) for line in figure.subplots(rows, columns, squeeze=False, gridspec_kw=spec)]
+    for ax in (ax for line in axes for ax in line):
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(True)
+        ax.spines[:].set(linewidth=0.5, color=theme.MUTED)
+    for line, text in zip(axes, texts, strict=False):
+        beside(line[0], text, "left")
+    y = (bottom - _FOOT) / tall
+    figure.text((left + note_left) / whole, y, foot, va="top", fontsize=SMALL, color=theme.MUTED)
+    if heading:
+        figure.suptitle(heading, x=0.1 / whole, y=1 - 0.06 / tall, ha="left", va="top", linespacing=1.25)
+    return figure, axes
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height of the figure."""
-        width = self.left + self.columns * self.panel[1] + (self.columns - 1) * GAP + self.right
-        height = self.top + self.rows * self.panel[0] + (self.rows - 1) * GAP + self.bottom
-        return width, height
 
-    def axes(self, figure: Figure, row: int, column: int) -> Axes:
-        """Axes of one panel."""
-        width, height = self.size
-        x = self.left + column * (self.panel[1] + GAP)
-        y = height - self.top - (row + 1) * self.panel[0] - row * GAP
-        return figure.add_axes((x / width, y / height, self.panel[1] / width, self.panel[0] / height))
+def beside(ax: Axes, text: str, side: _Side, **options: Any) -> None:
+    """A text beside a panel of `panel_figure`."""
+    box, (width, height) = ax.get_position(), ax.figure.figure.get_size_inches()
+    middle = (box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2
+    x, y, ha, va = {
+        "left": (box.x0 - 0.07 / width, middle[1], "right", "center"),
+        "right": (box.x1 + 0.07 / width, middle[1], "left", "center"),
+        "above": (middle[0], box.y1 + 0.04 / height, "center", "bottom"),
+        "below": (middle[0], box.y0 - 0.04 / height, "center", "top"),
+    }[side]
+    ax.figure.figure.text(x, y, text, ha=ha, va=va, **{"fontsize": SMALL, "color": theme.INK, **options})
 
 
-@theme.themed
+def missing(ax: Axes, reason: str) -> None:
+    """A grey panel with a text."""
+    ax.set_facecolor(theme.GREY)
+    ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", fontsize=SMALL)
+
+
+def _labelled(axes: Sequence[Axes], labels: Sequence[str]) -> None:
+    """Labels above panels: every one, or the first of as many as one has room for."""
+    if not labels:
+        return
+    box, width = axes[0].get_position(), axes[0].figure.figure.get_size_inches()[0]
+    room = box.width * width + _GAP / theme.DPI
+    every = next(n for n in range(1, len(labels) + 1) if n == len(labels) or max(map(inches, labels[::n])) < n * room)
+    for ax, label in list(zip(axes, labels, strict=True))[::every]:
+        beside(ax, label, "above")
+
+
+def _bar(ax: Axes, norm: Normalize, cmap: Any, ticks: Mapping[float, str], width: float) -> None:
+    """A horizontal colour bar of `width` inches in the lower left corner, below a panel of the first column."""
+    figure, place = ax.figure.figure, ax.get_position()
+    whole, tall = figure.get_size_inches()
+    bar = figure.add_axes((place.x0, place.y0 - (_FOOT + 0.1) / tall, width / whole, 0.09 / tall))
+    colours = figure.colorbar(ScalarMappable(norm, cmap), cax=bar, orientation="horizontal", ticklocation="bottom")
+    colours.set_ticks(list(ticks), labels=list(ticks.values()))
+    colours.minorticks_off()
+    colours.outline.set_visible(False)
+    theme.pin(bar)
+    bar.tick_params(length=0, pad=1)
+
+
+def _checked_labels(rows: tuple[Sequence[str], int], columns: tuple[Sequence[str], int]) -> None:
+    for name, (labels, count) in (("row", rows), ("column", columns)):
+        if labels and len(labels) != count:
+            raise UsageError(f"{name}_labels: expected {count} or none, found {len(labels)}")
+
+
+@theme.themed()
 def matrix_grid(
     matrices: Any,
     *,
@@ -81,68 +157,56 @@ def matrix_grid(
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
-    panels, full = clipped_panels(matrices, clip)
+    panels, full = _clipped(matrices, clip)
     rows, columns = len(panels), len(panels[0])
-    for name, labels, count in (("row", row_labels, rows), ("column", column_labels, columns)):
-        if labels and len(labels) != count:
-            raise UsageError(f"{name}_labels: expected {count} or none, found {len(labels)}")
+    _checked_labels((row_labels, rows), (column_labels, columns))
     if share not in ("row", "all") or not 0 < quantile <= 1:
         raise UsageError(f"expected share row or all and 0 < quantile <= 1, found {share} and {quantile}")
-    panels, factor, scale = _sized(panels, columns)
+    panels, factor, size = _sized(panels, _LEAST)
     limits = _limits(panels, share, quantile)
-    shape = next(p.shape for line in panels for p in line if p is not None)
     note = f"{quantity}; colours hold {100 * quantile:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
-    if full != (shape[0] * factor, shape[1] * factor):
-        shown = f"{min(full[0], clip or full[0])} × {min(full[1], clip or full[1])}"
-        note += f"; upper left {shown} of {full[0]} × {full[1]}" if clip and clip < max(full) else ""
+    if clip is not None and clip < max(full):
+        note += f"; upper left {min(full[0], clip)} × {min(full[1], clip)} of {full[0]} × {full[1]}"
     note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
-    grid = _layout(panels, (shape[0] * scale, shape[1] * scale), row_labels, limits, title)
-    lines = typography.wrap(note, (grid.size[0] - grid.left - 160) * 72 / theme.DPI).split("\n")
-    grid = replace(grid, bottom=grid.bottom + _LINE * max(0, len(lines) - 2))
-    width, height = grid.size
-    figure = Figure(figsize=(width / theme.DPI, height / theme.DPI), dpi=theme.DPI, facecolor="white")
-    for i, line in enumerate(panels):
-        for j, panel in enumerate(line):
-            if panel is not None:
-                _panel(grid.axes(figure, i, j), panel, limits[i])
-    _margins(figure, grid, row_labels, column_labels, limits)
-    _footer(figure, grid, lines)
-    if title is not None:
-        text = typography.wrap(title, width * 72 / theme.DPI - 16, typography.TITLE, bold=True)
-        figure.suptitle(text, x=12 / width, y=1 - 12 / height, ha="left", va="top", linespacing=1.25)
+    gap = (_GAP / theme.DPI,) * 2
+    figure, axes = panel_figure(rows, columns, size, gap=gap, labels=row_labels, note=note, note_left=1.0, title=title)
+    for line, drawn, limit in zip(axes, panels, limits, strict=True):
+        for ax, panel in zip(line, drawn, strict=True):
+            if panel is None:
+                ax.set_axis_off()
+            elif np.isfinite(panel).all():
+                ax.imshow(panel, **theme.colours(limit), interpolation="nearest", aspect="auto")
+            else:
+                missing(ax, "not\nfinite")
+        beside(line[-1], f"±{number(limit)}" if limit else "", "right", gid="limit")
+    _labelled(axes[0], column_labels)
+    _bar(axes[-1][0], Normalize(-1, 1), theme.colour_map(), {-1: "−", 0: "0", 1: "+"}, 0.85)
     return figure
 
 
-_Panels = list[list[np.ndarray | None]]
-
-
-def clipped_panels(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
+def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
     """Clipped matrices as float64, and the shape before clipping."""
     if clip is not None and clip < 1:
         raise UsageError(f"clip: expected at least 1 or None, found {clip}")
     lines = [[None if m is None else np.asarray(m) for m in line] for line in matrices]
     shapes = {m.shape for line in lines for m in line if m is not None}
-    if (
-        len(shapes) != 1
-        or len(shape := next(iter(shapes))) != 2
-        or 0 in shape
-        or len({len(line) for line in lines}) != 1
-    ):
-        raise DataError(
-            f"matrix grid: expected (R, C, m, n) with one shape of matrices, found {sorted(shapes) or 'none'}"
-        )
-    clipped = [[None if m is None else m[:clip, :clip].astype(np.float64) for m in line] for line in lines]
-    return clipped, shape
+    shape = next(iter(shapes), ())
+    if len(shapes) != 1 or len(shape) != 2 or 0 in shape or len({len(line) for line in lines}) != 1:
+        found = sorted(shapes) or "none"
+        raise DataError(f"matrix grid: expected (R, C, m, n) with one shape of matrices, found {found}")
+    return [[None if m is None else m[:clip, :clip].astype(np.float64) for m in line] for line in lines], shape
 
 
-def _sized(panels: _Panels, columns: int) -> tuple[_Panels, int, int]:
-    """Average large matrices over f x f entries; returns them, f, and pixels per cell."""
+def _sized(panels: _Panels, least: int) -> tuple[_Panels, int, tuple[float, float]]:
+    """Average large matrices over f x f entries; returns them, f, and the size of a panel in inches."""
     largest = max(max(p.shape) for line in panels for p in line if p is not None)
-    target = min(_MOST, max(_LEAST, _PAGE // columns - GAP))
+    target = min(_MOST, max(least, _PAGE // len(panels[0]) - _GAP))
     factor = -(-largest // target)
     if factor > 1:
         panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
-    return panels, factor, max(1, round(target / -(-largest // factor)))
+    shape = next(p.shape for line in panels for p in line if p is not None)
+    pixels = max(1, round(target / max(shape)))  # of an entry
+    return panels, factor, (shape[0] * pixels / theme.DPI, shape[1] * pixels / theme.DPI)
 
 
 def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
@@ -161,77 +225,117 @@ def _limits(panels: _Panels, share: str, quantile: float) -> list[float]:
     out = []
     for line in finite:
         limit = float(np.median([np.quantile(p, quantile) for p in line])) if line else 0.0
-        out.append(
-            typography.rounded_up(limit or max((float(p.max()) for p in line), default=0.0) or float(bool(line)))
-        )
+        out.append(rounded_up(limit or max((float(p.max()) for p in line), default=0.0) or float(bool(line))))
     return out
 
 
-def _layout(
-    panels: _Panels, panel: tuple[int, int], labels: Sequence[str], limits: Sequence[float], title: str | None
-) -> Grid:
-    pixels = theme.DPI / 72
-    left = 14 + max(
-        (int(typography.text_width(typography.wrap(t, 110).split("\n")[0]) * pixels) + 14 for t in labels), default=0
-    )
-    right = 30 + int(max(typography.text_width(f"±{typography.number(v)}") for v in limits) * pixels)
-    right = max(right, 30 + int(typography.text_width("colours") * pixels))
-    grid = Grid(panel, len(panels), len(panels[0]), left, right, 40, 62)
-    width = grid.size[0] * 72 / theme.DPI - 16
-    if width < 230:  # room for the footer
-        grid = Grid(panel, len(panels), len(panels[0]), left, right + int((230 - width) * pixels), 40, 62)
-        width = 230
-    lines = 0 if title is None else typography.wrap(title, width, typography.TITLE, bold=True).count("\n") + 1
-    return Grid(panel, grid.rows, grid.columns, grid.left, grid.right, 40 + 34 * lines, 62)
+@theme.themed()
+def product_grid(
+    corners: Mapping[Any, Any],
+    *,
+    widths: Sequence[int] = (),
+    heads: int = 8,
+    values: str = "layers",
+    title: str | None = None,
+) -> Figure:
+    """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
+
+    Each row has its own colour scale, centred at zero and printed beside it.
+
+    Args:
+        corners: named tuples (source, layer, part, head, kind) -> (n, n); head is None for a whole layer.
+        widths: d of the whole matrices, for the caption.
+        heads: maximum number of heads drawn for each source.
+        values: W_V W_O of whole "layers", of "heads" (a row each), or "both".
+        title: figure title.
+
+    Raises:
+        DataError: if there are no products.
+
+    Example:
+        >>> save(product_grid(found.corners, heads=3), "products.png")
+    """
+    if not corners:
+        raise DataError("product grid: expected at least one product, found none")
+    sources = list(dict.fromkeys(key.source for key in corners))
+    columns = sorted({(key.layer, key.kind != "self") for key in corners})
+    side = min(min(np.asarray(c).shape) for c in corners.values())
+    lines, labels, most = [], [], 0
+    for source in sources:
+        mine = {(k.layer, k.kind != "self", k.part, k.head): v for k, v in corners.items() if k.source == source}
+        found = {part: sorted({k[3] for k in mine if k[2] == part and k[3] is not None}) for part in ("qk", "cb")}
+        most = max(most, *map(len, found.values()))
+        wanted = [("qk", head) for head in found["qk"][:heads]]
+        wanted += [("vo", head) for head in found["qk"][:heads] if values != "layers"]
+        wanted += [("vo", None)] * (values != "heads") + [("cb", group) for group in found["cb"][:heads]]
+        for part, head in wanted:
+            panels = [mine.get((*column, part, head)) for column in columns]
+            if any(panel is not None for panel in panels):
+                lines.append([None if panel is None else np.asarray(panel)[:side, :side] for panel in panels])
+                one = "layer" if head is None else f"{'group' if part == 'cb' else 'head'} {head}"
+                labels.append(f"{source} {part.upper()} {one}" if len(sources) > 1 else f"{part.upper()} {one}")
+    formulas = {"qk": "W_Q W_K^T (QK)", "vo": "W_V W_O (VO)", "cb": "W_C^T W_B (CB)"}
+    shown = {key.part for key in corners}
+    quantity = "entries of " + " and ".join(text for part, text in formulas.items() if part in shown)
+    if any(width > side for width in widths):
+        quantity += f", upper left {side} × {side} of {' or '.join(f'{w} × {w}' for w in widths)}"
+    if most > heads:
+        quantity += f", first {heads} of {most} heads"
+    names = [f"{layer}{' cross' if cross else ''}" for layer, cross in columns]
+    names[0] = f"layer {names[0]}"
+    return matrix_grid(lines, row_labels=labels, column_labels=names, clip=None, quantity=quantity, title=title)
 
 
-def _panel(ax: Axes, panel: np.ndarray, limit: float) -> None:
-    ax.set_xticks([])
-    ax.set_yticks([])
-    ax.spines[:].set_visible(True)
-    ax.spines[:].set(linewidth=0.5, color=theme.MUTED)
-    if np.isfinite(panel).all():
-        ax.imshow(panel, **theme.colours(limit), interpolation="nearest", aspect="auto")
-        return
-    ax.set_facecolor(theme.GREY)
-    ax.text(0.5, 0.5, "not\nfinite", transform=ax.transAxes, ha="center", va="center", fontsize=typography.SMALL)
+@theme.themed()
+def attention_grid(
+    maps: Any,
+    *,
+    uniform: float,
+    row_labels: Sequence[str] = (),
+    column_labels: Sequence[str] = (),
+    note: str = "",
+    title: str | None = None,
+) -> Figure:
+    """Attention maps in rows (heads) and columns (layers), as in thesis Fig. 3.18.
 
+    All panels share one sequential, logarithmic colour scale in units of uniform attention, from a quarter of it (dark)
+    to the 99.8 % quantile of all entries. Maps larger than their panel are averaged over cells of f x f entries, which
+    a note states.
 
-def _margins(figure: Figure, grid: Grid, rows: Sequence[str], columns: Sequence[str], limits: Sequence[float]) -> None:
-    """Row labels at the left, limits at the right, column labels at the top."""
-    width, height = grid.size
-    small: dict[str, Any] = {"fontsize": typography.SMALL, "color": theme.INK}
-    right = (grid.left + grid.columns * (grid.panel[1] + GAP)) / width
-    for i, limit in enumerate(limits):
-        y = 1 - (grid.top + i * (grid.panel[0] + GAP) + grid.panel[0] / 2) / height
-        if rows:
-            figure.text((grid.left - 10) / width, y, typography.wrap(rows[i], 110), ha="right", va="center", **small)
-        figure.text(right, y, f"±{typography.number(limit)}" if limit else "", va="center", gid="limit", **small)
-    top = 1 - (grid.top - 7) / height
-    figure.text(right, top, "colours", va="bottom", fontsize=typography.SMALL, color=theme.MUTED)
-    room = (grid.panel[1] + GAP) * 72 / theme.DPI - 4
-    every = 1
-    while columns and every < len(columns) and max(typography.text_width(t) for t in columns[::every]) > room * every:
-        every += 1
-    for j in range(0, len(columns), every):
-        x = (grid.left + j * (grid.panel[1] + GAP) + grid.panel[1] / 2) / width
-        figure.text(x, top, columns[j], ha="center", va="bottom", **small)
+    Args:
+        maps: (R, C, m, n), nonnegative.
+        uniform: the weight of uniform attention, 1 / number of tokens.
+        row_labels: R labels, or none.
+        column_labels: C labels, or none.
+        note: printed below the panels, after the unit.
+        title: figure title.
 
+    Raises:
+        DataError: if there are no maps, or an entry is negative or not finite.
+        UsageError: if the number of labels is wrong, or `uniform` is not a probability.
 
-def _footer(figure: Figure, grid: Grid, lines: Sequence[str]) -> None:
-    """The colour bar and the lines of its label."""
-    width, height = grid.size
-    bar = figure.add_axes((grid.left / width, 22 / height, 130 / width, 12 / height))
-    bar.imshow(np.linspace(-1, 1, 255)[None], cmap=theme.colour_map(), aspect="auto")
-    bar.set_xticks([-0.5, 127, 254.5], ["−", "0", "+"])
-    bar.set_yticks([])
-    bar.tick_params(length=0, pad=1, labelsize=typography.SMALL, labelfontfamily=typography.FONT)
-    bar.xaxis.tick_top()
-    figure.text(
-        (grid.left + 150) / width,
-        (28 + _LINE / 2 * max(0, len(lines) - 2)) / height,
-        "\n".join(lines),
-        va="center",
-        fontsize=typography.SMALL,
-        color=theme.MUTED,
-    )
+    Example:
+        >>> save(attention_grid(maps.transpose(1, 0, 2, 3), uniform=1 / 65), "maps.png")
+    """
+    if not 0 < uniform <= 1:
+        raise UsageError(f"uniform: expected a probability > 0, found {uniform}")
+    panels, full = _clipped(maps, None)
+    if any(p is None or not (np.isfinite(p).all() and (p >= 0).all()) for line in panels for p in line):
+        raise DataError("attention grid: expected probabilities, found negative or non-finite entries")
+    _checked_labels((row_labels, len(panels)), (column_labels, len(panels[0])))
+    panels, factor, size = _sized(panels, 60)
+    entries = np.stack([p for line in panels for p in line if p is not None])
+    top = rounded_up(max(2.0, float(np.quantile(entries, _QUANTILE)) / uniform))
+    text = "weight in units of uniform attention" + (f"; {note}" if note else "")
+    text += f"; cells are means over {factor} × {factor} of {full[0]} × {full[1]}" if factor > 1 else ""
+    gap, (rows, columns) = (_GAP / theme.DPI,) * 2, (len(panels), len(panels[0]))
+    figure, axes = panel_figure(rows, columns, size, gap=gap, labels=row_labels, note=text, note_left=1.8, title=title)
+    norm, cmap = LogNorm(_FLOOR, top), matplotlib.colormaps[_SEQUENTIAL]
+    for line, drawn in zip(axes, panels, strict=True):
+        for ax, panel in zip(line, drawn, strict=True):
+            ax.spines[:].set_visible(False)
+            inside = np.clip(np.asarray(panel) / uniform, _FLOOR, None)
+            ax.imshow(inside, cmap=cmap, norm=norm, interpolation="nearest", aspect="auto")
+    _labelled(axes[0], column_labels)
+    _bar(axes[-1][0], norm, cmap, {_FLOOR: f"≤{number(_FLOOR)}", 1.0: "1", top: f"≥{number(top)}"}, 1.4)
+    return figure

@@ -1,40 +1,65 @@
-"""The common style of all figures, applied locally: the user's matplotlib settings and backend stay unchanged.
+"""The common style of all figures, their axes and their files.
 
-Figures are made without pyplot, so no window opens and no global reference to them remains. Drawing functions run in
-`context`, which starts from matplotlib's defaults rather than the user's settings, so that a figure has the same bytes
-everywhere; settings that matplotlib reads only when it draws (ticks) are fixed on the axes.
+The style is applied locally: the user's matplotlib settings and backend stay unchanged. Figures are made without
+pyplot, so no window opens and no global reference to them remains. Drawing functions run in `themed`, which starts from
+matplotlib's defaults rather than the user's settings, so that a figure has the same bytes everywhere; settings that
+matplotlib reads only when it draws (ticks) are fixed on the axes. matplotlib's constrained layout places what is around
+the axes, and a file holds what is drawn without the white bands beside axes of fixed aspect.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any
 
 import matplotlib.style
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, Normalize, TwoSlopeNorm
-from matplotlib.figure import Figure
+from matplotlib.colors import CenteredNorm, Colormap
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
 
+from weightscope._util import atomic
 from weightscope.errors import UsageError
-from weightscope.plots.typography import FONT, LABEL, SMALL, TITLE, number, rounded_up, text_width, wrap
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from weightscope.plots.text import FONT, LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
 
 DPI = 150
 INK, MUTED, FAINT = "#1f2328", "#57606a", "#d0d7de"
-_PAD = 0.09  # inches around owned axes
+_PAD = 0.08  # inches around what is drawn
 GREY = "#b4b9bf"  # missing values; not a colour of any map
 DIVERGING = "RdBu_r"
 # Seaborn's colour-blind safe palette in an order of distinct neighbours, without its pale pink and yellow.
 PALETTE = tuple(sns.color_palette("colorblind").as_hex()[i] for i in (0, 1, 2, 3, 4, 9, 5, 7))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1, 1, 1, 1, 1)))
+
+
+def colour(index: int) -> str:
+    """The colour of the i-th of several lines or groups; `marker` and `line` tell more apart."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def marker(index: int) -> str:
+    """The marker of the i-th of several lines or groups."""
+    return MARKERS[index % len(MARKERS)]
+
+
+def line(index: int) -> Any:
+    """The line style of the i-th of several lines."""
+    return LINES[index % len(LINES)]
+
+
+# Without dates and versions a file changes only if the figure does.
+_METADATA: dict[str, dict[str, None]] = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
+    "svg": {"Date": None, "Creator": None},
+}
 
 _SETTINGS: dict[str, Any] = {
     **sns.axes_style("ticks"),
@@ -74,26 +99,15 @@ _SETTINGS: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def context() -> Iterator[None]:
-    """Apply the style within the block and restore the settings afterwards."""
+def themed() -> Iterator[None]:
+    """Apply the style within the block, or while a decorated drawing function runs, and restore the settings after."""
     with matplotlib.style.context(["default", _SETTINGS]):
         yield
 
 
-def themed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: apply the style while a drawing function runs."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with context():
-            return function(*args, **kwargs)
-
-    return run
-
-
 @dataclass(frozen=True)
 class Canvas:
-    """Axes to draw on, and whether their figure was created here (`owned`); then its size and title are set as well."""
+    """Axes to draw on, and whether their figure was created here (`owned`); then the title is that of the figure."""
 
     ax: Axes
     owned: bool
@@ -101,37 +115,28 @@ class Canvas:
     @classmethod
     def on(cls, ax: Axes | None, width: float, height: float) -> "Canvas":
         """The given axes, or those of a new figure of `width` by `height` inches."""
-        if ax is not None:
-            if not isinstance(ax, Axes):
-                raise UsageError(f"ax: expected matplotlib Axes or None, found {type(ax).__name__}")
-            return cls(ax, owned=False)
-        return cls(new_figure(width, height).add_subplot(), owned=True).pinned()
-
-    def pinned(self) -> "Canvas":
-        """Fix the style of ticks, which matplotlib creates when it draws."""
-        pin(self.ax)
-        return self
+        if ax is not None and not isinstance(ax, Axes):
+            raise UsageError(f"ax: expected matplotlib Axes or None, found {type(ax).__name__}")
+        canvas = cls(new_figure(width, height).add_subplot() if ax is None else ax, owned=ax is None)
+        pin(canvas.ax)
+        return canvas
 
     @property
-    def size(self) -> tuple[float, float]:
-        """Approximate width and height in inches available to the axes and their labels."""
-        width, height = self.ax.figure.figure.get_size_inches()
-        if not self.owned:
-            box = self.ax.get_position(original=True)
-            width, height = width * box.width / 0.8, height * box.height / 0.8
-        return float(width), float(height)
+    def width(self) -> float:
+        """About the width of the axes in inches."""
+        return float(self.ax.figure.figure.get_size_inches()[0]) * (0.8 if self.owned else self.ax.get_position().width)
 
     def legend(self, handles: Sequence[Any], title: str | None = None) -> None:
-        """Place a legend above the axes, in as many columns as fit."""
-        room = 72 * 0.8 * self.size[0]
-        lines = [line for handle in handles for line in str(handle.get_label()).split("\n")]
-        widest = max(map(text_width, lines)) + 44
+        """Place a legend above the axes, in as many columns as fit; long labels are broken."""
+        for handle in handles:
+            handle.set_label(wrap(str(handle.get_label()), self.width - 0.6))
+        widest = max(inches(str(handle.get_label())) for handle in handles) + 0.6
         self.ax.legend(
             handles=handles,
-            title=title,
+            title=title and wrap(title, self.width + 0.3),
             loc="lower left",
             bbox_to_anchor=(-0.01, 1.0),
-            ncols=max(1, min(len(handles), int(room / widest))),
+            ncols=max(1, min(len(handles), int(self.width / widest))),
             alignment="left",
             borderaxespad=0.5,
             borderpad=0.2,
@@ -139,51 +144,15 @@ class Canvas:
             handlelength=2.6,
         )
 
-    def finish_sized(self, width: float, height: float, title: str | None) -> None:
-        """Set the size of owned axes in inches, and add the room that labels and title need to the figure.
-
-        matplotlib's layout engines keep the figure's size, which leaves white bands beside axes of fixed aspect.
-        """
-        if not self.owned:
-            self.finish(title)
-            return
-        figure, ax, away = self.ax.figure.figure, self.ax, 4.0  # inches; no label is longer
-        figure.set_layout_engine("none")
-        figure.set_size_inches(width + 2 * away, height + 2 * away)
-        self._place(away, away, width, height)
-        tight = ax.get_tightbbox()
-        assert tight is not None  # only of invisible axes
-        box = tight.transformed(figure.dpi_scale_trans.inverted())
-        left, bottom = away - box.x0 + _PAD, away - box.y0 + _PAD
-        right, top = box.x1 - away - width + _PAD, box.y1 - away - height + _PAD
-        text = "" if title is None else wrap(title, 72 * (left + width + right - 0.2), TITLE, bold=True)
-        if text:
-            top += (text.count("\n") + 1) * 1.3 * TITLE / 72 + 0.06
-        figure.set_size_inches(left + width + right, bottom + height + top)
-        self._place(left, bottom, width, height)
-        if text:
-            figure.suptitle(text, x=0.012, y=1 - _PAD / (bottom + height + top), ha="left", va="top", linespacing=1.25)
-
-    def _place(self, left: float, bottom: float, width: float, height: float) -> None:
-        x, y = self.ax.figure.figure.get_size_inches()
-        self.ax.set_position((left / x, bottom / y, width / x, height / y))
-
     def finish(self, title: str | None) -> None:
-        """Set the wrapped title: of an owned figure, which grows, else of the axes."""
-        if title is None:
-            return
+        """Set the wrapped title: of an owned figure, else of the axes, above a legend."""
         if self.owned:
-            width, height = self.size
-            text = wrap(title, 72 * (width - 0.2), TITLE, bold=True)
-            figure = self.ax.figure.figure
-            figure.set_size_inches(width, height + (text.count("\n") + 1) * 1.3 * TITLE / 72 + 0.08)
-            figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
-            return
-        pad = 8.0
-        legend = self.ax.get_legend()
-        if legend is not None and legend.get_bbox_to_anchor().height == 0:  # placed above the axes by `legend`
-            pad += legend.get_window_extent().height * 72 / self.ax.figure.figure.dpi
-        self.ax.set_title(wrap(title, 72 * 0.8 * self.size[0], TITLE, bold=True), linespacing=1.25, pad=pad)
+            head(self.ax.figure.figure, title)
+        elif title is not None:
+            legend, pad = self.ax.get_legend(), 8.0
+            if legend is not None and legend.get_bbox_to_anchor().height == 0:  # placed above the axes by `legend`
+                pad += legend.get_window_extent().height * 72 / self.ax.figure.figure.dpi
+            self.ax.set_title(wrap(title, self.width, TITLE), linespacing=1.25, pad=pad)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -193,17 +162,25 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def head(figure: Figure, title: str | None) -> None:
+    """Put a wrapped title above a figure with constrained layout, which grows."""
+    if title is None:
+        return
+    width, height = figure.get_size_inches()
+    text = wrap(title, width - 0.2, TITLE)
+    figure.set_size_inches(width, height + (text.count("\n") + 1) * 1.3 * TITLE / 72 + 0.08)
+    figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
+
+
 def pin(ax: Axes) -> None:
     """Write the tick settings into the axes, because ticks are created lazily, possibly outside the style."""
-    ax.tick_params(
-        which="major", labelsize=SMALL, labelcolor=INK, color=INK, width=0.8, length=3.5, labelfontfamily=FONT
-    )
-    ax.tick_params(
-        which="minor", labelsize=SMALL, labelcolor=INK, color=INK, width=0.6, length=2.0, labelfontfamily=FONT
-    )
+    for which, width, length in (("major", 0.8, 3.5), ("minor", 0.6, 2.0)):
+        ax.tick_params(
+            which=which, labelsize=SMALL, labelcolor=INK, color=INK, width=width, length=length, labelfontfamily=FONT
+        )
 
 
-@themed
+@themed()
 def subplots(
     rows: int = 1,
     columns: int = 1,
@@ -219,7 +196,7 @@ def subplots(
         columns: number of columns.
         width: inches; 5.5 per column if None.
         height: inches; 3.8 per row if None.
-        title: of the whole figure.
+        title: title of the whole figure.
 
     Returns:
         The figure and `axes[row][column]`.
@@ -239,32 +216,27 @@ def subplots(
     grid = [list(line) for line in figure.subplots(rows, columns, squeeze=False)]
     for ax in (ax for line in grid for ax in line):
         pin(ax)
-    if title is not None:
-        text = wrap(title, 72 * (figure.get_size_inches()[0] - 0.2), TITLE, bold=True)
-        figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
+    head(figure, title)
     return figure, grid
 
 
-def columns(ax: Axes, places: Sequence[float], head: float, texts: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Columns of text to the right of the axes, with grey headers at y = `head`; `places` are in data coordinates.
-
-    Horizontal distances are in points, so that they do not change when the layout makes room for the text.
-    """
-    offset = 9.0
+def columns(ax: Axes, places: Sequence[float], top: float, texts: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Columns of text to the right of the axes, with grey headers at y = `top`; `places` are in data coordinates."""
+    offset = 0.12  # inches; relative distances would change when the layout makes room for the text
     for name, entries in texts:
-        for y, text in zip([head, *places], [name, *entries], strict=True):
+        for y, text in zip([top, *places], [name, *entries], strict=True):
             ax.annotate(
                 text,
                 (1, y),
-                (offset, 0),
+                (72 * offset, 0),
                 xycoords=ax.get_yaxis_transform(),
                 textcoords="offset points",
                 va="center",
                 fontsize=SMALL,
-                color=MUTED if y == head else INK,
+                color=MUTED if y == top else INK,
                 annotation_clip=False,
             )
-        offset += max(map(text_width, [name, *entries])) + 16
+        offset += max(map(inches, [name, *entries])) + 0.2
 
 
 def list_axis(ax: Axes, places: Sequence[float], labels: Sequence[str], rows: float) -> None:
@@ -274,6 +246,14 @@ def list_axis(ax: Axes, places: Sequence[float], labels: Sequence[str], rows: fl
     ax.set_ylim(rows - 0.45, -1.3)
     ax.spines["left"].set_visible(False)
     ax.grid(axis="x")
+
+
+plain = FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−"))
+
+
+def reference(ax: Axes, at: float, *, upright: bool = True) -> None:
+    """A dashed line at the value that others are compared with."""
+    (ax.axvline if upright else ax.axhline)(at, color=INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
 
 
 def colour_map(missing: str = GREY) -> Colormap:
@@ -287,55 +267,60 @@ def colour_limit(values: np.ndarray, quantile: float) -> float:
     return rounded_up(float(np.quantile(sizes, quantile)) or float(sizes.max()) or 1.0)
 
 
-def centred(limit: float) -> Normalize:
-    """A colour scale from -limit to limit, centred at zero."""
-    return TwoSlopeNorm(0.0, -limit, limit)
-
-
 def colours(limit: float, missing: str = GREY) -> dict[str, Any]:
-    """Colour map and scale, as keyword arguments of `imshow`."""
-    return {"cmap": colour_map(missing), "norm": centred(limit)}
+    """Colour map and a scale from -limit to limit, centred at zero, as keyword arguments of `imshow`."""
+    return {"cmap": colour_map(missing), "norm": CenteredNorm(0.0, limit)}
 
 
-def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, room: float, beyond: bool) -> Any:
-    """A colour bar as high as the axes, with its limits printed; pointed ends mark values beyond them.
-
-    `room` is the height in points, for wrapping the label.
-    """
+def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, height: float, beyond: bool) -> None:
+    """A colour bar beside axes of `height` inches, with its limits printed; pointed ends mark values beyond them."""
     place = ax.inset_axes((1.025, 0, 0.032, 1))
-    ends = "both" if beyond else "neither"
-    bar = ax.figure.colorbar(image, cax=place, extend=ends, extendfrac=0.025)
+    bar = ax.figure.colorbar(image, cax=place, extend="both" if beyond else "neither", extendfrac=0.025)
     ticks = [-limit, -limit / 2, 0, limit / 2, limit]
     bar.set_ticks(ticks, labels=[number(t) for t in ticks])
-    bar.set_label(wrap(label, room), fontsize=SMALL)
+    bar.set_label(wrap(label, height), fontsize=SMALL)
     bar.outline.set_visible(False)
     pin(bar.ax)
-    return bar
 
 
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float] | None:
-    """Positions closest to the wanted ones in least squares, at least `gap` apart and between low and high.
+def root_figure(drawn: Axes | Figure | SubFigure) -> Figure:
+    """The whole figure that axes or a subfigure belong to."""
+    return drawn.figure.figure
 
-    Isotonic regression of `wanted[i] - i gap` by pooling adjacent violators. None if there is not enough room.
+
+@themed()
+def render(drawn: Axes | Figure | SubFigure, kind: str = "png") -> bytes:
+    """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file.
+
+    Raises:
+        UsageError: for another kind.
     """
-    n = len(wanted)
-    if (n - 1) * gap > (high - low) * (1 + 1e-9):
-        return None
-    pools: list[tuple[float, int]] = []  # (mean, members)
-    for i, value in enumerate(wanted):
-        mean, members = value - i * gap, 1
-        while pools and pools[-1][0] > mean:
-            other, count = pools.pop()
-            mean, members = (mean * members + other * count) / (members + count), members + count
-        pools.append((mean, members))
-    flat = [mean for mean, members in pools for _ in range(members)]
-    top = high - (n - 1) * gap
-    return [min(max(value, low), top) + i * gap for i, value in enumerate(flat)]
+    if kind not in _METADATA:
+        raise UsageError(f"kind: expected one of {', '.join(_METADATA)}, found {kind!r}")
+    figure, buffer = root_figure(drawn), io.BytesIO()
+    figure.draw_without_rendering()  # lays it out
+    box = figure.get_tightbbox().padded(_PAD)
+    whole = Bbox([np.floor(box.min * DPI) / DPI, np.ceil(box.max * DPI) / DPI])  # pixels stay where they are
+    engine = figure.get_layout_engine()
+    figure.set_layout_engine("none")  # a second layout would move what was measured
+    figure.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind], bbox_inches=whole)
+    figure.set_layout_engine(engine)
+    return buffer.getvalue()
 
 
-def percent(axis: Any, low: float, high: float) -> None:
-    """Tick labels in per cent for an axis of fractions; the unit is in the axis label."""
-    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    span = 100 * (high - low)
-    decimals = 0 if span >= 4 else 1 if span >= 0.4 else 2
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.{decimals}f}".replace("-", "−")))
+def save(drawn: Axes | Figure | SubFigure, path: str | Path) -> None:
+    """Write what is drawn of the whole figure as .png, .pdf or .svg, by the file's suffix.
+
+    The file appears only when it is complete. The same figure gives the same bytes.
+
+    Raises:
+        UsageError: for another suffix.
+        WeightscopeError: if the file cannot be written.
+
+    Example:
+        >>> save(convergence(result.arms), "bench.png")
+    """
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in _METADATA:
+        raise UsageError(f"{path}: expected a file name ending in {', '.join('.' + s for s in _METADATA)}")
+    atomic.write(path, render(drawn, suffix))

@@ -9,12 +9,12 @@ from matplotlib.ticker import MaxNLocator
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.arms import value_axis
+from weightscope.plots.comparisons import value_axis
 
 _CURVE = "curve"
 
 
-@theme.themed
+@theme.themed()
 def training_curves(
     per_epoch: Any,
     ax: Axes | None = None,
@@ -30,10 +30,10 @@ def training_curves(
         per_epoch: (N, E), column e after epoch e + 1. Networks with values that are not finite are
             excluded; the legend counts them.
         ax: axes to draw on; a new figure if None.
-        label: of the curve, such as `"test"`.
-        metric: what the values are; of training or of test examples.
+        label: name of the curve, such as `"test"`.
+        metric: what the values are, for training or test examples.
         band: lower and upper quantile.
-        title: figure title.
+        title: title of the figure, or of the axes given.
 
     Raises:
         DataError: if no network is finite, a value is outside the metric's bounds, or the shape is wrong.
@@ -55,7 +55,7 @@ def training_curves(
     canvas = theme.Canvas.on(ax, 6.4, 3.9)
     ax = canvas.ax
     drawn = sum(line.get_gid() == _CURVE for line in ax.lines)
-    colour = theme.PALETTE[drawn % len(theme.PALETTE)]
+    colour = theme.colour(drawn)
     epochs = np.arange(1, values.shape[1] + 1)
     low, median, high = np.quantile(kept, [band[0], 0.5, band[1]], axis=0)
     text = f"{label}: " if label else ""
@@ -64,7 +64,7 @@ def training_curves(
         text += f", {100 * band[0]:g} to {100 * band[1]:g} % shaded"
     if len(kept) < len(values):
         text += f", {len(values) - len(kept):,} diverged"
-    line_style = theme.LINES[drawn % len(theme.LINES)]
+    line_style = theme.line(drawn)
     marker = "o" if len(epochs) == 1 else None
     if len(kept) > 1:
         ax.fill_between(epochs, low, high, color=colour, alpha=0.18, lw=0, zorder=2 + 0.01 * drawn)
@@ -73,7 +73,7 @@ def training_curves(
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch")
     ax.set_ylabel(metric.title.removeprefix("test "))
-    value_axis(ax.yaxis, ax.get_ylim(), metric)
+    value_axis(ax.yaxis, metric)
     longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == _CURVE)
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
@@ -82,7 +82,7 @@ def training_curves(
     return ax
 
 
-@theme.themed
+@theme.themed()
 def metric_distribution(
     values: Any, ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
 ) -> Axes:
@@ -95,7 +95,7 @@ def metric_distribution(
         values: (N,), fractions for accuracies; those that are not finite (diverged networks) are excluded and counted.
         ax: axes to draw on; a new figure if None.
         metric: what they are.
-        title: figure title.
+        title: title of the figure, or of the axes given.
 
     Raises:
         DataError: if none is finite, or a value is outside the metric's bounds.
@@ -126,7 +126,7 @@ def metric_distribution(
     ax.set_xlabel(metric.title.removeprefix("test "))
     ax.set_ylabel("networks")
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-    value_axis(ax.xaxis, ax.get_xlim(), metric)
+    value_axis(ax.xaxis, metric)
     ax.grid(axis="y")
     heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and excluded" if left_out else "")
     canvas.legend([line, span], heading)

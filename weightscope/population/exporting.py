@@ -15,9 +15,10 @@ from typing import Any
 
 import h5py
 import numpy as np
+import tomli_w
 
-from weightscope._util import atomic, toml
-from weightscope._util.regular import open_regular
+from weightscope._util import atomic
+from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, UsageError
 from weightscope.population.reading import Population
 from weightscope.population.shard_format import new_file
@@ -81,7 +82,7 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
     columns |= {f"metrics/{name}": values for name, values in population.metrics.items()}
     texts = {
         "spec": spec.to_json(),
-        "recipe": toml.dumps(population.recipe.to_dict()),
+        "recipe": tomli_w.dumps(population.recipe.to_dict()),
         "environment": json.dumps(population.environment),
     }
     columns |= {name: np.asarray(np.bytes_(text.encode())) for name, text in texts.items()}

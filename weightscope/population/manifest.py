@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weightscope._util import atomic, toml
+import tomli_w
+
+from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.regular import open_regular, read_regular
-from weightscope._util.sources import POPULATION_FILE
+from weightscope._util.sources import POPULATION_FILE, open_regular, read_regular
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -110,7 +111,7 @@ class Manifest:
                     "tile": self.tile,
                     "sizes": list(self.sizes),
                     "recipe": values,
-                    "recipe_toml": toml.dumps(values),
+                    "recipe_toml": tomli_w.dumps(values),
                     "inputs": self.inputs,
                     "spec": json.loads(self.spec.to_json()),
                     "environment": self.environment,

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import h5py
 
 from weightscope._util import atomic
-from weightscope._util.regular import open_regular
+from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 from weightscope.population.shard_format import AGAIN, TrainedTile, check_structure, encode, foreign

@@ -9,11 +9,11 @@ recipe is parsed without importing it; what depends on it is checked when it is 
 """
 
 from weightscope.data.config import AugmentConfig
-from weightscope.recipe.bench import BenchConfig
+from weightscope.data.image_section import DataConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (
-    DataConfig,
+    BenchConfig,
     DataSection,
     DistillationConfig,
     InitConfig,

@@ -1,12 +1,21 @@
-"""The base of a recipe's sections, and checks that they share."""
+"""The base of a recipe's sections, the checks that they share, TOML text to values, and errors to messages."""
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightscope._util.names import shortened
+from weightscope._util.names import fitted, nearest, shortened
+from weightscope._util.sources import read_regular, reason
+from weightscope.errors import RecipeError
+
+_MOST_ERRORS = 3
+_LARGEST = 2**20  # bytes; recipes have about 1000
+_DEEPEST = 16  # tables and lists inside one another
+_LARGEST_INTEGER = 2**63 - 1  # TOML 1.0; also what JSON, HDF5 and torch hold
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -42,3 +51,100 @@ def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
             raise ValueError(
                 f"{key}: expected a number, a text, true, false, or a list of these, found {shortened(repr(value))}"
             )
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The values of TOML text; raises RecipeError."""
+    try:
+        values = tomllib.loads(text)
+    except RecursionError:
+        raise RecipeError(f"{where}: nested too deeply, expected at most {_DEEPEST} levels") from None
+    except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
+        raise RecipeError(f"{where}: not TOML: {error}") from error
+    check_bounds(values, where)
+    return values
+
+
+def check_bounds(values: Any, where: str, path: str = "", depth: int = 0) -> None:
+    """Check the depth of nested values and the size of integers.
+
+    Raises:
+        RecipeError: naming the path of the first value that is too deep or too large.
+    """
+    if depth > _DEEPEST:
+        raise RecipeError(f"{where}: {shortened(path)}: nested too deeply, expected at most {_DEEPEST} levels")
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            check_bounds(value, where, f"{path}.{key}" if path else str(key), depth + 1)
+    elif isinstance(values, list | tuple):
+        for i, value in enumerate(values):
+            check_bounds(value, where, f"{path}.{i}", depth + 1)
+    elif isinstance(values, int) and abs(values) > _LARGEST_INTEGER:
+        digits = round(values.bit_length() * math.log10(2))
+        raise RecipeError(
+            f"{where}: {shortened(path)}: expected an integer below 2^63, found one of about {digits} digits"
+        )
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file; raises RecipeError."""
+    try:
+        text = read_regular(path, _LARGEST).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {reason(error)}") from error
+    return parse_toml(text, str(path))
+
+
+def explain(errors: Sequence[Any], model: type[BaseModel], values: Any) -> str:
+    """Pydantic's errors about a model of some values as `path: what is allowed, found what`; the first few of them.
+
+    Which keys a section has may depend on its name, so they are not judged where that is wrong.
+    """
+    misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+    told = [error for error in errors if error["type"] != "extra_forbidden" or error["loc"][:-1] not in misnamed]
+    lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
+    more = len(told) - len(lines)
+    return "; ".join(lines) + (f"; and {more} more" if more else "")
+
+
+def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
+    parts, known = _path(error["loc"], model, values)
+    path = shortened(".".join(parts)) or "(top level)"
+    if error["type"] == "extra_forbidden":
+        near = nearest(parts[-1], known)
+        return f"{path}: unknown key, " + (f"did you mean {near!r}?" if near else f"there are {fitted(known)}")
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    found = "" if isinstance(error["input"], dict) else f", found {shortened(repr(error['input']))}"
+    return f"{path}: {message[0].lower()}{message[1:]}{found}"
+
+
+def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[list[str], list[str]]:
+    """The path of an error in the recipe, and the keys of the section there.
+
+    Pydantic's location also names the members of unions by their tags, which are no keys. Sections of which there are
+    several kinds are found by their class method `of`.
+    """
+    models, path = [model], []
+    known: list[str] = []
+    for part in loc:
+        models = [m.of(values) if hasattr(m, "of") else m for m in models]
+        known = list(dict.fromkeys(key for m in models for key in m.model_fields))
+        if isinstance(part, str) and part not in known and not (isinstance(values, Mapping) and part in values):
+            continue
+        path.append(str(part))
+        if isinstance(part, int):
+            continue
+        values = values.get(part) if isinstance(values, Mapping) else None
+        fields = [m.model_fields[part] for m in models if part in m.model_fields]
+        models = [inner for field in fields for inner in _models(field.annotation)]
+    return path, known
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]

@@ -1,31 +1,91 @@
-"""[network]: one class per network type."""
+"""[network]: one section for each type of network, which says what a recipe may set, and which class it builds.
+
+Does not import torch, so a section repeats those arguments of the class that recipes set, with their bounds and the
+defaults of recipes. What depends on sizes of the data is checked by the section [data].
+"""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, SerializeAsAny, Tag, model_validator
 
 from weightscope._util.names import unknown
-from weightscope._util.plugins import is_reference
+from weightscope._util.plugins import Registry, is_reference
 from weightscope.recipe.base import Depth, Finite, Fraction, NonNegative, Positive, Section, Width, check_numbers
-from weightscope.recipe.sequence_networks import SEQUENCE_TYPES, Mamba2Config, MambaConfig, TransformerConfig
 
 _MOST_STAGES = 16  # each halves the image
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
+_Stages = Field(max_length=_MOST_STAGES)
+Widths = Annotated[
+    Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], _Stages, Tag("list")],
+    _PER_STAGE,
+    BeforeValidator(_tuples),
+]
+Depths = Annotated[
+    Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], _Stages, Tag("list")],
+    _PER_STAGE,
+    BeforeValidator(_tuples),
+]
 
 
-class ConvMixerConfig(Section):
+class NetworkConfig(Section):
+    """What all sections of networks have.
+
+    Attributes:
+        type: the name of the network.
+        takes: what it takes, `Task.what`; None if that is up to the user's own factory.
+        network: its class, `"package.module:class"`.
+    """
+
+    takes: ClassVar[str | None]
+    network: ClassVar[str]
+
+    type: str
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The class of a section by its type; ValueError for an unknown one."""
+        kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+        if is_reference(kind):
+            return OwnNetworkConfig
+        if isinstance(kind, str) and kind in SECTIONS:
+            return SECTIONS[kind]
+        if kind is None:
+            raise ValueError(f"type is missing; expected one of {', '.join(map(repr, SECTIONS))}")
+        raise ValueError(unknown("network type", kind, SECTIONS, "'package.module:factory' for a network of your own"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the class."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name != "type"}
+
+    @property
+    def reduction(self) -> int:
+        """The factor by which the network reduces the side of an image, which must be a multiple of it."""
+        return getattr(self, "patch_size", 1)
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a sequence, if there is a limit."""
+        return None
+
+
+SECTIONS: Registry[type[NetworkConfig]] = Registry("network type")
+"""Sections by the type of network that they describe."""
+
+
+@SECTIONS.register("convmixer")
+class ConvMixerConfig(NetworkConfig):
     """ConvMixer-width/depth (thesis 2.1.1)."""
+
+    takes = "images"
+    network = "weightscope.networks.convmixer:ConvMixer"
 
     type: Literal["convmixer"]
     width: Width
@@ -38,29 +98,22 @@ class ConvMixerConfig(Section):
     activation: Literal["gelu", "relu"] = "gelu"
 
 
-class ConvNeXtConfig(Section):
+@SECTIONS.register("convnext")
+class ConvNeXtConfig(NetworkConfig):
     """ConvNeXt: isotropic if `width` and `depth` are numbers, hierarchical if they are lists of equal length."""
 
+    takes = "images"
+    network = "weightscope.networks.convnext:ConvNeXt"
+
     type: Literal["convnext"]
-    width: Annotated[
-        Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], Field(max_length=_MOST_STAGES), Tag("list")],
-        _PER_STAGE,
-    ]
-    depth: Annotated[
-        Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], Field(max_length=_MOST_STAGES), Tag("list")],
-        _PER_STAGE,
-    ]
+    width: Widths
+    depth: Depths
     kernel_size: Width = 7
     patch_size: Width = 2
     expansion: Width = 2
     layer_scale: Positive | None = None
     drop_path: Fraction = 0.0
     learned_sum: Finite | None = None
-
-    @field_validator("width", "depth", mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _same_stages(self) -> "ConvNeXtConfig":
@@ -71,12 +124,16 @@ class ConvNeXtConfig(Section):
 
     @property
     def reduction(self) -> int:
-        """The factor between the image's side length and the last stage's."""
+        """The patch, and a factor of 2 for each stage after the first."""
         return self.patch_size * 2 ** (len(self.width) - 1 if isinstance(self.width, tuple) else 0)
 
 
-class ViTConfig(Section):
+@SECTIONS.register("vit")
+class ViTConfig(NetworkConfig):
     """Vision transformer."""
+
+    takes = "images"
+    network = "weightscope.networks.vit:ViT"
 
     type: Literal["vit"]
     width: Width
@@ -106,7 +163,98 @@ class ViTConfig(Section):
         return self
 
 
-class OwnNetworkConfig(BaseModel):
+LayerKind = Literal["default", "attention", "linear_attention"]
+
+
+class _HybridConfig(NetworkConfig):
+    """The keys that Mamba and Mamba-2 share; `layers` has one kind for each layer, all "default" without it."""
+
+    takes = "sequences"
+
+    width: Width
+    depth: Depth
+    state: Width
+    expansion: Width = 2
+    tied: bool
+    layers: Annotated[tuple[LayerKind, ...], Field(min_length=1), BeforeValidator(_tuples)] | None = None
+    key_width: Width | None = None
+
+    @model_validator(mode="after")
+    def _kinds(self) -> "_HybridConfig":
+        if self.layers is not None and len(self.layers) != self.depth:
+            raise ValueError(f"layers: expected {self.depth} names, one for each layer, found {len(self.layers)}")
+        if self.key_width is not None and not {*(self.layers or ())} - {"default"}:
+            raise ValueError("key_width is of attention layers; leave it out where `layers` has none")
+        return self
+
+
+@SECTIONS.register("mamba")
+class MambaConfig(_HybridConfig):
+    """Mamba, or a hybrid with attention, for sequences of tokens."""
+
+    network = "weightscope.networks.sequences:Mamba"
+
+    type: Literal["mamba"]
+    state: Width = 16
+    tied: bool = True
+
+
+@SECTIONS.register("mamba2")
+class Mamba2Config(_HybridConfig):
+    """Mamba-2, or a hybrid with attention, for sequences of tokens."""
+
+    network = "weightscope.networks.sequences:Mamba2"
+
+    type: Literal["mamba2"]
+    state: Width = 128
+    head_width: Width = 64
+    groups: Width = 1
+    tied: bool = False
+
+    @model_validator(mode="after")
+    def _heads(self) -> "Mamba2Config":
+        heads, rest = divmod(self.expansion * self.width, self.head_width)
+        if rest or heads % self.groups:
+            raise ValueError(
+                f"head_width must divide the {self.expansion * self.width} inner channels, and groups the heads; found "
+                f"head_width {self.head_width} and groups {self.groups}"
+            )
+        return self
+
+
+@SECTIONS.register("transformer")
+class TransformerConfig(NetworkConfig):
+    """Causal Transformer for sequences of tokens, at most `context` of them with sinusoidal positions."""
+
+    takes = "sequences"
+    network = "weightscope.networks.sequences:CausalTransformer"
+
+    type: Literal["transformer"]
+    width: Width
+    depth: Depth
+    heads: Width
+    positions: Literal["sinusoidal", "rotary"] = "sinusoidal"
+    context: Width = 1024
+    expansion: Width = 4
+    embedding_dropout: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _heads(self) -> "TransformerConfig":
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width, found width {self.width} and heads {self.heads}")
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise ValueError(f"rotary positions need heads of even width, found {self.width // self.heads}")
+        if self.width % 2:
+            raise ValueError(f"width: expected an even number, as the position codes have, found {self.width}")
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """`context`, with sinusoidal positions."""
+        return self.context if self.positions == "sinusoidal" else None
+
+
+class OwnNetworkConfig(NetworkConfig):
     """A network of one's own: `type = "package.module:factory"`, and numbers for the factory.
 
     The factory is called as `factory(in_channels, image_size, num_classes, **numbers)`, for sequences as
@@ -115,7 +263,7 @@ class OwnNetworkConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    type: str
+    takes = None
 
     @model_validator(mode="after")
     def _numbers(self) -> "OwnNetworkConfig":
@@ -128,33 +276,15 @@ class OwnNetworkConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-NETWORK_TYPES = ("convmixer", "convnext", "vit", *SEQUENCE_TYPES)
+def _section(value: Any) -> Any:
+    """The section by its type; errors keep the paths of the fields."""
+    return value if isinstance(value, NetworkConfig) else NetworkConfig.of(value).model_validate(value)
 
 
-def _network_type(value: Any) -> str:
-    """The tag of a [network] section, for the union's discriminator."""
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return "own" if is_reference(kind) else str(kind)
+NetworkField = Annotated[SerializeAsAny[NetworkConfig], BeforeValidator(_section)]
+"""A [network] section in another model."""
 
 
-def _network(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    if isinstance(value, Mapping) and _network_type(value) not in (*NETWORK_TYPES, "own"):
-        if "type" not in value:
-            raise ValueError(f"type is missing; expected one of {', '.join(map(repr, NETWORK_TYPES))}")
-        raise ValueError(
-            unknown("network type", value["type"], NETWORK_TYPES, "'package.module:factory' for a network of your own")
-        )
-    return handler(value)
-
-
-NetworkConfig = Annotated[
-    Annotated[ConvMixerConfig, Tag("convmixer")]
-    | Annotated[ConvNeXtConfig, Tag("convnext")]
-    | Annotated[ViTConfig, Tag("vit")]
-    | Annotated[MambaConfig, Tag("mamba")]
-    | Annotated[Mamba2Config, Tag("mamba2")]
-    | Annotated[TransformerConfig, Tag("transformer")]
-    | Annotated[OwnNetworkConfig, Tag("own")],
-    Discriminator(_network_type),
-    WrapValidator(_network),
-]
+def network_types(takes: str) -> list[str]:
+    """The registered types of networks for what a task has, `Task.what`."""
+    return [name for name, section in SECTIONS.items() if section.takes == takes]

@@ -7,23 +7,19 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.recipes import recipe_path
-from weightscope.data.catalog import dataset_info
-from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
+from weightscope._util.sources import recipe_path
+from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import Section
-from weightscope.recipe.bench import BenchConfig
-from weightscope.recipe.networks import NetworkConfig, OwnNetworkConfig
-from weightscope.recipe.parsing import check_bounds, explain, parse_toml, read_toml
+from weightscope.recipe.base import Section, check_bounds, explain, parse_toml, read_toml
+from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.sections import (
-    DataConfig,
+    BenchConfig,
     DataSection,
     DistillationConfig,
     InitConfig,
     PopulationConfig,
     TrainingConfig,
 )
-from weightscope.recipe.sequence_networks import SEQUENCE_TYPES, TransformerConfig
 
 
 class Recipe(Section):
@@ -34,7 +30,7 @@ class Recipe(Section):
         >>> recipe.replace({"population.networks": 64, "training.epochs": 3})
     """
 
-    network: NetworkConfig
+    network: NetworkField
     data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None
@@ -49,52 +45,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Recipe":
-        """Images or sequences throughout."""
-        kind, data = self.network.type, self.data
-        sequences = isinstance(data, SequenceConfig)
-        if not isinstance(self.network, OwnNetworkConfig) and (kind in SEQUENCE_TYPES) != sequences:
-            if sequences:
-                named = ", ".join(SEQUENCE_TYPES)
-                raise ValueError(f"network.type: {kind} takes images, {data.name} has none; expected one of {named}")
-            named = ", ".join(SEQUENCE_NAMES)
-            raise ValueError(f"data.name: {kind} takes sequences, {data.name} has images; expected one of {named}")
-        if isinstance(data, SequenceConfig):
-            self._check_sequences(data)
-        elif self.training.schedule == "plateau" and data.validation is None:
+        """A network for what the task has, and nothing that is of other tasks only."""
+        takes, has = self.network.takes, self.data.what
+        if takes not in (None, has):
+            named = ", ".join((*network_types(has), "'package.module:function'"))
             raise ValueError(
-                "training.schedule: 'plateau' follows the loss of validation images; give their number, data.validation"
+                f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of "
+                f"{named}, or data that have {takes}"
             )
-        return self
-
-    def _check_sequences(self, data: SequenceConfig) -> None:
-        """Refuse what images have and sequences do not, and sequences that are longer than a network's positions."""
-        training, default = self.training, TrainingConfig(epochs=1)
-        for field in ("mixup", "cutmix", "precision"):
-            if getattr(training, field) != getattr(default, field):
-                raise ValueError(f"training.{field}: of images; leave it out for {data.name}")
-        if training.kernels == "compiled":
-            raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {data.name}, found 'compiled'")
-        if self.distillation is not None:
-            raise ValueError(f"distillation: of images; leave it out for {data.name}")
-        if isinstance(self.network, TransformerConfig) and data.longest > (self.network.longest or data.longest):
-            raise ValueError(
-                f"network.context: expected at least {data.longest}, the tokens of the longest sequence that is "
-                f"evaluated, found {self.network.context}; or use rotary positions"
-            )
-
-    @model_validator(mode="after")
-    def _patches(self) -> "Recipe":
-        if isinstance(self.network, OwnNetworkConfig) or not isinstance(self.data, DataConfig):
-            return self
-        if is_reference(self.data.name) and self.data.size is None:
-            return self
-        size = self.data.size or dataset_info(self.data.name).size
-        step = getattr(self.network, "reduction", getattr(self.network, "patch_size", 1))
-        if size % step:
-            raise ValueError(
-                f"network.patch_size: the network reduces the image by a factor of {step}, which must divide "
-                f"{self.data.name}'s {size} pixels"
-            )
+        self.data.check(self)
         return self
 
     @property
@@ -105,8 +64,26 @@ class Recipe(Section):
             UsageError: if it has sequences.
         """
         if not isinstance(self.data, DataConfig):
-            raise UsageError(f"data.name: expected images, found {self.data.name}, which has sequences of tokens")
+            raise UsageError(f"data.name: expected images, found {self.data.name}, which has {self.data.what}")
         return self.data
+
+    def completed(self, root: str | Path | None = None) -> "Recipe":
+        """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without.
+
+        Raises:
+            DataError: if the folder is missing or has no classes, or the text is damaged.
+            UsageError: if the text is shorter than a sequence.
+        """
+        return self.model_copy(update={"data": self.data.completed(root)})
+
+    @property
+    def references(self) -> list[tuple[str, str]]:
+        """The references to one's own code, with the section of each."""
+        named = [("network", self.network.type), ("data", self.data.name)]
+        if self.distillation is not None and self.distillation.network is not None:
+            named.append(("distillation", self.distillation.network.type))
+        named += [("init", part.strip()) for init in self.init for part in init.name.split("+")]
+        return [(section, name) for section, name in named if is_reference(name)]
 
     @classmethod
     def parse(cls, source: str | Mapping[str, Any], where: str = "recipe") -> "Recipe":
@@ -127,7 +104,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{where}: {explain(error.errors(), cls)}") from None
+            raise RecipeError(f"{where}: {explain(error.errors(), cls, values)}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":

@@ -1,14 +1,15 @@
-"""The sections [data] [training] [distillation] [init] [population]."""
+"""The sections [data] [training] [distillation] [init] [population] [bench]."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    SerializeAsAny,
     Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -17,80 +18,32 @@ from pydantic import (
     model_validator,
 )
 
-from weightscope._util.names import unknown
-from weightscope._util.plugins import is_reference
-from weightscope.data.catalog import DATASETS, dataset_info
-from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
-from weightscope.data.metrics import ACCURACY, LOSS, Metric
-from weightscope.data.sequence_config import MARKOV, SEQUENCE_NAMES, TEXT, MarkovConfig, TaskConfig, TextConfig
-from weightscope.data.task_sizes import TASK_SIZES
+from weightscope.data import image_section, sequence_config  # noqa: F401 - registered in SECTIONS
+from weightscope.data.task import Task
 from weightscope.errors import RecipeError
-from weightscope.recipe.base import Count, Fraction, NonNegative, Positive, Section, Width, check_numbers
-from weightscope.recipe.networks import NetworkConfig
-from weightscope.recipe.parsing import explain, read_toml
+from weightscope.recipe.base import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    Width,
+    check_numbers,
+    explain,
+    read_toml,
+)
+from weightscope.recipe.networks import NetworkField
 
 MOST_NETWORKS = 10_000_000
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
-class DataConfig(SourceConfig):
-    """The data set by name or reference; `train` and `test` limit the number of images.
-
-    `size` resizes the images. With `name = "folder"` they are those of `path`, see `SourceConfig`. With `validation`,
-    the last so many training images are not trained on; networks are evaluated on them in place of the test images.
-    """
-
-    train: Count | None = None
-    test: Count | None = None
-    validation: Count | None = None
-    augment: AugmentConfig = AugmentConfig()
-
-    @property
-    def counts(self) -> dict[str, int | None]:
-        """The arguments `train`, `test` and `validation` of `weightscope.data.load`."""
-        return {"train": self.train, "test": self.test, "validation": self.validation}
-
-    @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """What networks report about these data, the primary metric first."""
-        return ACCURACY, LOSS
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if not is_reference(value) and value not in DATASETS:
-            names = (*DATASETS, *SEQUENCE_NAMES)
-            raise ValueError(unknown("data set", value, names, "'package.module:name' for one of your own"))
-        return value
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "DataConfig":
-        if is_reference(self.name) or self.name == FOLDER:
-            return self
-        info = dataset_info(self.name)
-        for field, there in (("train", info.train), ("test", info.test)):
-            wanted = getattr(self, field)
-            if wanted is not None and wanted > there:
-                raise ValueError(f"{field} may be at most {there} for {self.name}, found {wanted}")
-        left = (info.train if self.train is None else self.train) - 1
-        if self.validation is not None and self.validation > left:
-            raise ValueError(f"validation may be at most {left} of the training images, found {self.validation}")
-        return self
+def _section(value: Any) -> Any:
+    """The [data] section by its name; errors keep the paths of the fields."""
+    return value if isinstance(value, Task) else Task.of(value).model_validate(value)
 
 
-def _kind_of_data(value: Any) -> str:
-    """The tag of a [data] section, for the union's discriminator."""
-    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
-    return name if name in (TEXT, MARKOV) else "task" if name in TASK_SIZES else "images"
-
-
-DataSection = Annotated[
-    Annotated[DataConfig, Tag("images")]
-    | Annotated[TaskConfig, Tag("task")]
-    | Annotated[TextConfig, Tag("text")]
-    | Annotated[MarkovConfig, Tag("markov")],
-    Discriminator(_kind_of_data),
-]
+DataSection = Annotated[SerializeAsAny[Task], BeforeValidator(_section)]
 
 
 class Range(Section):
@@ -208,7 +161,7 @@ class DistillationConfig(Section):
     teacher: str
     kind: Literal["logit", "feature"] = "logit"
     alpha: NonNegative = 1.0
-    network: NetworkConfig | None = None
+    network: NetworkField | None = None
 
 
 class InitConfig(BaseModel):
@@ -248,7 +201,7 @@ class InitConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{path}: {explain(error.errors(), cls)}") from None
+            raise RecipeError(f"{path}: {explain(error.errors(), cls, values)}") from None
 
 
 class PopulationConfig(Section):
@@ -261,3 +214,31 @@ class PopulationConfig(Section):
     networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     tile: Width | None = None
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Values = dict[str, str | list[Any]]
+
+
+class BenchConfig(Section):
+    """A benchmark as data; every key is an argument of `bench`, which has the same one on the command line.
+
+    `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
+    `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
+    range as text, `"0:1:0.1"`. `metric` is one of the task's, such as `"test_loss"`.
+    """
+
+    init: tuple[str | dict[str, Any], ...] = ()
+    vary: Values = Field(default_factory=dict)
+    grid: Values = Field(default_factory=dict)
+    epochs: tuple[Count, ...] = ()
+    seeds: Count | None = None
+    seed: Seed | None = None
+    frozen: str | None = None
+    control: str | None = None
+    metric: str | None = None
+
+    @field_validator("init", "epochs", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value

@@ -1,12 +1,276 @@
-"""`Coordinates`: the selected and computed coordinates of a network, from raw weight vectors to columns."""
+"""Coordinates of a network: tensors, norms folded into the next linear map, and computed ones such as diag(W2 W1)."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from weightscope.spec import WeightSpec
-from weightscope.statistics.computed import Computed, parse
-from weightscope.statistics.folding import fold, needed_for_folding, norm_pairs
+from weightscope._util.names import listing
+from weightscope.errors import SpecError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
+
+# (normalisation layer, linear map that follows it), as named in timm's and this package's ConvNeXt and ViT.
+_READERS: tuple[tuple[str, str], ...] = (
+    (r"(.*\.)norm", r"\1mlp.fc1"),
+    (r"(.*\.)norm1", r"\1attn.qkv"),
+    (r"(.*\.)norm2", r"\1mlp.fc1"),
+    (r"(.*\.)downsample\.0", r"\1downsample.1"),
+    (r"(.*\.)?head\.norm", r"\1head.fc"),
+    (r"norm|fc_norm", r"head"),
+)
+
+
+@dataclass(frozen=True)
+class NormPair:
+    """A normalisation layer and the linear map that follows it, by the names of their modules."""
+
+    norm: str
+    linear: str
+
+
+def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
+    """The pairs that can be folded in a network, found by name.
+
+    Raises:
+        SpecError: if a linear map has no bias to absorb the norm's bias.
+    """
+    pairs, names = [], set(spec.names)
+    for tensor in spec.tensors:
+        norm = tensor.name.removesuffix(".weight")
+        if norm == tensor.name or len(tensor.shape) != 1:
+            continue
+        for pattern, replacement in _READERS:
+            match = re.fullmatch(pattern, norm)
+            linear = match.expand(replacement) if match else ""
+            shape = spec[f"{linear}.weight"].shape if f"{linear}.weight" in names else ()
+            if len(shape) < 2 or shape[1] != tensor.size:
+                continue
+            if f"{norm}.bias" in names and f"{linear}.bias" not in names:
+                raise SpecError(f"`{linear}` has no bias to absorb that of `{norm}`; compute without fold_norms")
+            pairs.append(NormPair(norm, linear))
+    return tuple(pairs)
+
+
+def needed_for_folding(names: set[str], spec: WeightSpec, pairs: tuple[NormPair, ...]) -> set[str]:
+    """The names of the tensors that `fold` needs in order to fold those in `names`."""
+    needed = set(names)
+    for pair in pairs:
+        wanted = []
+        if f"{pair.linear}.weight" in names:
+            wanted += [f"{pair.norm}.weight"]
+        if f"{pair.linear}.bias" in names:
+            wanted += [f"{pair.norm}.bias", f"{pair.linear}.weight"]
+        needed |= {name for name in wanted if name in spec.slices}
+    return needed
+
+
+def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict[str, np.ndarray]:
+    """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0.
+
+    Args:
+        tensors: name -> (N, *shape), with all names of `needed_for_folding`.
+        pairs: layers to fold.
+
+    Returns:
+        new arrays for the tensors that change, the given arrays for the others.
+    """
+    out = dict(tensors)
+    for pair in pairs:
+        gain, shift = (tensors.get(f"{pair.norm}.{part}") for part in ("weight", "bias"))
+        weight, bias = (tensors.get(f"{pair.linear}.{part}") for part in ("weight", "bias"))
+        if bias is not None and shift is not None and weight is not None:
+            # A convolution without padding adds the shift once for each pixel of its filter.
+            sums = weight.reshape(*weight.shape[:3], -1).sum(axis=-1)  # (N, out, in)
+            out[f"{pair.linear}.bias"] = bias + np.einsum("noi,ni->no", sums, shift)
+        if weight is not None and gain is not None:
+            out[f"{pair.linear}.weight"] = weight * gain.reshape(len(gain), 1, -1, *[1] * (weight.ndim - 3))
+    for norm in {pair.norm for pair in pairs}:
+        if f"{norm}.weight" in out:
+            out[f"{norm}.weight"] = np.ones_like(tensors[f"{norm}.weight"])
+        if f"{norm}.bias" in out:
+            out[f"{norm}.bias"] = np.zeros_like(tensors[f"{norm}.bias"])
+    return out
+
+
+def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
+    """Fold every norm that `norm_pairs` finds in whole weight vectors.
+
+    Args:
+        vectors: (N, D), or (D,) for one network.
+        spec: names and shapes of the D columns.
+
+    Returns:
+        new vectors of the same shape and dtype: the same functions with unit gains and zero biases.
+
+    Raises:
+        SpecError: if a linear map has no bias to absorb the norm's bias.
+
+    Example:
+        >>> folded = fold_norms(population.weights(), population.spec)
+    """
+    rows = np.atleast_2d(vectors)
+    folded = fold(spec.unpack(rows), norm_pairs(spec))
+    flat = [folded[name].reshape(len(rows), -1) for name in spec.names]
+    return np.concatenate(flat, axis=1).reshape(vectors.shape).astype(vectors.dtype, copy=False)
+
+
+def _product(matrix: np.ndarray) -> np.ndarray:
+    return matrix
+
+
+def _diagonal(matrix: np.ndarray) -> np.ndarray:
+    if matrix.shape[-1] != matrix.shape[-2]:
+        raise UsageError(f"diag: expected a square matrix, found {matrix.shape[1:]}")
+    return np.diagonal(matrix, axis1=-2, axis2=-1)
+
+
+def _trace(matrix: np.ndarray) -> np.ndarray:
+    return _diagonal(matrix).sum(axis=-1)
+
+
+def _mean(matrix: np.ndarray) -> np.ndarray:
+    return matrix.mean(axis=(-2, -1))
+
+
+def _row_means(matrix: np.ndarray) -> np.ndarray:
+    return matrix.mean(axis=-1)
+
+
+def _column_means(matrix: np.ndarray) -> np.ndarray:
+    return matrix.mean(axis=-2)
+
+
+# Functions of a matrix or a product of matrices, (N, a, b) -> (N, ...). A tensor with more axes is reshaped to
+# (first axis, all others).
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "product": _product,
+    "diag": _diagonal,
+    "trace": _trace,
+    "mean": _mean,
+    "row_means": _row_means,
+    "column_means": _column_means,
+}
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One group of computed coordinates of a network.
+
+    Attributes:
+        function: a key of `FUNCTIONS`, or `"center"`: the central pixel of every filter.
+        tensors: the names of the factors, multiplied from left to right; one for `"center"`.
+    """
+
+    function: str
+    tensors: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The expression, which is also the name of these coordinates in a spec."""
+        return f"{self.function}({' @ '.join(self.tensors)})"
+
+    def tensor_spec(self, spec: WeightSpec) -> TensorSpec:
+        """Name and shape of the result.
+
+        Raises:
+            UsageError: if the shapes do not match.
+        """
+        zeros = {name: np.zeros((1, *spec[name].shape), dtype=np.float32) for name in self.tensors}
+        return TensorSpec(self.name, self(zeros).shape[1:])
+
+    def __call__(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The values.
+
+        Args:
+            tensors: name -> (N, *shape).
+
+        Returns:
+            (N, ...).
+
+        Raises:
+            UsageError: if the shapes do not match.
+        """
+        factors = [tensors[name] for name in self.tensors]
+        if self.function == "center":
+            return self._center(factors[0])
+        matrices = [f.reshape(len(f), f.shape[1] if f.ndim > 1 else 1, -1) for f in factors]
+        result = matrices[0]
+        for matrix in matrices[1:]:
+            if result.shape[2] != matrix.shape[1]:
+                shapes = " @ ".join(str(m.shape[1:]) for m in matrices)
+                raise UsageError(f"{self.name}: the matrices {shapes} cannot be multiplied")
+            result = result @ matrix
+        try:
+            return FUNCTIONS[self.function](result)
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from None
+
+    def _center(self, filters: np.ndarray) -> np.ndarray:
+        """The middle of the last two axes, (N, ..., k, k) -> (N, ...) without axes of length 1."""
+        if len(self.tensors) != 1 or filters.ndim < 4 or filters.shape[-1] % 2 == 0 or filters.shape[-2] % 2 == 0:
+            raise UsageError(
+                f"{self.name}: expected one convolution with filters of odd side, found {filters.shape[1:]}"
+            )
+        middle = filters[..., filters.shape[-2] // 2, filters.shape[-1] // 2]
+        return middle.reshape(len(middle), *[n for n in middle.shape[1:] if n != 1])
+
+
+def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
+    """Expand an expression to the computed coordinates of a network, in the spec's order.
+
+    Args:
+        expression: for instance `"center(stages.0.blocks.{i}.conv_dw.weight)"`.
+        spec: of the network.
+
+    Raises:
+        UsageError: if the expression is invalid, or matches no tensors.
+
+    Example:
+        >>> parse("center(blocks.{i}.conv_dw.weight)", spec)[0].name
+        'center(blocks.0.conv_dw.weight)'
+    """
+    known = (*FUNCTIONS, "center")
+    match = re.fullmatch(r"\s*(\w+)\s*\((.+)\)\s*", expression)
+    if match is None or match[1] not in known:
+        raise UsageError(
+            f"computed: expected FUNCTION(TENSOR @ ...) with FUNCTION one of {', '.join(known)}; found {expression!r}"
+        )
+    patterns = [part.strip() for part in match[2].split("@")]
+    found = []
+    for values in _fits(patterns[0], spec):
+        names = tuple(_fill(pattern, values, expression) for pattern in patterns)
+        if all(name in spec.slices for name in names):
+            found.append(Computed(match[1], names))
+    if not found:
+        raise UsageError(f"computed: {expression!r} matches no tensors; there are {listing(spec.names)}")
+    return tuple(found)
+
+
+def _fits(pattern: str, spec: WeightSpec) -> list[dict[str, str]]:
+    """The values of the placeholders for which the pattern is the name of a tensor."""
+    pieces, seen = re.split(r"(\{\w+\})", pattern), set()
+    regex = ""
+    for piece in pieces:
+        key = piece[1:-1]
+        if not re.fullmatch(r"\{[A-Za-z_]\w*\}", piece):
+            regex += re.escape(piece)
+        elif key in seen:
+            regex += f"(?P={key})"
+        else:
+            seen.add(key)
+            regex += f"(?P<{key}>[^.]+)"
+    matches = (re.fullmatch(regex, name) for name in spec.names)
+    return [match.groupdict() for match in matches if match]
+
+
+def _fill(pattern: str, values: Mapping[str, str], expression: str) -> str:
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            raise UsageError(f"{expression!r}: the placeholder {match[0]} does not occur in the first tensor's name")
+        return values[match[1]]
+
+    return re.sub(r"\{(\w+)\}", value, pattern)
 
 
 class Coordinates:
@@ -15,7 +279,7 @@ class Coordinates:
     Args:
         spec: of the whole network.
         select: patterns as in `WeightSpec.select`; None for computed coordinates only.
-        computed: expressions (see `weightscope.statistics.computed`), evaluated after folding.
+        computed: expressions (see `weightscope.statistics.coordinates`), evaluated after folding.
         fold_norms: fold the gain and bias of each normalisation layer into the next linear map.
 
     Attributes:

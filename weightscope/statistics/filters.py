@@ -1,10 +1,17 @@
-"""The distribution of the filters of one depthwise layer: their mean and covariance."""
+"""Distributions of depthwise filters.
 
+Mean and covariance of one layer, resized to another kernel, interpolated over depth; and the closed form of the
+covariance, which widens with depth.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from weightscope.errors import DataError
+from weightscope._util.checks import choice, positive
+from weightscope.errors import DataError, UsageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +57,232 @@ class FilterDistribution:
         for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", self.covariance, (k * k, k * k))):
             if array.shape != shape:
                 raise DataError(f"`{self.name}`: expected a {what} of shape {shape}, found {array.shape}")
+
+
+def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
+    """The covariance of k x k filters as one of `size` x `size` filters.
+
+        1. every block is padded with its own mean, or clipped, around its centre: k x k -> K x K pixels
+        2. bilinear interpolation over the grid of blocks, k x k -> K x K blocks, corner to corner
+        3. the symmetric part is taken
+
+    Steps 1 and 2 treat the two pixels of an entry differently, so step 3 is needed for a symmetric result. The thesis
+    specifies neither step 3 nor whether corners or cell edges are aligned; with corners, block (0, 0) stays the first
+    and the central block stays the central one. The result is not positive semi-definite in general; see
+    `covariance_root`.
+
+    Args:
+        covariance: (k*k, k*k), symmetric.
+        k: odd side of its filters.
+        size: K, odd side of the resized filters.
+
+    Returns:
+        (K*K, K*K) float64, symmetric; the covariance itself if K = k.
+
+    Raises:
+        UsageError: if a size is even, or the covariance has another shape.
+
+    Source: thesis section 3.1.1, "Different filter sizes".
+
+    Example:
+        >>> resized_covariance(np.eye(25), 5, 7).shape
+        (49, 49)
+    """
+    _odd(k, size)
+    covariance = np.asarray(covariance, dtype=np.float64)
+    if covariance.shape != (k * k, k * k):
+        raise UsageError(f"expected a covariance {(k * k, k * k)} of {k} x {k} filters, found {covariance.shape}")
+    if size == k:
+        return covariance
+    blocks = _recentred(covariance.reshape(k, k, k, k), size)  # (k, k, K, K)
+    along = _corner_to_corner(k, size)  # (K, k)
+    out = np.einsum("ai,bj,ijlm->ablm", along, along, blocks, optimize=True).reshape(size * size, size * size)
+    return 0.5 * (out + out.T)
+
+
+def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
+    """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is.
+
+    Raises:
+        UsageError: if a size is even, or the mean has another shape.
+    """
+    _odd(k, size)
+    mean = np.asarray(mean, dtype=np.float64)
+    if mean.shape != (k, k):
+        raise UsageError(f"expected a mean filter {(k, k)}, found {mean.shape}")
+    return _recentred(mean, size)
+
+
+def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
+    """Linear interpolation of arrays over relative depth, constant before the first and after the last.
+
+    Args:
+        depths: (L,), ascending.
+        values: L arrays of one shape.
+        depth: at which to interpolate.
+
+    Example:
+        >>> at_depth([0.0, 1.0], [np.zeros(2), np.ones(2)], 0.25)
+        array([0.25, 0.25])
+    """
+    place = float(np.interp(depth, depths, np.arange(len(depths))))
+    low = min(int(place), len(values) - 1)
+    share = place - low
+    return values[low] if share == 0 else (1 - share) * values[low] + share * values[low + 1]
+
+
+def _odd(*sizes: int) -> None:
+    for size in sizes:
+        if size < 1 or size % 2 == 0:
+            raise UsageError(f"expected odd filter sizes (with a centre pixel), found {size}")
+
+
+def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
+    """Pictures (..., k, k) padded with their means, or clipped, to (..., size, size) around the centre."""
+    k = pictures.shape[-1]
+    if size <= k:
+        cut = (k - size) // 2
+        return pictures[..., cut : cut + size, cut : cut + size]
+    pad = (size - k) // 2
+    means = pictures.mean(axis=(-2, -1), keepdims=True)
+    out = np.broadcast_to(means, (*pictures.shape[:-2], size, size)).copy()
+    out[..., pad : pad + k, pad : pad + k] = pictures
+    return out
+
+
+def _corner_to_corner(k: int, size: int) -> np.ndarray:
+    """Weights (size, k) of linear interpolation on a line, ends on ends; a single target is in the middle."""
+    places = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
+    return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(k)))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`sigma(d) = sigma0 + v d + a d^2 / 2` over the relative depth d in [0, 1] (thesis Eq. 3.11).
+
+    Attributes:
+        sigma0: at the first layer.
+        v: slope.
+        a: curvature.
+    """
+
+    sigma0: float
+    v: float
+    a: float
+
+    def __call__(self, depth: float) -> float:
+        """Sigma at a relative depth."""
+        return self.sigma0 + self.v * depth + 0.5 * self.a * depth**2
+
+
+def closed_form(k: int, sigma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The matrices C, S and M of the closed form `Sigma = (M * (C - S) + S * C) / 2`.
+
+        C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma)),   S[x, y] = z[y],   M[x, y] = z[x]
+
+    for pixels x, y, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump, and a mask.
+
+    Args:
+        k: side of the filter, odd.
+        sigma: variance of the bumps, in square pixels, > 0.
+
+    Returns:
+        Three matrices (k*k, k*k) in float64, with pixels in row-major order.
+
+    Raises:
+        UsageError: if k is not a positive odd integer, or sigma is not positive.
+
+    Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
+
+    Example:
+        >>> c, s, m = closed_form(3, 0.5)
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
+        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
+    positive("sigma", sigma)
+    pixels, half = np.arange(k), k // 2
+    # Signed distances of pixels on a ring of k.
+    ring = (pixels[:, None] - pixels[None, :] + half) % k - half
+    line = np.exp(-((pixels - half) ** 2) / (2 * sigma))  # (k,)
+    around = np.exp(-(ring**2) / (2 * sigma))  # (k, k)
+    static = np.broadcast_to(np.kron(line, line), (k * k, k * k))
+    return np.kron(around, around), static, static.T
+
+
+def conv_covariance(k: int, sigma: float) -> np.ndarray:
+    """The covariance of a k x k filter's entries, in closed form.
+
+        Sigma = (M * (C - S) + S * C) / 2 = (diag(z) C + C diag(z) - z z^T) / 2
+
+    Here z (k^2,) holds the Gaussian bump `exp(-|x - centre|^2 / (2 sigma))` over the pixels x, and C the same
+    bump around every pixel, with wrap-around: `C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma))`, with ones on the
+    diagonal. Sigma is symmetric but not positive semi-definite; see `covariance_root`.
+
+    Args:
+        k: side of the filter, odd.
+        sigma: variance of the bumps, in square pixels, > 0.
+
+    Returns:
+        (k*k, k*k) in float64; row k*i + j and column k*l + m hold Cov(F[i, j], F[l, m]).
+
+    Raises:
+        UsageError: if k is not a positive odd integer, or sigma is not positive.
+
+    Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
+
+    Example:
+        >>> conv_covariance(3, 0.5).shape
+        (9, 9)
+    """
+    c, s, m = closed_form(k, sigma)
+    return np.asarray(0.5 * ((m + s) * c - m * s))
+
+
+def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
+    """A root R of the positive semi-definite matrix `R R^T` made from a symmetric one, E diag(l) E^T.
+
+        abs    R = E diag(|l|^(1/2))         the root used by NumPy's `multivariate_normal`, through its SVD
+        clip   R = E diag(max(l, 0)^(1/2))   the nearest positive semi-definite matrix (Higham 1988)
+
+    The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
+
+    Args:
+        covariance: (n, n), symmetric.
+        psd: "abs" or "clip".
+
+    Returns:
+        (n, n) in float64.
+
+    Raises:
+        UsageError: if `psd` is neither.
+    """
+    choice("psd", psd, ("abs", "clip"))
+    import torch
+
+    # torch, not NumPy: alternating between two libraries' thread pools is slow.
+    values, vectors = (a.numpy() for a in torch.linalg.eigh(torch.from_numpy(np.asarray(covariance, np.float64))))
+    return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
+
+
+class Staged(Protocol):
+    """A layer in a stage of a hierarchical network."""
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage, from 0."""
+        ...
+
+
+def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
+    """The relative depth in [0, 1] of each layer, 0 for a single layer.
+
+    Args:
+        parts: layers in order.
+        schedule: "depth" counts over the whole network, "sawtooth" restarts in every stage.
+    """
+    if schedule == "depth":
+        places = [(i, len(parts)) for i in range(len(parts))]
+    else:
+        stages = [part.stage for part in parts]
+        places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
+    return [i / max(1, n - 1) for i, n in places]

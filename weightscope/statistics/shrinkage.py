@@ -1,8 +1,9 @@
-"""Ledoit-Wolf shrinkage of a covariance matrix towards a multiple of the identity."""
+"""Estimated covariances improved: Ledoit-Wolf shrinkage, noise eigenvalues clipped, nearest correlation matrix."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from weightscope.errors import DataError
 from weightscope.statistics.moments import Moments
@@ -77,3 +78,108 @@ def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
     squares = np.einsum("ij,ij->i", rows, rows)
     gram = rows @ rows.T if n < size else rows.T @ rows
     return ledoit_wolf_from_sums(n, size, float(squares.sum()), float(np.vdot(gram, gram)), float(squares @ squares))
+
+
+_THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
+
+
+def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int = 500) -> np.ndarray:
+    """The correlation matrix nearest to a symmetric matrix in Frobenius norm.
+
+    Alternating projections on the positive semi-definite matrices and on those with a unit diagonal, with Dykstra's
+    correction (Higham 2002, "Computing the nearest correlation matrix", Algorithm 3.3).
+
+    Args:
+        matrix: (C, C), symmetric.
+        floor: smallest eigenvalue of the result, so that it has a density.
+        steps: at most so many projections.
+
+    Returns:
+        (C, C) with unit diagonal and eigenvalues of at least about `floor`.
+    """
+    y = np.array(matrix, dtype=np.float64)
+    correction = np.zeros_like(y)
+    with threadpool_limits(1 if len(y) < _THREADED else None):
+        for _ in range(steps):
+            r = y - correction
+            values, vectors = np.linalg.eigh(r)
+            x = (vectors * np.maximum(values, floor)) @ vectors.T
+            correction = x - r
+            before, y = y, x.copy()
+            np.fill_diagonal(y, 1.0)
+            if np.linalg.norm(y - before) <= 1e-9 * max(1.0, float(np.linalg.norm(y))):
+                break
+    values, vectors = np.linalg.eigh(y)  # the last projection left the unit diagonal, up to rounding
+    x = (vectors * np.maximum(values, floor)) @ vectors.T
+    scale = 1 / np.sqrt(x.diagonal())
+    return x * np.outer(scale, scale)
+
+
+def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.ndarray, int]:
+    """A correlation matrix without the eigenvalues that noise alone explains.
+
+    Eigenvalues up to the edge (1 + sqrt(C / samples))^2 of the Marchenko-Pastur law are replaced by their mean
+    (Laloux et al. 1999, "Noise dressing of financial correlation matrices"), and the diagonal is scaled back to one.
+
+    Args:
+        correlation: (C, C).
+        samples: effective number of samples.
+
+    Returns:
+        (C, C), and how many eigenvalues were kept.
+    """
+    values, vectors = np.linalg.eigh(correlation)
+    noise = values <= (1 + np.sqrt(len(values) / samples)) ** 2
+    values[noise] = values[noise].mean() if noise.any() else 0.0
+    cleaned = (vectors * values) @ vectors.T
+    scale = 1 / np.sqrt(cleaned.diagonal())
+    cleaned *= np.outer(scale, scale)
+    return cleaned, int((~noise).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Amplified:
+    """Amplified correlations and what was done to them.
+
+    Attributes:
+        matrix: (C, C), a correlation matrix.
+        kept: correlations beyond the threshold, as pairs.
+        dropped: the other pairs, set to zero.
+        clipped: pairs whose amplified value was beyond the limit.
+        moved: Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative
+            to their norm without the diagonal.
+    """
+
+    matrix: np.ndarray
+    kept: int
+    dropped: int
+    clipped: int
+    moved: float
+
+
+def amplified(
+    correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
+) -> Amplified:
+    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as the nearest correlation.
+
+    Args:
+        correlation: (C, C).
+        errors: (C, C), standard errors of the correlations.
+        gain: factor of what is kept, >= 0; 1 keeps sizes, 0 gives I.
+        threshold: in standard errors.
+        limit: largest absolute value after amplification.
+    """
+    beyond = np.abs(correlation) > threshold * errors
+    np.fill_diagonal(beyond, False)
+    raw = np.where(beyond, gain * correlation, 0.0)
+    wanted = raw.clip(-limit, limit)
+    target = wanted + np.eye(len(raw))
+    matrix = nearest_correlation(target)
+    pairs, norm = len(raw) * (len(raw) - 1) // 2, float(np.linalg.norm(wanted))
+    return Amplified(
+        matrix,
+        kept=int(beyond.sum()) // 2,
+        dropped=pairs - int(beyond.sum()) // 2,
+        clipped=int((np.abs(raw) > limit).sum()) // 2,
+        moved=float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    )

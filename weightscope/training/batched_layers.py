@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
-from weightscope.networks.positional_attention import ConvolutionalAttention, GatedAttention
+from weightscope.networks.vit import ConvolutionalAttention, GatedAttention
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 

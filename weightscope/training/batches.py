@@ -16,11 +16,13 @@ class Batches(Protocol):
 
     Attributes:
         batch: B.
+        reported: the names of what `losses` returns, `train_loss` first.
         steps: of an epoch.
         evaluated: the names of the metrics that `evaluate` returns.
     """
 
     batch: int
+    reported: tuple[str, ...]
     steps: int
     evaluated: tuple[str, ...]
 
@@ -28,12 +30,12 @@ class Batches(Protocol):
         """The numbers of the next epoch, a row for each step, from each network's own streams."""
         ...
 
-    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Losses (T,), with a graph, and accuracies (T,) of the step whose row of numbers is given."""
+    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Losses (T,), with a graph, and what else is reported of the step whose row of numbers is given, (T,) each."""
         ...
 
     def evaluate(self) -> dict[str, Tensor]:
-        """Metrics of held-out data, each (T,)."""
+        """Metrics of held-out data, each (T,); `test_loss` is one of them."""
         ...
 
 

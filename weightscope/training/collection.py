@@ -6,37 +6,35 @@ needs to be locked or repaired: after any interruption the same call resumes.
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from weightscope import training
 from weightscope._util import atomic
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
-from weightscope.population.manifest import Manifest
 from weightscope.population.shard_format import TrainedTile
 from weightscope.recipe import Recipe
-from weightscope.training.own_code import OwnCode
-from weightscope.training.provenance import made_on, warn_of_other_builds
-from weightscope.training.references import references
-from weightscope.training.request import portable, requested
+from weightscope.training.request import Request, warn_of_other_builds
 from weightscope.training.spreading import spread
 from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
 
-if TYPE_CHECKING:
-    from weightscope.training.devices import Choice  # imports torch
-
 _log = logging.getLogger(__name__)
 
-Job = Callable[..., tuple[int, str]]
+Item = tuple[int, int]
+"""Index of a request, and a tile of its population."""
 
 
 def collect(
@@ -88,112 +86,156 @@ def collect(
     Example:
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
     """
-    path = Path(path)
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
-    recipe = recipe.model_copy(update={"bench": None})  # which says nothing about the networks
     chosen = chosen_workers(backend, workers, scheduler)
-    wanted, device, kernels = requested(recipe, path, networks, data, device)
-    existed = path.exists()
-    manifest, created = manifests.create_or_match(path, wanted, resize=networks is not None)
-    try:
-        with _terminate_as_interrupt():
-            todo = _scan(path, manifest, shard)
-            # each machine of a cluster chooses again, unless the recipe or the population asks for torch's
-            again = backend != "loky" and recipe.training.kernels == "auto"
-            job = _job(path, manifest, data, device, None if again else kernels)
-            if todo:
-                warn_of_other_builds(path, manifest, made_on(kernels, device))
-            _train(job, todo, manifest, chosen.on_device(device, len(todo)), progress, shard)
-        if shard is None or (manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)):
-            manifests.record_size(path, manifest)
-    except KeyboardInterrupt:
-        raise Resumable(f"stopped: {_kept(path, manifest)}; run the same command again to resume") from None
-    except ClusterLost as error:
-        raise Resumable(f"{error}: {_kept(path, manifest)}; run the same command again to resume") from error
-    except TilesFailed as error:
-        failure = _failure(error.errors, path, manifest)
-        if created:
-            _leave_nothing(path, existed)
-        raise failure from next(iter(error.errors.values()))
-    except Exception:
-        if created:
-            _leave_nothing(path, existed)
-        raise
-    finally:
-        _sweep(path)  # workers that were terminated may have been writing
+    request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
+    train([request], chosen, progress=progress, shard=shard, resize=networks is not None)
     return Population(path, partial=True)
 
 
-def _train(job: Job, todo: list[int], manifest: Manifest, workers: Workers, progress: bool, shard: int | None) -> None:
-    total = manifest.networks if shard is None else manifest.rows(shard)
-    finished = total - sum(map(manifest.rows, todo))
-    running: dict[int, float] = {}
-    with _Bar(total, finished, show=progress) as bar:
+def train(
+    requests: Sequence[Request],
+    workers: Workers,
+    *,
+    progress: bool = True,
+    shard: int | None = None,
+    resize: bool = False,
+    label: str = "collect",
+    finished: Callable[[Request, int, float], None] | None = None,
+) -> None:
+    """Train the tiles that populations do not have yet, the first tiles of all of them first.
 
-        def show(tile: int, done: float) -> None:
-            running[tile] = done * manifest.rows(tile)
-            bar.move_to(finished + sum(running.values()))
+    Args:
+        requests: the populations.
+        workers: where to train; see `chosen_workers`.
+        progress: see `collect`.
+        shard: see `collect`.
+        resize: whether the numbers of networks were given explicitly, so that populations also shrink to them.
+        label: of the progress bar.
+        finished: called with a request, a tile of it and the seconds that its worker took, after each tile.
 
-        with contextlib.closing(spread(job, todo, workers, show)) as tiles:
-            for tile, _ in tiles:
-                running.pop(tile, None)
-                finished += manifest.rows(tile)
-                bar.move_to(finished + sum(running.values()))
+    Raises:
+        As `collect`.
+    """
+    begun: list[Request] = []
+    created: list[tuple[Path, bool]] = []
+    try:
+        with _terminate_as_interrupt():
+            todo: list[Item] = []
+            for request in requests:
+                existed = request.path.exists()
+                manifest, new = manifests.create_or_match(request.path, request.manifest, resize=resize)
+                created += [(request.path, existed)] if new else []
+                begun.append(replace(request, manifest=manifest))
+                tiles = _scan(begun[-1], shard)
+                todo += [(len(begun) - 1, tile) for tile in tiles]
+                if tiles:
+                    warn_of_other_builds(begun[-1])
+            todo.sort(key=lambda item: item[1])
+            if requests:
+                _spread(begun, todo, workers.on_device(requests[0].device, len(todo)), progress, shard, label, finished)
+        for request in begun:
+            path, manifest = request.path, request.manifest
+            grown = manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)
+            if shard is None or grown:
+                manifests.record_size(path, manifest)
+    except KeyboardInterrupt:
+        raise Resumable(f"stopped: {_kept(begun)}; run the same command again to resume") from None
+    except ClusterLost as error:
+        raise Resumable(f"{error}: {_kept(begun)}; run the same command again to resume") from error
+    except TilesFailed as error:
+        failure = _failure(error.errors, begun)
+        _leave_nothing(created)
+        raise failure from next(iter(error.errors.values()))
+    except Exception:
+        _leave_nothing(created)
+        raise
+    finally:
+        for request in begun:
+            _sweep(request.path)  # workers that were terminated may have been writing
+
+
+def _spread(
+    requests: Sequence[Request],
+    todo: list[Item],
+    workers: Workers,
+    progress: bool,
+    shard: int | None,
+    label: str,
+    finished: Callable[[Request, int, float], None] | None,
+) -> None:
+    """Train tiles, given as index of a request and tile, with a progress bar in networks."""
+
+    def rows(item: Item) -> int:
+        return requests[item[0]].manifest.rows(item[1])
+
+    total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in requests)
+    done = total - sum(map(rows, todo))
+    running: dict[Item, float] = {}
+    job = partial(_train_item, training.train_tile, requests)
+    with _Bar(total, done, show=progress, label=label) as bar:
+
+        def show(item: Item, fraction: float) -> None:
+            running[item] = fraction * rows(item)
+            bar.move_to(done + sum(running.values()))
+
+        with contextlib.closing(spread(job, todo, workers, show)) as results:
+            for item, seconds in results:
+                running.pop(item, None)
+                done += rows(item)
+                bar.move_to(done + sum(running.values()))
+                if finished is not None:
+                    finished(requests[item[0]], item[1], seconds)
+
+
+def _train_item(
+    train_tile: Callable[..., TrainedTile],
+    requests: Sequence[Request],
+    item: Item,
+    progress: Callable[[float], None] | None = None,
+) -> float:
+    """The task of a worker: `train_shard`; returns the seconds that it took."""
+    begun = time.perf_counter()
+    train_shard(train_tile, requests[item[0]], item[1], progress=progress)
+    return time.perf_counter() - begun
 
 
 def train_shard(
     train_tile: Callable[..., TrainedTile],
-    recipe: Recipe,
+    request: Request,
     tile: int,
     *,
-    path: Path,
-    manifest: Manifest,
-    data: Path | None,
-    device: str,
-    own_code: OwnCode,
-    kernels: "Choice | None" = None,
     progress: Callable[[float], None] | None = None,
-) -> tuple[int, str]:
-    """Train one tile and write its shard; the task of a worker. Idempotent.
+) -> str:
+    """Train one tile and write its shard, unless it is there; idempotent.
 
     Args:
         train_tile: the trainer.
-        recipe: the manifest's recipe, with absolute paths.
+        request: the population.
         tile: index of the tile, counted from 0.
-        path: the population's folder.
-        manifest: of the population when the work began.
-        data: the first folder to look for the data set in.
-        device: "cpu" or "cuda".
-        own_code: the functions that the recipe refers to.
-        kernels: what trains it, for the shard's header; by default those that this machine chooses.
         progress: called with the fraction done.
 
     Returns:
-        The tile and its shard's sha256.
+        The shard's sha256.
     """
-    import torch
-
-    from weightscope.training.devices import choose_kernels, trust
-
+    path, manifest = request.path, request.manifest
     # Another process may have changed the population's size in the meantime; the shard then holds more networks.
-    there = manifests.read(path)
-    manifests.match(path, there, manifest)
+    manifests.match(path, manifests.read(path), manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
-        return tile, shards.tidy_hash(shards.shard_file(path, tile))
-    own_code.load()
-    if kernels is not None:
-        trust(recipe, torch.device(device), kernels)
-    trained = train_tile(recipe, tile, data_root=data, device=device, progress=progress)
+        return shards.tidy_hash(shards.shard_file(path, tile))
+    request.own_code.load()
+    kernels, device = request.kernels_here()
+    trained = train_tile(
+        request.recipe, tile, data_root=request.data, device=request.device, progress=progress, kernels=kernels.kernels
+    )
     there = manifests.read(path)
     manifests.match(path, there, manifest)
     larger = there if there.networks > manifest.networks else manifest
-    if kernels is None:
-        kernels = choose_kernels(recipe, torch.device(device))
-    return tile, shards.save(path, larger, trained, made_on(kernels, device), kernels.checked)[1]
+    return shards.save(path, larger, trained, device, kernels.checked)[1]
 
 
-def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
+def _scan(request: Request, shard: int | None) -> list[int]:
     """The tiles to train: missing, short or damaged ones. Removes temporary files of killed processes."""
+    path, manifest = request.path, request.manifest
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
@@ -215,40 +257,28 @@ def _scan(path: Path, manifest: Manifest, shard: int | None) -> list[int]:
     return todo
 
 
-def _job(path: Path, manifest: Manifest, data: str | Path | None, device: str, kernels: "Choice | None") -> Job:
-    """The task, a function of the tile. Its paths are absolute, since a worker may run in another folder.
-
-    Without `kernels`, a worker chooses the kernels where those of the population are compiled.
-    """
-    from weightscope import training
-
-    return partial(
-        train_shard,
-        training.train_tile,
-        portable(manifest.recipe, kernels, data),
-        path=path.absolute(),
-        manifest=manifest,
-        data=None if data is None else Path(data).absolute(),
-        device=device,
-        own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
-        kernels=kernels,
-    )
+def _kept(requests: Sequence[Request]) -> str:
+    here = sum(shards.networks_on_disk(r.path, r.manifest) for r in requests)
+    total = sum(r.manifest.networks for r in requests)
+    folder = os.path.commonpath([r.path for r in requests]) if requests else ""
+    return f"{here} of {total} networks are kept in {folder}"
 
 
-def _kept(path: Path, manifest: Manifest) -> str:
-    here = shards.networks_on_disk(path, manifest)
-    return f"{here} of {manifest.networks} networks are kept in {path}"
-
-
-def _failure(errors: Mapping[int, Exception], path: Path, manifest: Manifest) -> WeightscopeError:
+def _failure(errors: Mapping[Item, Exception], requests: Sequence[Request]) -> WeightscopeError:
     """The error that says which tiles failed and why."""
     error = next(iter(errors.values()))
     died = isinstance(error, WorkerDied)
     kind = DataError if isinstance(error, DataError) else Resumable
     why = str(error) if died or isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
     advice = "with fewer workers if memory is short" if died else "when the cause is gone"
-    where, kept = manifest.described(list(errors)), _kept(path, manifest)
-    return kind(f"{why}, in {where}: {kept}; run the same command again, {advice}")
+    failed: dict[int, list[int]] = {}
+    for at, tile in sorted(errors):
+        failed.setdefault(at, []).append(tile)
+    named = [
+        (f"{requests[at].path.name}: " if len(requests) > 1 else "") + requests[at].manifest.described(tiles)
+        for at, tiles in failed.items()
+    ]
+    return kind(f"{why}, in {'; '.join(named)}: {_kept(requests)}; run the same command again, {advice}")
 
 
 def _sweep(path: Path) -> None:
@@ -256,11 +286,13 @@ def _sweep(path: Path) -> None:
         atomic.sweep(folder)
 
 
-def _leave_nothing(path: Path, existed: bool) -> None:
-    """Remove a population that was created a moment ago and has no networks."""
-    _sweep(path)
-    folder = path / manifests.SHARDS
-    if not any(folder.glob("*.h5")):
+def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
+    """Remove populations that were created a moment ago and have no networks; their folders unless they existed."""
+    for path, existed in created:
+        _sweep(path)
+        folder = path / manifests.SHARDS
+        if any(folder.glob("*.h5")):
+            continue
         with contextlib.suppress(OSError):
             # hashes of shards that were never written
             for file in folder.glob("*.h5.sha256"):
@@ -301,14 +333,16 @@ class _Bar(tqdm):
     # tqdm's own lock is a semaphore shared between processes, which would leak if killed.
     _lock = threading.RLock()
 
-    def __init__(self, total: int, initial: int, *, show: bool, file: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, initial: int, *, show: bool, label: str = "collect", file: TextIO | None = None
+    ) -> None:
         super().__init__(
             total=total,
             initial=initial,
             # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
             disable=not show or (False if in_notebook() else None),
             file=file,
-            desc="collect",
+            desc=label,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left",
         )
 

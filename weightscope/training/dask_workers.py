@@ -47,7 +47,7 @@ def dask_pool(task: Task, scheduler: str | None, progress: Progress) -> Iterator
 class _Dask:
     def __init__(self, client: Any, task: Task, scheduler: str, progress: Progress) -> None:
         self._client, self._task, self._scheduler = client, task, scheduler
-        self._running: dict[str, tuple[int, Any]] = {}  # address of a worker -> tile, future
+        self._running: dict[str, tuple[Any, Any]] = {}  # address of a worker -> tile, future
         self._heartbeats: dict[str, tuple[float, float]] = {}  # address -> its last heartbeat, and when it was new
         self._last_heartbeat = time.monotonic()
         self._lookout = Lookout(lambda: client.scheduler_info(n_workers=-1)["workers"])
@@ -59,7 +59,7 @@ class _Dask:
     def free(self) -> int:
         return len(self._idle())
 
-    def start(self, tile: int) -> None:
+    def start(self, tile: Any) -> None:
         address = self._idle()[0]
         future = self._client.submit(
             _run, self._task, tile, workers.HANGS_SECONDS, workers=[address], allow_other_workers=False, pure=False
@@ -114,7 +114,7 @@ class _Dask:
                 self._last_heartbeat = now
         return {a for a in found if now - self._heartbeats[a][1] < workers.SILENT_SECONDS}
 
-    def _result(self, tile: int, future: Any, address: str) -> Ended:
+    def _result(self, tile: Any, future: Any, address: str) -> Ended:
         try:
             return Ended(tile, future.result(timeout=_FETCH_SECONDS))
         except Exception as error:  # noqa: BLE001 - the task's or the cluster's
@@ -124,7 +124,7 @@ class _Dask:
             return Ended(tile, error=error)
 
 
-def _run(task: Task, tile: int, hangs: float) -> Any:
+def _run(task: Task, tile: Any, hangs: float) -> Any:
     from distributed import get_worker
 
     worker = get_worker()

@@ -12,7 +12,6 @@ import torch
 
 from weightscope._util import plugins
 from weightscope._util.names import unknown
-from weightscope.data import SequenceConfig
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training import kernel_check
@@ -77,7 +76,7 @@ def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
             or do not agree.
     """
     training, auto = recipe.training, recipe.training.kernels == "auto"
-    if training.kernels == "torch" or training.engine == "loop" or isinstance(recipe.data, SequenceConfig):
+    if training.kernels == "torch" or training.engine == "loop" or recipe.data.stacked:
         return Choice("torch")
     kernels: Kernels = "triton" if device.type == "cuda" else "c"
     try:

@@ -17,25 +17,23 @@ import torch
 from torch import Tensor
 
 from weightscope import networks
-from weightscope._util.plugins import is_reference
+from weightscope._util.plugins import imported, is_reference
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
-from weightscope.data import Dataset, SequenceConfig, SequenceSource, load
 from weightscope.data.config import FOLDER
 from weightscope.data.sequence_config import TEXT
+from weightscope.data.task import Source, Task
 from weightscope.population.shard_format import TrainedTile
-from weightscope.recipe import DataSection, OwnNetworkConfig, Range, Recipe
+from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.batches import Batches, Networks
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
-from weightscope.training.image_batches import ImageBatches
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.loop_networks import LoopNetworks
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
-from weightscope.training.sequence_batches import SequenceBatches
 from weightscope.training.stacked_networks import StackedNetworks
 
 DEFAULT_TILE = 32
@@ -49,7 +47,7 @@ def spec_of(recipe: Recipe) -> WeightSpec:
 
 def _template(recipe: Recipe) -> torch.nn.Module:
     """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
-    constants = isinstance(recipe.data, SequenceConfig)  # such as position codes
+    constants = recipe.data.stacked  # such as position codes
     if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants:
         with torch.random.fork_rng(devices=[]):
             return networks.build_for(recipe)
@@ -64,6 +62,7 @@ def train_tile(
     data_root: str | Path | None = None,
     device: str = "auto",
     progress: Callable[[float], None] | None = None,
+    kernels: Kernels | None = None,
 ) -> TrainedTile:
     """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
 
@@ -73,6 +72,7 @@ def train_tile(
         data_root: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: called with the fraction done after each step.
+        kernels: those that were chosen and compared with torch's; by default they are, and the network is checked.
 
     Raises:
         DataError: if the data set is missing or damaged.
@@ -81,20 +81,23 @@ def train_tile(
     """
     where = resolve_device(device)
     with one_thread(), current(where):
-        return TileRun(recipe, tile, _load(recipe, data_root), where).train(progress)
+        if kernels is None:
+            kernels = kernels_on(recipe, where)
+            own_networks.check(recipe, kernels)
+        return TileRun(recipe, tile, _load(recipe, data_root), where, kernels).train(progress)
 
 
 @lru_cache(maxsize=2)
-def _load_cached(source: DataSection, root: str | None, **counts: int | None) -> Dataset | SequenceSource:
-    return load(source, root, **counts)
+def _load_cached(section: Task, root: str | None) -> Source:
+    return section.load(root)
 
 
-def _load(recipe: Recipe, root: str | Path | None) -> Dataset | SequenceSource:
+def _load(recipe: Recipe, root: str | Path | None) -> Source:
     data = recipe.data
     # a reference may be bound to another function later, and files of a folder may change
     if is_reference(data.name) or data.name in (FOLDER, TEXT):
-        return load(data, root, **data.counts)
-    return _load_cached(data, None if root is None else str(root), **data.counts)
+        return data.load(root)
+    return _load_cached(data, None if root is None else str(root))
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:
@@ -111,18 +114,19 @@ class TileRun:
     `batches` has what the networks are trained and evaluated on.
     """
 
-    def __init__(self, recipe: Recipe, tile: int, data: Dataset | SequenceSource, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, tile: int, data: Source, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
+        kernels = kernels_on(recipe, device) if kernels is None else kernels
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
-        kernels = kernels_on(recipe, device)
-        own_networks.check(recipe, kernels)
         template = _template(recipe)
         frozen = set(own_networks.frozen(template, training.frozen))
         stored, distillation = WeightSpec.of(template), Distillation.of(recipe, device)
-        if distillation is not None and isinstance(data, Dataset):
-            template = distillation.extended(template, data.info.classes)
+        if distillation is not None:
+            template = distillation.extended(template, recipe.data.output_shape()[-1])
         self.nets = self._networks(template, count, kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
@@ -145,18 +149,14 @@ class TileRun:
         if training.schedule == "plateau":
             self.plateau = Plateau(self.rates, training.factor, training.patience)
         self.batches: Batches
-        if isinstance(data, SequenceSource):
-            assert not isinstance(self.nets, BatchedNetworks)
-            self.batches = SequenceBatches(recipe, self.ids, data, device, self.nets)
-        else:
-            assert not isinstance(self.nets, StackedNetworks)
-            self.batches = ImageBatches(recipe, self.ids, data, device, self.nets, distillation)
+        teacher = {} if distillation is None else {"distillation": distillation}
+        self.batches = imported(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
-        self.sums = torch.zeros(2, count, device=device)  # of losses and accuracies over the steps
+        self.sums = torch.zeros(len(self.batches.reported), count, device=device)  # of each, over the steps
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _networks(self, template: torch.nn.Module, count: int, kernels: Kernels) -> Networks:
@@ -165,7 +165,7 @@ class TileRun:
             return LoopNetworks(template, count, self.device, seeds=seeds)
         if isinstance(self.recipe.network, OwnNetworkConfig):
             template = template.to(self.device)
-        if isinstance(self.recipe.data, SequenceConfig):
+        if self.recipe.data.stacked:
             return StackedNetworks(template, count, self.device)
         return BatchedNetworks(template, count, self.device, kernels=kernels)
 
@@ -206,7 +206,7 @@ class TileRun:
         return TrainedTile(self.tile, weights, self.seeds, metrics)
 
     def epoch(self, epoch: int, progress: Callable[[float], None] | None = None) -> dict[str, np.ndarray]:
-        """One pass over the training data; returns the running `train_loss` and `train_accuracy`, each (T,).
+        """One pass over the training data; returns the running `train_loss` and `train_accuracy`, or what the task has.
 
         All random numbers are uploaded before the first step, and nothing is read back before the last. While a GPU
         works on the steps, the host draws the random numbers of the next epoch.
@@ -224,8 +224,8 @@ class TileRun:
             if progress is not None:
                 progress((done + 1) / (self.steps_per_epoch * training.epochs))
         self.ready = self.batches.draw() if epoch + 1 < training.epochs else None
-        loss, right = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
-        return {"train_loss": loss, "train_accuracy": right}
+        means = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
+        return dict(zip(self.batches.reported, means, strict=True))
 
     def _upload(self, numbers: dict[str, Tensor]) -> None:
         """Copy the epoch's numbers to the device, always to the same address, which a captured graph reads."""
@@ -266,13 +266,13 @@ class TileRun:
         """
         training = self.recipe.training
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
-        losses, hits = self.batches.losses(numbers)
-        self.nets.backward(losses.sum())  # the gradient of each row of weights is that of its own loss
+        found = self.batches.losses(numbers)
+        self.nets.backward(found[0].sum())  # the gradient of each row of weights is that of its own loss
         self.optimiser.step(numbers["scalars"], training.clip_norm)
         if self.average is not None:
             self.average.lerp_(self.nets.weights, numbers["new"])
-        self.sums[0] += losses.detach()
-        self.sums[1] += hits
+        for total, values in zip(self.sums, found, strict=True):
+            total += values.detach()
         self.now += 1
 
     def _scalars(self, epoch: int) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, 
 from weightscope.init.scale_control import ScaleControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.references import references
 
 
 def initial_weights(
@@ -69,7 +68,7 @@ def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> 
             continue
         where = f"init{f'.{i}' if len(recipe.init) > 1 else ''} ({config.artifact or config.name})"
         try:
-            own = tuple(imported(name) for section, name in references(recipe) if section != "data")
+            own = tuple(imported(name) for section, name in recipe.references if section != "data")
             key = json.dumps([about["network"], about["data"], about["init"][i], recipe.population.seed, i]), own
             if key not in _checked:
                 with torch.random.fork_rng(devices=[]), kept_generators():

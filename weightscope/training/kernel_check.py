@@ -26,8 +26,7 @@ from weightscope.errors import UsageError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.training import own_networks
 from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.image_batches import CALIBRATION_BATCHES, EVALUATION_IMAGES
-from weightscope.training.images import fused, load_images
+from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES, fused, load_images
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.optimiser import BatchedAdamW
@@ -58,7 +57,7 @@ def plan(recipe: Recipe, kernels: Kernels) -> Plan:
     """
     if isinstance(recipe.network, OwnNetworkConfig):
         own_networks.check(recipe, "torch")
-    info, data = dataset_info(recipe.images), recipe.data
+    info, data = dataset_info(recipe.images), recipe.images
     batch = min(recipe.training.batch_size, data.train or info.train or recipe.training.batch_size)
     with torch.random.fork_rng(devices=[]):
         batched = BatchedNetworks(networks.build_for(recipe), _NETWORKS, kernels=kernels)

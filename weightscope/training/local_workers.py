@@ -57,7 +57,7 @@ class _Local:
     def free(self) -> int:
         return self._count - len(self._busy)
 
-    def start(self, tile: int) -> None:
+    def start(self, tile: Any) -> None:
         while _spare and not _spare[-1].process.is_alive():
             _spare.pop().end()
         worker = _spare.pop() if _spare else _Worker()
@@ -95,11 +95,11 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._tile = -1
+        self._tile: Any = None
         self._silent, self._listened = 0.0, time.monotonic()
         self._limit = workers.START_SECONDS
 
-    def give(self, task: bytes, tile: int) -> None:
+    def give(self, task: bytes, tile: Any) -> None:
         self._tile, self._silent, self._listened = tile, 0.0, time.monotonic()
         with contextlib.suppress(OSError):  # it has died, which `listen` reports
             self.connection.send((task, tile, workers.HANGS_SECONDS))
@@ -149,7 +149,7 @@ def _serve(connection: Connection) -> None:
     lock = threading.Lock()
     now: dict[str, Any] = {"tile": None, "done": None}
 
-    def send(kind: str, tile: int, value: Any) -> None:
+    def send(kind: str, tile: Any, value: Any) -> None:
         try:
             with lock:
                 connection.send((kind, tile, value))

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weightscope._util.seeding import kept_generators, seed_generators
 from weightscope.errors import UsageError
 from weightscope.networks.layers import DropPath
-from weightscope.networks.sequences.models import TokenEmbedding
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.spec import WeightSpec
 from weightscope.training.kernels.functions import Kernels
 

@@ -20,10 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.names import matching, shortened
-from weightscope.data import SequenceConfig
-from weightscope.data.catalog import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
-from weightscope.networks.building import vocabulary_of
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_networks import USE_LOOP, BatchedNetworks
@@ -54,7 +51,7 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
             with torch.device("meta"):
                 frozen(networks.build_for(recipe), recipe.training.frozen)
         return
-    shape = [recipe.data.name, *_input_shape(recipe), *_output_shape(recipe)]
+    shape = [recipe.data.name, *recipe.data.input_shape(), *recipe.data.output_shape()]
     settings = [recipe.network.model_dump(), *shape, recipe.training.engine, recipe.training.frozen, kernels]
     key = (plugins.imported(config.type), json.dumps(settings))
     if key in _checked:
@@ -63,8 +60,8 @@ def check(recipe: Recipe, kernels: Kernels) -> None:
         torch.manual_seed(0)
         plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
     _check_plain(plain[0], recipe)
-    if isinstance(recipe.data, SequenceConfig):
-        _check_causal(plain[0], recipe, vocabulary_of(recipe.data))
+    if recipe.data.causal:
+        _check_causal(plain[0], recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
         with _float64():
             _check_batched([network.double() for network in plain], recipe, "c" if kernels == "c" else "torch")
@@ -97,36 +94,14 @@ def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if name not in left_out}
 
 
-def _input_shape(recipe: Recipe) -> tuple[int, ...]:
-    """Of one image, or of one sequence."""
-    if isinstance(recipe.data, SequenceConfig):
-        return (min(recipe.data.longest, _TOKENS),)
-    info = dataset_info(recipe.images)
-    return info.channels, info.size, info.size
-
-
-def _output_shape(recipe: Recipe) -> tuple[int, ...]:
-    """Of the logits of one image, or of one sequence."""
-    if isinstance(recipe.data, SequenceConfig):
-        return *_input_shape(recipe), vocabulary_of(recipe.data)
-    return (dataset_info(recipe.images).classes,)
-
-
-def _inputs(recipe: Recipe, generator: torch.Generator, *batch: int) -> Tensor:
-    """Random images or sequences, (*batch, ...)."""
-    shape = (*batch, *_input_shape(recipe))
-    if isinstance(recipe.data, SequenceConfig):
-        return torch.randint(vocabulary_of(recipe.data), shape, generator=generator)
-    return torch.randn(shape, generator=generator)
-
-
 def _check_plain(network: nn.Module, recipe: Recipe) -> None:
-    name, expected = recipe.network.type, (_EXAMPLES, *_output_shape(recipe))
-    inputs = _inputs(recipe, torch.Generator().manual_seed(1), _EXAMPLES)
-    what = "sequences" if isinstance(recipe.data, SequenceConfig) else "images"
+    name, expected = recipe.network.type, (_EXAMPLES, *recipe.data.output_shape())
+    inputs = recipe.data.inputs(torch.Generator().manual_seed(1), _EXAMPLES)
+    what = recipe.data.what
     with torch.random.fork_rng(devices=[]):
         logits = _run(
-            lambda: network.train()(inputs), f"{name}: the forward pass failed on {what} {tuple(inputs.shape)}"
+            lambda: network.train()(inputs),
+            f"{name}: the forward pass failed on {what} {tuple(inputs.shape)}",
         )
     if not isinstance(logits, Tensor) or logits.shape != expected:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -144,7 +119,7 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
     for parameter in _trained(network, recipe).values():  # away from zeros, behind which a dependence does not show
         parameter.add_(0.1 * torch.rand(parameter.shape, generator=generator))
-    tokens = _inputs(recipe, generator, _EXAMPLES)
+    tokens = recipe.data.inputs(generator, _EXAMPLES)
     changed = tokens.clone()
     changed[:, -1] = (changed[:, -1] + 1) % vocabulary
     found = []
@@ -166,7 +141,7 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
     name, generator = recipe.network.type, torch.Generator().manual_seed(2)
     batched: BatchedNetworks | StackedNetworks
-    if isinstance(recipe.data, SequenceConfig):
+    if recipe.data.stacked:
         batched = StackedNetworks(plain[0], len(plain))
     else:
         batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
@@ -178,8 +153,8 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
     where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
     for case in ("evaluation", "training", "one diverged"):
         training, first = case != "evaluation", 0
-        inputs = _inputs(recipe, generator, len(plain), _EXAMPLES)
-        direction = torch.randn(_EXAMPLES, *_output_shape(recipe), generator=generator)
+        inputs = recipe.data.inputs(generator, len(plain), _EXAMPLES)
+        direction = torch.randn(_EXAMPLES, *recipe.data.output_shape(), generator=generator)
         if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
             batched.weights[0], first = float("nan"), 1
             if inputs.is_floating_point():

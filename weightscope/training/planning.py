@@ -2,23 +2,24 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.results import Result
-from weightscope._util.tables import text_table
+import torch
+
+from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shard_format import expected_bytes
-from weightscope.recipe import Recipe
-from weightscope.training.own_code import OwnCode
-from weightscope.training.references import references
-from weightscope.training.request import portable, requested
-from weightscope.training.spreading import on_each
-from weightscope.training.workers import chosen_workers
+from weightscope.recipe import Recipe, TrainingConfig
+from weightscope.training.devices import current, one_thread
+from weightscope.training.engine import TileRun
+from weightscope.training.request import Request
+from weightscope.training.spreading import on_each, spread
+from weightscope.training.workers import Workers, chosen_workers
 
 _TIMED_SECONDS = 2.0  # of steps, on each worker
 _MOST_STEPS = 64
@@ -120,22 +121,16 @@ def plan(
     Example:
         >>> print(plan(Recipe.load("digits-convnext"), "digits.pop", networks=10_000, workers=2).text())
     """
-    path = Path(path)
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
     chosen = chosen_workers(backend, workers, scheduler)
-    manifest, device, kernels = requested(recipe, path, networks, data, device)
-    done = 0
-    if (path / manifests.NAME).exists():
-        manifests.match(path, manifests.read(path), manifest)
-        done = sum(shards.state(path, manifest, t).kind == "done" for t in shards.tiles_on_disk(path, manifest))
-    job = partial(
-        _time_tile,
-        portable(manifest.recipe, kernels, data),
-        data=None if data is None else Path(data).absolute(),
-        device=device,
-        own_code=OwnCode.of(name for _, name in references(manifest.recipe)),
-    )
-    seconds = on_each(job, chosen.on_device(device, manifest.tiles), manifest.tiles)
+    request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
+    manifest, done = request.manifest, 0
+    if (request.path / manifests.NAME).exists():
+        manifests.match(Path(path), manifests.read(request.path), manifest)
+        there = shards.tiles_on_disk(request.path, manifest)
+        done = sum(shards.state(request.path, manifest, tile).kind == "done" for tile in there)
+    workers_here = chosen.on_device(request.device, manifest.tiles)
+    costs = on_each(partial(_time_tile, [request]), workers_here, manifest.tiles)
+    seconds = tuple(cost.seconds(request.recipe.training) for cost in costs)
     return Plan(
         path=str(path),
         networks=manifest.networks,
@@ -144,12 +139,12 @@ def plan(
         done=done,
         bytes_on_disk=expected_bytes(manifest),
         workers=len(seconds),
-        tile_seconds=tuple(seconds),
-        hours=_seconds(manifest.tiles - done, tuple(seconds)) / 3600,
+        tile_seconds=seconds,
+        hours=_until_finished(manifest.tiles - done, seconds) / 3600,
     )
 
 
-def _seconds(tiles: int, each: tuple[float, ...]) -> float:
+def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
     """When the last of some tiles is finished, if whichever worker is free takes the next."""
     # after t seconds worker i has finished floor(t / each[i]) tiles: the least t with enough in all, by bisection
     low, high = 0.0, tiles * min(each)
@@ -160,31 +155,58 @@ def _seconds(tiles: int, each: tuple[float, ...]) -> float:
     return high
 
 
-def _time_tile(
-    recipe: Recipe,
-    _tile: int,
-    *,
-    data: Path | None,
-    device: str,
-    own_code: OwnCode,
-    progress: Callable[[float], None],
-) -> float:
-    """Seconds that tile 0 takes in this process, extrapolated from a few steps."""
-    from weightscope.data import load
-    from weightscope.training.devices import current, one_thread, resolve_device
-    from weightscope.training.engine import TileRun
+@dataclass(frozen=True)
+class TileCost:
+    """Measured seconds of a tile.
 
-    own_code.load()
-    where, training = resolve_device(device), recipe.training
-    source = load(recipe.data, data, **recipe.data.counts)
-    with one_thread(), current(where):
+    Attributes:
+        start: of its networks, their initialisation included.
+        step: of one step of all networks.
+        steps: number of steps of an epoch.
+        evaluation: of one evaluation of all networks.
+    """
+
+    start: float
+    step: float
+    steps: int
+    evaluation: float
+
+    def seconds(self, training: TrainingConfig) -> float:
+        """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""
+        evaluations = training.epochs if training.evaluate == "epoch" else 1
+        return self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
+
+
+def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
+    """What a tile of each request costs while all workers are busy; the slowest of those that were timed.
+
+    Raises:
+        TilesFailed: if one cannot be timed.
+    """
+    rounds = -(-(workers.count or 1) // len(requests))  # so that every worker is busy, as later
+    slowest: dict[int, TileCost] = {}
+    for i, cost in spread(partial(_time_tile, requests), range(rounds * len(requests)), workers):
+        at = i % len(requests)
+        there = slowest.get(at, cost)
+        slowest[at] = max(there, cost, key=lambda each: each.seconds(requests[at].recipe.training))
+    return [slowest[at] for at in range(len(requests))]
+
+
+def _time_tile(requests: Sequence[Request], i: int, *, progress: Callable[[float], None]) -> TileCost:
+    """What tile 0 of request i mod their number costs in this process, from a few steps; nothing is kept."""
+    request = requests[i % len(requests)]
+    recipe, device = request.recipe, torch.device(request.device)
+    request.own_code.load()
+    kernels = request.kernels_here()[0].kernels
+    source = recipe.data.load(request.data)
+    with one_thread(), current(device):
         begun = time.perf_counter()
-        run = TileRun(recipe, 0, source, where)
+        run = TileRun(recipe, 0, source, device, kernels)
         start = time.perf_counter() - begun
         whole, steps, step = run.steps_per_epoch, min(2, run.steps_per_epoch), 0.0
         while True:  # the first round warms up; later ones are longer, until they can be timed
             few = steps * run.batch
-            short = TileRun(recipe, 0, source.shortened(few), where)
+            short = TileRun(recipe, 0, source.shortened(few), device, kernels)
             short.epoch(0)
             begun = time.perf_counter()
             short.epoch(0)
@@ -195,5 +217,4 @@ def _time_tile(
         begun = time.perf_counter()
         run.evaluate()
         evaluation = time.perf_counter() - begun
-    evaluations = training.epochs if training.evaluate == "epoch" else 1
-    return start + training.epochs * whole * step + evaluations * evaluation
+    return TileCost(start, step, whole, evaluation)

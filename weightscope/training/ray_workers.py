@@ -53,7 +53,7 @@ class _Ray:
         self._ray, self._progress, self._task = ray, progress, ray.put(task)
         self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
         self._remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run)
-        self._pending: dict[Any, tuple[int, int]] = {}  # future -> tile, number of the attempt
+        self._pending: dict[Any, tuple[Any, int]] = {}  # future -> tile, number of the attempt
         self._attempts = itertools.count()
         self._beat: dict[int, float] = {}  # attempt -> time of its last heartbeat
         self._kind, self._seen = "GPU" if gpu else "CPU", time.monotonic()
@@ -66,7 +66,7 @@ class _Ray:
     def free(self) -> int:
         return _PENDING - len(self._pending)
 
-    def start(self, tile: int) -> None:
+    def start(self, tile: Any) -> None:
         attempt = next(self._attempts)
         future = self._remote.remote(self._task, tile, self._board, attempt, workers.HANGS_SECONDS)
         self._pending[future] = tile, attempt
@@ -106,7 +106,7 @@ class _Ray:
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._board)
 
-    def _result(self, tile: int, future: Any) -> Ended:
+    def _result(self, tile: Any, future: Any) -> Ended:
         try:
             return Ended(tile, self._ray.get(future))
         except self._ray.exceptions.RayTaskError as error:
@@ -133,7 +133,7 @@ class _Board:
         return {attempt: (now - at, done) for attempt, (at, done) in self._beats.items()}
 
 
-def _run(task: Task, tile: int, board: Any, attempt: int, hangs: float) -> Any:
+def _run(task: Task, tile: Any, board: Any, attempt: int, hangs: float) -> Any:
     now: dict[str, float | None] = {"done": None}
     over = threading.Event()
 

@@ -1,96 +1,154 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+
+from weightscope import training
 from weightscope._util import plugins
 from weightscope._util.environment import environment
-from weightscope.data.config import FOLDER
-from weightscope.data.folder import located
-from weightscope.data.sequence_config import TaskConfig, TextConfig
 from weightscope.errors import DataError
+from weightscope.init import _trained
+from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
+from weightscope.population import shards
 from weightscope.population.manifest import Manifest
-from weightscope.recipe import DataConfig, Recipe
-from weightscope.training.references import references
-from weightscope.training.weight_hashes import weight_hashes
-
-if TYPE_CHECKING:
-    from weightscope.training.devices import Choice  # imports torch
+from weightscope.population.shard_format import header_text
+from weightscope.recipe import Recipe
+from weightscope.training import own_networks, tile_size
+from weightscope.training.devices import Choice, choose_kernels, resolve_device
+from weightscope.training.distillation import teacher_of
+from weightscope.training.initial_weights import check_initialisers
+from weightscope.training.own_code import OwnCode
 
 _log = logging.getLogger(__name__)
+_TEACHER = "teacher "  # before its path, in the names of the manifest
+_passed: dict[tuple[str, str], str] = {}  # (name in the manifest, what else the hash depends on) -> hash
+# what kernels and the comparison of batched with plain networks depend on
+_OF_KERNELS = ("batch_size", "betas", "precision", "mixup", "cutmix", "engine")
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
-def requested(
-    recipe: Recipe, path: Path, networks: int | None, data: str | Path | None, device: str
-) -> tuple[Manifest, str, "Choice"]:
-    """The manifest of the requested population, device and kernels; raises every error that can be detected beforehand.
+@dataclass(frozen=True)
+class Request:
+    """A population to train. All that is asked for is checked once, here; workers get it and trust it.
 
-    `kernels = "auto"` takes those of an existing population.
+    Attributes:
+        path: the population's folder, absolute.
+        manifest: recipe, with tile and kernels, spec of a network, and hashes of everything that the recipe refers to.
+        recipe: the manifest's, with absolute paths.
+        device: "cpu" or "cuda".
+        kernels: what trains the networks; None if each machine of a cluster chooses them.
+        made_on: device and kernels, as in the headers of shards.
+        data: the first folder to look for the data set in, absolute.
+        own_code: the functions that the recipe refers to.
     """
-    from weightscope import training
-    from weightscope.data import load
-    from weightscope.networks import build_for
-    from weightscope.training import own_networks
-    from weightscope.training.devices import choose_kernels, resolve_device
-    from weightscope.training.initial_weights import check_initialisers
-    from weightscope.training.tile_size import choose_tile
 
-    if networks is not None:
-        recipe = recipe.replace({"population.networks": networks})
-    recipe = with_classes(recipe, data)
-    resolved = resolve_device(device)
-    device = str(resolved)
-    own_code = own_code_hashes(recipe)
-    there = manifests.read(path) if (path / manifests.NAME).exists() else None
-    if there is None and isinstance(recipe.data, TaskConfig):
-        recipe.data.check_answers()
-    if there is not None:
-        _refuse_changed_code(path, there.inputs, own_code)
-    spec = training.spec_of(recipe)
-    inputs = manifests.artifact_hashes(recipe) | own_code | weight_hashes(recipe)
-    check_initialisers(recipe, lambda: build_for(recipe))
-    source = load(recipe.data, data, **recipe.data.counts)
-    inputs[f"data {recipe.data.name}"] = source.fingerprint
-    if there is None and recipe.training.ema:
-        _warn_of_short_average(recipe, path, source.examples)
-    there_kernels = None if there is None else there.recipe.training.kernels
-    if recipe.training.kernels == "auto" and there_kernels == "torch":
-        recipe = recipe.replace({"training.kernels": "torch"})
-    kernels = choose_kernels(recipe, resolved)
-    own_networks.check(recipe, kernels.kernels)
-    if recipe.training.kernels == "auto":
-        recipe = _recorded(recipe, path, there_kernels, kernels)
-    if recipe.population.tile is None:
-        tile = choose_tile(recipe, source, resolved) if there is None else there.tile
-        recipe = recipe.replace({"population.tile": tile})
-    return Manifest(recipe, spec, environment(device), (recipe.population.networks,), inputs), device, kernels
+    path: Path
+    manifest: Manifest
+    recipe: Recipe
+    device: str
+    kernels: Choice | None
+    made_on: str
+    data: Path | None
+    own_code: OwnCode
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe | Mapping[str, Any],
+        path: str | Path,
+        *,
+        networks: int | None = None,
+        data: str | Path | None = None,
+        device: str = "auto",
+        cluster: bool = False,
+        shared: dict[Any, Any] | None = None,
+    ) -> "Request":
+        """Check everything that can be known before a network is trained; nothing is written.
+
+        Args:
+            recipe: see `collect`.
+            path: see `collect`; an existing population keeps its tile and its kernels.
+            networks: see `collect`.
+            data: see `collect`.
+            device: see `collect`.
+            cluster: whether other machines train, which choose their kernels where the recipe leaves it open.
+            shared: results of checks, for requests of the same process that have much in common.
+
+        Raises:
+            RecipeError: if the recipe is invalid, or an initialiser does not apply to the network.
+            UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
+            DataError: if data are missing, or one's own functions have changed.
+        """
+        results: dict[Any, Any] = {} if shared is None else shared
+
+        def once(work: Callable[[], Any], what: str, *about: Any) -> Any:
+            key = what, json.dumps(about)
+            if key not in results:
+                results[key] = work()
+            return results[key]
+
+        path = Path(path)
+        wanted = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
+        wanted = wanted.model_copy(update={"bench": None})  # which says nothing about the networks
+        if networks is not None:
+            wanted = wanted.replace({"population.networks": networks})
+        root = None if data is None else Path(data).absolute()
+        wanted = wanted.completed(root)
+        again = cluster and wanted.training.kernels == "auto"
+        where, own_code = resolve_device(device), own_code_hashes(wanted)
+        there = manifests.read(path) if (path / manifests.NAME).exists() else None
+        if there is None:
+            wanted.data.check_new()
+        else:
+            _refuse_changed_code(path, there.inputs, own_code)
+        spec = training.spec_of(wanted)
+        inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted)
+        check_initialisers(wanted, lambda: build_for(wanted))
+        values = wanted.to_dict()
+        source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
+        inputs[f"data {wanted.data.name}"] = source.fingerprint
+        if there is None and wanted.training.ema:
+            _warn_of_short_average(wanted, path, source.examples)
+        there_kernels = None if there is None else there.recipe.training.kernels
+        if wanted.training.kernels == "auto" and there_kernels == "torch":
+            wanted = wanted.replace({"training.kernels": "torch"})
+        network = values["network"], values["data"], [values["training"][field] for field in _OF_KERNELS]
+        kernels = once(lambda: choose_kernels(wanted, where), "kernels", str(where), wanted.training.kernels, *network)
+        once(lambda: own_networks.check(wanted, kernels.kernels), "network", wanted.training.frozen, *network)
+        if wanted.training.kernels == "auto":
+            wanted = _recorded(wanted, path, there_kernels, kernels)
+        if wanted.population.tile is None:
+            tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
+            wanted = wanted.replace({"population.tile": tile})
+        return cls(
+            path=path.absolute(),
+            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
+            device=str(where),
+            kernels=None if again else kernels,
+            made_on=made_on(kernels, str(where)),
+            data=root,
+            own_code=OwnCode.of(name for _, name in wanted.references),
+        )
+
+    def kernels_here(self) -> tuple[Choice, str]:
+        """What trains the networks in this process, and device and kernels for the headers of shards."""
+        if self.kernels is not None:
+            return self.kernels, self.made_on
+        kernels = choose_kernels(self.recipe, torch.device(self.device))
+        return kernels, made_on(kernels, self.device)
 
 
-def with_classes(recipe: Recipe, data: str | Path | None) -> Recipe:
-    """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without it.
-
-    Raises:
-        DataError: if the folder is missing or has no classes, or the text is damaged.
-        UsageError: if the text is shorter than a sequence.
-    """
-    from weightscope.data import SequenceSource
-    from weightscope.data.catalog import dataset_info
-
-    if isinstance(recipe.data, TextConfig) and recipe.data.vocabulary is None:
-        return recipe.replace({"data.vocabulary": SequenceSource.of(recipe.data, data).vocabulary})
-    if not isinstance(recipe.data, DataConfig):
-        return recipe
-    if recipe.data.name != FOLDER or recipe.data.classes is not None:
-        return recipe
-    return recipe.replace({"data.classes": dataset_info(recipe.data, data).classes})
-
-
-def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: "Choice") -> Recipe:
+def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) -> Recipe:
     """The recipe with what the manifest records in place of "auto"."""
     kept = there or ("torch" if kernels.kernels == "torch" else "compiled")
     if (kept, kernels.kernels) == ("compiled", "torch"):
@@ -126,7 +184,7 @@ def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """
     return {
         f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
-        for kind, name in references(recipe)
+        for kind, name in recipe.references
         if kind != "data"
     }
 
@@ -140,19 +198,103 @@ def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[st
             )
 
 
-def portable(recipe: Recipe, kernels: "Choice | None", data: str | Path | None) -> Recipe:
-    """The recipe with absolute paths and the kernels to use, for a worker that runs in another folder."""
-    values = recipe.to_dict()
-    if values["training"]["kernels"] == "compiled":
-        actual = "auto" if kernels is None else "torch" if kernels.kernels == "torch" else "compiled"
-        values["training"]["kernels"] = actual
-    if isinstance(recipe.data, TextConfig):
-        values["data"]["path"] = str(recipe.data.located(data).absolute())
-    elif isinstance(recipe.data, DataConfig) and recipe.data.path is not None:
-        values["data"]["path"] = str(located(recipe.data, None if data is None else Path(data)).absolute())
+def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
+    """The recipe with absolute paths, for workers in other folders; with the kernels open if they choose again."""
+    values = recipe.model_copy(update={"data": recipe.data.absolute(root)}).to_dict()
+    if again:
+        values["training"]["kernels"] = "auto"
     for init in values["init"]:
         if "artifact" in init:
             init["artifact"] = os.path.abspath(init["artifact"])
     if "distillation" in values and "://" not in values["distillation"]["teacher"]:
         values["distillation"]["teacher"] = os.path.abspath(values["distillation"]["teacher"])
     return Recipe.parse(values)
+
+
+def made_on(choice: Choice, device: str) -> str:
+    """The device for a shard's header: GPU models and builds of kernels round differently."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return f"{name}, kernels {choice.build}" if choice.build else name
+
+
+def warn_of_other_builds(request: Request) -> None:
+    """Say so if existing shards were trained by something else than this process would use."""
+    path, manifest, device = request.path, request.manifest, request.made_on
+    for tile in shards.tiles_on_disk(path, manifest):
+        try:
+            with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
+                there = header_text(h5, "device")
+        except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
+            continue
+        if there != device:
+            _log.warning(
+                "%s: tile %d was trained on %s, new ones are on %s, whose results are rounded differently",
+                path,
+                tile,
+                there,
+                device,
+            )
+        return
+
+
+def weight_hashes(recipe: Recipe) -> dict[str, str]:
+    """`"weights PATH"` -> 16 hex digits of the SHA-256 of the tensors of each source; `"teacher PATH"` for the teacher.
+
+    Raises:
+        WeightscopeError: if one cannot be read.
+    """
+    return {name: _passed[name, how] if (name, how) in _passed else _hash(recipe, name) for name, how in _named(recipe)}
+
+
+@contextlib.contextmanager
+def hashed_once(recipes: Iterable[Recipe]) -> Iterator[None]:
+    """Within the block, `weight_hashes` does not read the sources of these recipes again.
+
+    Raises:
+        DataError: at the end, if one of them has changed meanwhile.
+    """
+    firsts = {key: recipe for recipe in recipes for key in _named(recipe)}  # one recipe of each
+    before = {key: _hash(recipe, key[0]) for key, recipe in firsts.items()}
+    with restored(before):
+        yield
+    for key, recipe in firsts.items():
+        if (found := _hash(recipe, key[0])) != before[key]:
+            raise DataError(
+                f"{key[0]} has changed while networks were trained: expected hash {before[key]}, found {found}; "
+                "restore the original and begin again in another folder"
+            )
+
+
+def passed() -> dict[tuple[str, str], str]:
+    """The hashes that hold here; see `restored`."""
+    return dict(_passed)
+
+
+@contextlib.contextmanager
+def restored(hashes: Mapping[tuple[str, str], str]) -> Iterator[None]:
+    """Within the block, the hashes of another process's `passed()`, or of `hashed_once`, hold."""
+    before = dict(_passed)
+    _passed.update(hashes)
+    try:
+        yield
+    finally:
+        _passed.clear()
+        _passed.update(before)
+
+
+def _named(recipe: Recipe) -> list[tuple[str, str]]:
+    """Names in the manifest, each with what else its hash depends on."""
+    own = {name for section, name in recipe.references if section == "init"}
+    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
+    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
+    named = [(f"{manifests.WEIGHTS}{name}", "") for name in sorted({name for name in given if isinstance(name, str)})]
+    teacher = recipe.distillation
+    if teacher is not None and teacher.alpha != 0:
+        network = teacher.network or recipe.network
+        named.append((f"{_TEACHER}{teacher.teacher}", f"{network.model_dump_json()} {recipe.data.model_dump_json()}"))
+    return named
+
+
+def _hash(recipe: Recipe, name: str) -> str:
+    source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
+    return _trained.fingerprint(source)

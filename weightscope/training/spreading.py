@@ -24,8 +24,8 @@ _FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no 
 
 
 def spread(
-    task: Task, tiles: Sequence[int], workers: Workers, progress: Progress | None = None
-) -> Generator[tuple[int, Any], None, None]:
+    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None
+) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
     A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does
@@ -72,10 +72,10 @@ def _pool(task: Task, workers: Workers, progress: Progress) -> Iterator[Pool]:
         yield _ThisProcess(task, progress)
 
 
-def _distribute(pool: Pool, tiles: Sequence[int], progress: Progress | None) -> Generator[tuple[int, Any], None, None]:
+def _distribute(pool: Pool, tiles: Sequence[Any], progress: Progress | None) -> Generator[tuple[Any, Any], None, None]:
     waiting, running, succeeded = deque(tiles), 0, False
-    lost: Counter[int] = Counter()
-    failed: dict[int, Exception] = {}
+    lost: Counter[Any] = Counter()
+    failed: dict[Any, Exception] = {}
     while waiting or running:
         for _ in range(min(pool.free(), len(waiting))):
             pool.start(waiting.popleft())
@@ -92,14 +92,14 @@ def _distribute(pool: Pool, tiles: Sequence[int], progress: Progress | None) -> 
                 lost[tile] += 1
                 if lost[tile] < ATTEMPTS:
                     _log.warning(
-                        "tile %d: %s (attempt %d of %d); it is trained again", tile, error, lost[tile], ATTEMPTS
+                        "tile %s: %s (attempt %d of %d); it is trained again", tile, error, lost[tile], ATTEMPTS
                     )
                     waiting.append(tile)
                     continue
             elif isinstance(error, UsageError) or type(error) is WeightscopeError:
                 raise error
             failed[tile] = error
-            _log.warning("tile %d failed: %s: %s", tile, type(error).__name__, error)
+            _log.warning("tile %s failed: %s: %s", tile, type(error).__name__, error)
             if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
                 raise TilesFailed(failed)
     if failed:
@@ -111,7 +111,7 @@ class _ThisProcess:
 
     def __init__(self, task: Task, progress: Progress) -> None:
         self._task, self._progress = task, progress
-        self._tile: int | None = None
+        self._tile: Any = None
 
     def size(self) -> int:
         return 1
@@ -119,7 +119,7 @@ class _ThisProcess:
     def free(self) -> int:
         return int(self._tile is None)
 
-    def start(self, tile: int) -> None:
+    def start(self, tile: Any) -> None:
         self._tile = tile
 
     def poll(self) -> list[Ended]:

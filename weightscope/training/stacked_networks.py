@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
-from weightscope.networks.sequences.models import TokenEmbedding, check_tokens
+from weightscope.networks.sequences import TokenEmbedding, check_tokens
 from weightscope.spec import WeightSpec
 from weightscope.training.batched_networks import USE_LOOP
 from weightscope.training.kernels.functions import Kernels

@@ -6,7 +6,7 @@ sizes), so the number is chosen once, when the population is created, and record
 
 import torch
 
-from weightscope.data import Dataset, SequenceSource
+from weightscope.data.task import Source
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training.devices import current
@@ -18,7 +18,7 @@ _TRIED = (4, 8)  # sizes of tiles whose memory is measured; it is linear in the 
 _BATCHES = 2
 
 
-def choose_tile(recipe: Recipe, data: Dataset | SequenceSource, device: torch.device) -> int:
+def choose_tile(recipe: Recipe, data: Source, device: torch.device) -> int:
     """Choose T for a population on a device.
 
     On a CPU 32. On a GPU the largest power of two for which an epoch and its evaluation fit into 80 % of the free
@@ -61,7 +61,7 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
     return tile
 
 
-def _peak(recipe: Recipe, data: Dataset | SequenceSource, device: torch.device, tile: int) -> float:
+def _peak(recipe: Recipe, data: Source, device: torch.device, tile: int) -> float:
     """Peak memory of training a tile, in bytes of the device."""
     kept = _BATCHES * recipe.training.batch_size
     few = data.shortened(min(kept, data.examples))
@@ -78,4 +78,4 @@ def _peak(recipe: Recipe, data: Dataset | SequenceSource, device: torch.device, 
     # the random numbers of a whole epoch and all images are on the device, too
     whole = data.examples // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
-    return peak + more + (data.train_images.nbytes if isinstance(data, Dataset) else 0)
+    return peak + more + data.nbytes

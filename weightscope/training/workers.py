@@ -25,7 +25,7 @@ START_SECONDS = 300.0
 HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
 Task = Callable[..., Any]
-Progress = Callable[[int, float], None]
+Progress = Callable[[Any, float], None]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
@@ -46,7 +46,7 @@ class TilesFailed(Exception):
         errors: tile -> the error that its task raised, or `WorkerDied`.
     """
 
-    def __init__(self, errors: dict[int, Exception]) -> None:
+    def __init__(self, errors: dict[Any, Exception]) -> None:
         super().__init__(f"{len(errors)} tiles failed")
         self.errors = errors
 
@@ -54,7 +54,7 @@ class TilesFailed(Exception):
 class Ended(NamedTuple):
     """A tile that a worker no longer works on: its result, or the error."""
 
-    tile: int
+    tile: Any
     value: Any = None
     error: Exception | None = None
 
@@ -68,7 +68,7 @@ class Pool(Protocol):
     def free(self) -> int:
         """The number of tiles that can be started now."""
 
-    def start(self, tile: int) -> None:
+    def start(self, tile: Any) -> None:
         """Give a tile to a worker."""
 
     def poll(self) -> list[Ended]:
@@ -115,7 +115,7 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
     return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 
-def run(task: Task, tile: int, progress: Callable[[float], None], hangs: float) -> Any:
+def run(task: Task, tile: Any, progress: Callable[[float], None], hangs: float) -> Any:
     """Run a task in a worker; ends the process if the task uses no processor time for `hangs` seconds."""
     with _one_at_a_time, _watched(hangs):
         return task(tile, progress=progress)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.tables import text_table
+from weightscope._util.results import text_table
 from weightscope.benchmarking import BenchResult
-from weightscope.benchmarking.inits import labelled
+from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, paired
 from weightscope.recipe import Recipe
 

@@ -1,0 +1,529 @@
+"""Covariances of weights over the networks of a population, in memory or on disk, and their leading eigenpairs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+from scipy import stats
+
+from weightscope._util import atomic
+from weightscope._util.checks import choice
+from weightscope._util.results import Result, text_table
+from weightscope.errors import DataError, UsageError
+from weightscope.spec import WeightSpec
+from weightscope.statistics.coordinates import Computed, Coordinates
+from weightscope.statistics.exchangeable import fisher_interval
+from weightscope.statistics.gram import Precision
+from weightscope.statistics.mlps import (
+    StripeResult,
+    TransposedCorrelation,
+    stripes,
+    transposed_correlation,
+)
+from weightscope.statistics.moments import BLOCK, Moments, finite_rows
+from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
+from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Kind = Literal["covariance", "correlation"]
+_MLP = "*.mlp.fc?.weight"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PopulationCovariance(Result):
+    """A covariance or correlation matrix over networks, with the stripe ratios of the matrices in it.
+
+    Attributes:
+        matrix: (D', D'), in the precision of accumulation.
+        mean: (D',) float64.
+        n: number of networks used.
+        excluded: networks left out because they diverged or contain a non-finite number.
+        spec: names and shapes of the D' coordinates; its slices are the blocks of the matrix.
+        kind: `"covariance"` (divisor n - 1) or `"correlation"`.
+        diagnostics: plain numbers and texts: `precision`, `folded_norms`, `constant` (coordinates without
+            variance; their correlations are NaN), `rank_bound` (an upper bound of the rank), and
+            `without_stripes` (tensor -> reason) if stripe ratios could not be computed.
+        stripes: name of a tensor with two axes -> its stripe ratios; empty from `joint_covariance`.
+        transposed: name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with
+            W2[j, i].
+    """
+
+    matrix: np.ndarray
+    mean: np.ndarray
+    n: int
+    excluded: int
+    spec: WeightSpec
+    kind: Kind
+    diagnostics: dict[str, Any]
+    stripes: dict[str, StripeResult] = field(default_factory=dict)
+    transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> dict[str, slice]:
+        """Name of a tensor -> its rows and columns of the matrix."""
+        return self.spec.slices
+
+    def block(self, rows: str, columns: str | None = None) -> np.ndarray:
+        """The part of the matrix between two tensors (size, size'); a view."""
+        names = (rows, rows if columns is None else columns)
+        for name in names:
+            self.spec[name]  # an unknown name is an error that lists the known ones
+        return self.matrix[self.blocks[names[0]], self.blocks[names[1]]]
+
+    def summary(self) -> str:
+        """Kind, size and number of networks."""
+        return f"{self.kind} of {self.spec.size:,} coordinates in {len(self.spec)} tensors over {self.n:,} networks"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each stripe ratio: tensor, kind of mean, ratio, its 95 % interval and p-value."""
+        return [
+            {"tensor": name, "means": kind, "ratio": ratio.value}
+            | {"low": ratio.ci95[0], "high": ratio.ci95[1], "p": ratio.p}
+            for name, result in self.stripes.items()
+            for kind, ratio in result.ratios.items()
+        ]
+
+    def text(self) -> str:
+        """Counts, and a table of stripe ratios."""
+        lines = [f"{self.n} networks, {self.spec.size} coordinates in {len(self.spec)} tensors"]
+        if self.excluded:
+            lines.append(f"{self.excluded} networks are left out: they diverged or contain non-finite numbers")
+        if constant := self.diagnostics.get("constant"):
+            lines.append(f"{constant} coordinates do not vary over the networks")
+        if self.stripes:
+            lines += ["", "variance of group means relative to independent entries (95 % interval):"]
+            cells = [
+                (name, *(f"{x.value:.2f} ({x.ci95[0]:.2f} to {x.ci95[1]:.2f})" for x in result.ratios.values()))
+                for name, result in self.stripes.items()
+            ]
+            lines.append(text_table(("", "column means", "row means", "grand mean"), cells))
+            lines.append("column means: over outputs, one per input; row means: over inputs, one per output")
+        if self.transposed:
+            lines += ["", "mean correlation of fc1[i, j] with fc2[j, i] over networks (95 % interval):"]
+            found = [(name, x.value, *x.ci95) for name, x in self.transposed.items()]
+            cells = [(name, f"{value:+.4f} ({low:+.4f} to {high:+.4f})") for name, value, low, high in found]
+            lines.append(text_table(("", "correlation"), cells))
+        for key, what in (("transposed", "correlation of fc1 and fc2"), ("stripes", "stripe ratios")):
+            problems = self.diagnostics.get(f"without_{key}", {})
+            lines += [f"no {what} of `{name}`: {why}" for name, why in problems.items()]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, without the matrix."""
+        stripes = {
+            name: {kind: {"ratio": x.value, "ci95": list(x.ci95), "p": x.p} for kind, x in result.ratios.items()}
+            for name, result in self.stripes.items()
+        }
+        return {
+            "n": self.n,
+            "excluded": self.excluded,
+            "kind": self.kind,
+            "blocks": {name: [part.start, part.stop] for name, part in self.blocks.items()},
+            "diagnostics": self.diagnostics,
+            "stripes": stripes,
+            "transposed": {name: asdict(found) for name, found in self.transposed.items()},
+        }
+
+    def plot(self, path: str | Path | None = None, *, means: bool | None = None) -> "Figure":
+        """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or the covariance of group means.
+
+        Args:
+            path: a .png, .pdf or .svg file to write; None to return the figure only.
+            means: average over hidden units, which shows stripes that the noise of single entries hides. None: where
+                stripe ratios were computed, or single entries do not fit into the picture.
+
+        Raises:
+            UsageError: if the suffix of the path is another one.
+        """
+        from weightscope import plots
+
+        if means is None:
+            means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
+        title = f"{self.kind.capitalize()} over {self.n} networks" + (", mean over hidden units" if means else "")
+        groups = self.groups() if means else None
+        axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
+        figure = plots.root_figure(axes)
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone.
+
+        A vector's entries are groups of their own; the filters of a convolution are one group for each output channel.
+        """
+        out = {}
+        for tensor in self.spec.tensors:
+            axes = [n for n in tensor.shape if n != 1]
+            if len(axes) == 2:
+                out[tensor.name] = over_hidden_units(axes)
+            elif tensor.size:
+                units = axes[0] if len(axes) > 2 else tensor.size
+                out[tensor.name] = np.repeat(np.arange(units), tensor.size // units)
+        return out
+
+    def save_matrix(self, path: str | Path) -> None:
+        """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
+
+        A matrix that was computed on disk (`file=...`) is already in that file, and nothing is written.
+
+        Raises:
+            UsageError: if the file's name does not end in .npz.
+        """
+        if isinstance(self.matrix, np.memmap):
+            return
+        if Path(path).suffix != ".npz":
+            raise UsageError(f"expected a file name that ends in .npz, found {path}")
+        stops = np.array([part.stop for part in self.blocks.values()])
+        with atomic.replacing(path) as file:
+            np.savez(file, matrix=self.matrix, mean=self.mean, names=np.array(list(self.blocks)), stops=stops)
+
+
+def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
+    """The index of each entry's row or column, whichever are fewer, for a matrix flattened row by row.
+
+    An MLP's hidden units are the longer side: fc1 (p, d) is grouped by its columns, fc2 (d, p) by its rows.
+    """
+    rows, columns = shape
+    return np.repeat(np.arange(rows), columns) if rows < columns else np.tile(np.arange(columns), rows)
+
+
+def covariance_across(
+    source: WeightSamples, select: str | Sequence[str] | None = "auto", **options: Any
+) -> PopulationCovariance:
+    """The joint covariance of the selected tensors, and the stripe ratios of those with two axes.
+
+    Args:
+        source: a `Population`, or a `WeightArray(weights, spec)`.
+        select: patterns of tensor names; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that has them
+            and all tensors of another one; None for computed coordinates only.
+        options: see `joint_covariance`.
+
+    Raises:
+        UsageError: see `joint_covariance`.
+        DataError: if fewer than 2 networks are usable.
+
+    Source: MLP paper, Fig. 1 and section 3.
+
+    Example:
+        >>> covariance_across(Population("digits.pop")).plot("covariance.png")
+    """
+    if select == "auto":
+        select = _MLP if any(fnmatchcase(name, _MLP) for name in source.spec.names) else "*"
+    found = joint_covariance(source, select, **options)
+    ratios: dict[str, StripeResult] = {}
+    pairs: dict[str, TransposedCorrelation] = {}
+    problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
+    for name, shape in ((t.name, t.shape) for t in found.spec.tensors if t.name in source.spec.slices):
+        if len(shape) != 2:
+            continue
+        try:
+            ratios[name] = stripes(_tensor(source, name))
+        except DataError as error:  # too few networks, or a tensor that does not vary
+            problems["without_stripes"][name] = str(error)
+        mlp, other = name.removesuffix(".fc1.weight"), name.replace(".fc1.weight", ".fc2.weight")
+        if mlp == name or other not in found.spec.names or found.spec[other].shape != shape[::-1]:
+            continue
+        try:
+            pairs[mlp] = transposed_correlation(_tensor(source, name), _tensor(source, other))
+        except DataError as error:
+            problems["without_transposed"][mlp] = str(error)
+    diagnostics = found.diagnostics | {key: reasons for key, reasons in problems.items() if reasons}
+    return replace(found, stripes=ratios, transposed=pairs, diagnostics=diagnostics)
+
+
+def _tensor(source: WeightSamples, name: str) -> np.ndarray:
+    """One tensor of all networks that did not diverge, (N, *shape)."""
+    rows = np.concatenate([rows for rows, _ in usable_chunks(source, [name])])
+    return rows.reshape(-1, *source.spec[name].shape)
+
+
+def joint_covariance(
+    source: WeightSamples,
+    select: str | Sequence[str] | None = "*",
+    *,
+    kind: Kind = "covariance",
+    computed: Sequence[str] = (),
+    fold_norms: bool = False,
+    precision: Precision = "float64",
+    device: Any = None,
+    chunk: int = BLOCK,
+    file: str | Path | None = None,
+    memory: int = 2 << 30,
+) -> PopulationCovariance:
+    """The joint covariance of any selection of tensors over the networks of a population (MLP paper, Fig. 1).
+
+    C = sum over networks of (w - mean)(w - mean)^T / (n - 1). One pass over the file; memory is one
+    D' x D' matrix and a few blocks of rows, independent of N. Diverged networks and non-finite rows are left out
+    and counted in the result: print that number.
+
+    Args:
+        source: a `Population`, a `WeightArray(weights, spec)`, or `slices_as_samples(tensor)` for the
+            filters or rows within one network.
+        select: patterns as in `WeightSpec.select`; None for computed coordinates only.
+        kind: `"covariance"` or `"correlation"`.
+        computed: further coordinates, such as `"center(stages.0.blocks.{i}.conv_dw.weight)"` (thesis Fig. 3.40);
+            see `weightscope.statistics.coordinates`.
+        fold_norms: fold each normalisation layer's gain and bias into the next linear map first.
+        precision: `"float64"`, or `"float32"` for large D (see `Moments`).
+        device: None for the CPU, or a torch device to accumulate on.
+        chunk: rows read at once; affects speed only.
+        file: a `.npy` file in which the matrix is computed, for D' beyond memory; the result's `matrix` is then a
+            read-only memory map of it. The data are read once, and once more for every panel that fits into `memory`.
+        memory: bytes to use with `file`.
+
+    Raises:
+        UsageError: if a pattern or an expression matches nothing, `kind` is unknown, `memory` is too small, or both
+            `file` and `device` are given.
+        DataError: if fewer than 2 networks are usable.
+
+    Example:
+        >>> result = joint_covariance(Population("digits.pop"), "stages.0.blocks.0.mlp.fc*.weight")
+        >>> result.block("stages.0.blocks.0.mlp.fc1.weight").shape
+        (512, 512)
+    """
+    choice("kind", kind, get_args(Kind))
+    coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
+    if not coordinates.spec.size:
+        raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
+    if file is not None:
+        if device is not None:
+            raise UsageError(
+                f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
+            )
+        return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
+    moments = Moments(coordinates.spec.size, device=device, precision=precision)
+    passes = _Passes(source, coordinates, chunk)
+    for rows in passes():
+        moments.update(rows)
+    mean, n, excluded = moments.mean, moments.n, passes.diverged + moments.excluded
+    diagnostics = _diagnostics(precision, fold_norms, moments.variance(), n)
+    matrix = (moments.covariance if kind == "covariance" else moments.correlation)(destroy=True)
+    return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
+
+
+def eigenpairs(
+    source: WeightSamples,
+    rank: int,
+    select: str | Sequence[str] | None = "*",
+    *,
+    computed: Sequence[str] = (),
+    fold_norms: bool = False,
+    memory: int = 2 << 30,
+) -> Eigenpairs:
+    """The leading eigenpairs of the covariance over a population, without the D' x D' matrix.
+
+    Exact where the weight vectors fit into `memory` and there are no more of them than coordinates; otherwise by
+    randomised subspace iteration. See `weightscope.statistics.out_of_core.top_eigenpairs`.
+
+    Args:
+        source: as for `joint_covariance`.
+        rank: number of pairs, at most min(N - 1, D').
+        select: patterns as in `WeightSpec.select`; None for computed coordinates only.
+        computed: further coordinates, as for `joint_covariance`.
+        fold_norms: as for `joint_covariance`.
+        memory: bytes that the weight vectors may take.
+
+    Raises:
+        UsageError: if a pattern matches nothing or the rank is too high.
+        DataError: if fewer than 2 networks are usable.
+
+    Example:
+        >>> eigenpairs(Population("digits.pop"), 8, "*.mlp.fc?.weight").explained
+    """
+    coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
+    passes = _Passes(source, coordinates)
+    found = top_eigenpairs(passes, coordinates.spec.size, rank, memory=memory)
+    return replace(found, excluded=found.excluded + passes.diverged)
+
+
+class _Passes:
+    """The coordinates of all usable networks; each call is one more pass over the data."""
+
+    def __init__(self, source: WeightSamples, coordinates: Coordinates, chunk: int = BLOCK) -> None:
+        self._source, self._coordinates, self._chunk = source, coordinates, chunk
+        self.diverged = 0
+
+    def __call__(self) -> Iterator[np.ndarray]:
+        self.diverged = 0
+        for rows, out in ahead(usable_chunks(self._source, self._coordinates.reads.names, self._chunk)):
+            self.diverged += out
+            yield self._coordinates(rows)
+
+
+def _on_disk(
+    source: WeightSamples, coordinates: Coordinates, file: Path, *, kind: Kind, dtype: Precision, memory: int
+) -> PopulationCovariance:
+    if file.suffix != ".npy":
+        raise UsageError(f"file: expected a name that ends in .npy, found {file}")
+    choice("precision", dtype, get_args(Precision))
+    passes, size = _Passes(source, coordinates), coordinates.spec.size
+    with atomic.replacing(file) as out:
+        known = write_covariance(passes, size, out, dtype=dtype, correlation=kind == "correlation", memory=memory)
+    diagnostics = _diagnostics(dtype, coordinates.folded, known.variance, known.n)
+    matrix = np.load(file, mmap_mode="r")
+    return PopulationCovariance(
+        matrix, known.mean, known.n, known.excluded + passes.diverged, coordinates.spec, kind, diagnostics
+    )
+
+
+def _diagnostics(precision: Precision, folded: bool, variance: np.ndarray, n: int) -> dict[str, Any]:
+    return {
+        "precision": precision,
+        "folded_norms": folded,
+        "constant": int((variance == 0).sum()),
+        "rank_bound": min(int(n) - 1, len(variance)),
+    }
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A correlation over (network, channel), with networks as independent units.
+
+    Attributes:
+        name: of the block, or "all blocks".
+        channels: of the block, or of all of them.
+        correlation: r.
+        error: its standard error.
+        ci95: its 95 % interval.
+        p: two-sided.
+    """
+
+    name: str
+    channels: int
+    correlation: float
+    error: float
+    ci95: tuple[float, float]
+    p: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FilterMLPCorrelation(Result):
+    """Central pixels against diag(W2 W1), in each block and over all blocks.
+
+    Attributes:
+        total: over all networks, blocks and channels.
+        blocks: each block by itself.
+        n: networks.
+        excluded: networks left out because they diverged or are not finite.
+    """
+
+    total: Correlation
+    blocks: tuple[Correlation, ...]
+    n: int
+    excluded: int
+
+    columns: ClassVar = {
+        "central pixel against diag(W2 W1)": "{block}",
+        "channels": "{channels}",
+        "correlation": "{correlation:+.3f}",
+        "95 % interval": "{low:+.3f} to {high:+.3f}",
+        "p": "{p:.2g}",
+    }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record for each block, and one for all."""
+        return [
+            {
+                "block": found.name,
+                "channels": found.channels,
+                "correlation": found.correlation,
+                "error": found.error,
+                "low": found.ci95[0],
+                "high": found.ci95[1],
+                "p": found.p,
+            }
+            for found in (*self.blocks, self.total)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"networks": self.n, "excluded": self.excluded, "correlations": self.rows()}
+
+    def summary(self) -> str:
+        """The correlation over all blocks."""
+        found, (low, high) = self.total, self.total.ci95
+        excluded = f" ({self.excluded} excluded)" if self.excluded else ""
+        r = f"r = {found.correlation:+.3f} ({low:+.3f} to {high:+.3f})"
+        return f"{self.n} networks{excluded}, {r}, p = {found.p:.2g}"
+
+
+def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
+    """The correlation of the central pixel of each depthwise filter with diag(W2 W1) of the MLP in its block.
+
+        r = sum f d / sqrt(sum f^2 sum d^2),   d_c = (W2 W1)_cc,
+
+    with sums over networks, blocks and channels c, of the deviations of the central pixel f_c and of d_c from their
+    means over the networks and channels of their block. sum f d is a moment of third order of the weights, and the
+    variance of d one of fourth order. So it is no entry of a covariance of weights: normal weights of mean zero do not
+    have it, whatever their covariance, and a structure that is fitted to covariances does not reproduce it.
+
+    Channels and blocks of one network depend on each other. The standard error is that of the delta method over
+    networks, with psi_k = a_k / sqrt(B C) - (r / 2) (b_k / B + c_k / C) for the sums a_k, b_k and c_k of f d, f^2 and
+    d^2 in network k, and A, B and C over all; interval and p-value are Student's with N - 1 degrees of freedom
+    on Fisher's scale.
+
+    Args:
+        source: a `Population` of ConvNeXts, or an array with a spec.
+
+    Raises:
+        AnatomyError: if the networks have no depthwise convolution with an MLP of as many channels in its block.
+        UsageError: if the filters have no central pixel.
+        DataError: if fewer than 3 networks are usable, or pixels or diagonals of a block do not vary.
+
+    Source: thesis 3.4.3, Fig. 3.40.
+
+    Example:
+        >>> print(filter_mlp_correlation(Population("digits.pop")))
+    """
+    from weightscope.anatomy import filter_mlps  # imports torch
+
+    zeros = {t.name: np.broadcast_to(np.float32(0), t.shape) for t in source.spec.tensors}
+    parts = filter_mlps(zeros)
+    pairs = []
+    for part in parts:
+        (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
+        pairs.append((Computed("center", part.parameters), Computed("diag", (fc2, fc1))))
+    read = source.spec.select([name for pair in pairs for one in pair for name in one.tensors])
+    values: list[list[list[np.ndarray]]] = []
+    excluded = 0
+    for rows, diverged in usable_chunks(source, read.names):
+        finite = finite_rows(rows)
+        excluded += diverged + int((~finite).sum())
+        tensors = {t.name: rows[finite][:, read.slices[t.name]].reshape(-1, *t.shape) for t in read.tensors}
+        values.append([[one(tensors).astype(np.float64) for one in pair] for pair in pairs])
+    blocks = [tuple(np.concatenate(side) for side in zip(*found, strict=True)) for found in zip(*values, strict=True)]
+    n = len(blocks[0][0])
+    if n < 3:
+        raise DataError(f"expected at least 3 networks for a standard error, found {n} ({excluded} excluded)")
+    sums = [_sums(part.name, *block) for part, block in zip(parts, blocks, strict=True)]
+    sizes = [part.filters.channels for part in parts]
+    found = [_correlation(part.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
+    total = _correlation("all blocks", sum(sizes), np.sum(sums, axis=0))
+    return FilterMLPCorrelation(total, tuple(found), n, excluded)
+
+
+def _sums(name: str, pixels: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
+    """For each network the sums over channels of f d, f^2 and d^2, (3, N), of two arrays (N, C)."""
+    f, d = pixels - pixels.mean(), diagonal - diagonal.mean()
+    out = np.stack([(f * d).sum(axis=1), np.square(f).sum(axis=1), np.square(d).sum(axis=1)])
+    if not (out[1:].sum(axis=1) > 0).all():
+        raise DataError(f"`{name}`: central pixels or the diagonal of W2 W1 do not vary between networks and channels")
+    return out
+
+
+def _correlation(name: str, channels: int, sums: np.ndarray) -> Correlation:
+    n = sums.shape[1]
+    a, b, c = sums.sum(axis=1)
+    r = float(a / math.sqrt(b * c))
+    psi = sums[0] / math.sqrt(b * c) - r / 2 * (sums[1] / b + sums[2] / c)
+    error = math.sqrt(n / (n - 1) * float(np.square(psi - psi.mean()).sum()))
+    interval, _, p = fisher_interval(r, error, stats.t(n - 1))
+    return Correlation(name, channels, r, error, interval, p)

@@ -1,0 +1,615 @@
+"""Products of attention weights, head by head.
+
+`W_Q W_K^T` of a head determines which tokens attend to which, `W_V W_O` of a head or a layer what they pass on, both
+as maps of the d channels of the residual stream, in the row-vector convention. In trained transformers their diagonals
+differ from noise (thesis Fig. 3.17 and 3.23), which mimetic initialisation reproduces.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope._util.names import labels_of, unverified
+from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope.analysis.attention_reading import AttentionReader, gain_before, mean_rotation, name_of
+from weightscope.anatomy import AttentionPart, SSMPart
+from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.errors import AnatomyError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Part = Literal["qk", "vo", "cb"]
+Spectra = Literal["heads", "all", "none"]
+Values = Literal["layers", "heads", "both"]
+View = Literal["auto", "grid", "depth"]
+Row = dict[str, Any]
+_SURE = 4.0  # |z|: a false alarm in 16,000 products
+
+
+class Key(NamedTuple):
+    """Identifies a product; `head` is None for a whole layer."""
+
+    source: str
+    layer: int
+    part: str
+    head: int | None
+    kind: str = "self"
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """One of the models.
+
+    Attributes:
+        label: of the source.
+        modules: number of attention modules.
+        heads: number of heads of each module.
+        widths: d; several numbers if the modules differ.
+        bytes_read: from disk or a hub; None for a model in memory.
+        commit: at the hub; None elsewhere.
+        nonfinite: name of a tensor -> number of its entries used that are NaN or infinite.
+        skipped: name of an attention module -> why it is left out.
+        unverified: files at a hub of which only byte ranges were read, so that their hash was not compared.
+        state_spaces: number of state-space layers.
+    """
+
+    label: str
+    modules: int
+    heads: tuple[int, ...]
+    widths: tuple[int, ...]
+    bytes_read: int | None
+    commit: str | None
+    nonfinite: dict[str, int]
+    skipped: dict[str, str]
+    unverified: tuple[str, ...] = ()
+    state_spaces: int = 0
+
+
+@dataclass(frozen=True)
+class Count:
+    """Numbers of products with a positive or negative diagonal.
+
+    Attributes:
+        n: products with finite numbers.
+        positive: with a diagonal mean above zero.
+        sure: of these, with z > 4.
+        negative: with a diagonal mean below zero.
+        surely_negative: of these, with z < -4.
+        beta: mean over the products; None without products.
+        alpha: mean over the products; None without products.
+    """
+
+    n: int
+    positive: int
+    sure: int
+    negative: int
+    surely_negative: int
+    beta: float | None
+    alpha: float | None
+
+    def text(self, what: str, places: str) -> str:
+        """One phrase on the more frequent sign, such as "QK diagonal positive in 65 of 72 heads (64 with z > 4)"."""
+        if not self.n:
+            return f"{what}: no finite product"
+        if self.positive >= self.negative:
+            return f"{what} diagonal positive in {self.positive} of {self.n} {places} ({self.sure} with z > {_SURE:g})"
+        sure = f"{self.surely_negative} with z < -{_SURE:g}"
+        return f"{what} diagonal negative in {self.negative} of {self.n} {places} ({sure})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ProductsResult(Result):
+    """Statistics of products, one record for each.
+
+    Attributes:
+        records: flat dictionaries, None for undefined numbers: `source`, `name` and `kind` of the attention module,
+            `layer`, `head` (None for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of
+            `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`,
+            `normalised` (queries and keys are normalised before their product, so its scale is meaningless),
+            `layer_scale` (the model has one, folded in or not).
+        spectra: singular values of each record's product, (r,); None if they were not computed.
+        corners: upper left entries of each product, float32.
+        sources: the models.
+        options: the arguments of `products`.
+    """
+
+    records: list[Row]
+    spectra: list[np.ndarray | None]
+    corners: dict[Key, np.ndarray]
+    sources: list[SourceInfo]
+    options: dict[str, Any]
+
+    def rows(self) -> list[Row]:
+        """The records: one row for each product."""
+        return self.records
+
+    def summary(self) -> str:
+        """Number of products, and the signs of the diagonals of the first model."""
+        labels = [info.label for info in self.sources]
+        first = f"; {labels[0]}: {self.finding(labels[0])}" if labels else ""
+        return f"{len(self.records):,} products of {', '.join(labels)}{first}"
+
+    def select(self, part: Part, source: str | None = None, *, layers: bool | None = None) -> list[Row]:
+        """The rows of a part; `layers` chooses whole layers (True) or heads (False)."""
+        return [
+            row
+            for row in self.records
+            if row["part"] == part
+            and source in (None, row["source"])
+            and (layers is None or (row["head"] is None) == layers)
+        ]
+
+    def count(self, part: Part, source: str | None = None, *, layers: bool = False) -> Count:
+        """How many diagonals are positive, among heads or whole layers."""
+        rows = [row for row in self.select(part, source, layers=layers) if row["finite"]]
+        means = [float(np.mean([row[key] for row in rows])) if rows else None for key in ("beta", "alpha")]
+        z = [row["z"] or 0.0 for row in rows]
+        return Count(
+            n=len(rows),
+            positive=sum(row["beta"] > 0 for row in rows),
+            sure=sum(value > _SURE for value in z),
+            negative=sum(row["beta"] < 0 for row in rows),
+            surely_negative=sum(value < -_SURE for value in z),
+            beta=means[0],
+            alpha=means[1],
+        )
+
+    def finding(self, source: str) -> str:
+        """One line: how many diagonals of a model are positive."""
+        found = []
+        if self.select("qk", source):
+            qk, vo = self.count("qk", source), self.count("vo", source, layers=True)
+            found += [qk.text("QK", "heads"), vo.text("VO", "layers")]
+        if self.select("cb", source):
+            found.append(self.count("cb", source).text("CB", "groups of state-space layers"))
+        return ", ".join(found)
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each tensor with non-finite numbers, for skipped attention modules and for omitted factors."""
+        out = []
+        for info in self.sources:
+            for name, bad in info.nonfinite.items():
+                out.append(
+                    f"{info.label}: `{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics"
+                )
+            if info.unverified:
+                out.append(unverified(info.label, info.unverified))
+            if info.skipped:
+                name, why = next(iter(info.skipped.items()))
+                others = f" (and {len(info.skipped) - 1} more)" * (len(info.skipped) > 1)
+                out.append(f"{info.label}: left out `{name}`{others}: {why}")
+            if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
+                out.append(
+                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, including its sign; "
+                    "fold_scales=True (--fold-scales) includes it"
+                )
+            if any(row["normalised"] for row in self.select("qk", info.label)):
+                out.append(f"{info.label}: queries and keys are normalised before QK, so its scale is meaningless")
+        return out
+
+    def text(self) -> str:
+        """A table and a finding for each model, and for several models a table that compares them."""
+        blocks = [self._table(info) for info in self.sources]
+        if len(self.sources) > 1:
+            blocks.append(self._comparison())
+        if warnings := self.warnings:
+            blocks.append("\n".join(f"warning: {line}" for line in warnings))
+        return "\n\n".join(blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: rows, spectra in the same order, sources, counts and options; without the corners."""
+        counts = {
+            info.label: {
+                "qk_heads": asdict(self.count("qk", info.label)),
+                "vo_layers": asdict(self.count("vo", info.label, layers=True)),
+                "vo_heads": asdict(self.count("vo", info.label)),
+            }
+            | ({"cb_groups": asdict(self.count("cb", info.label))} if info.state_spaces else {})
+            for info in self.sources
+        }
+        spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
+        return {
+            "rows": self.records,
+            "spectra": spectra,
+            "counts": counts,
+            "sources": [asdict(info) for info in self.sources],
+            "options": self.options,
+        }
+
+    def plot(
+        self,
+        path: str | Path | None = None,
+        view: View = "auto",
+        *,
+        heads: int = 8,
+        values: Values = "layers",
+        source: str | None = None,
+        title: str | None = None,
+    ) -> "Figure":
+        """Draw the products.
+
+        Args:
+            path: a .png, .pdf or .svg file to write; None to return the figure only.
+            view: `"grid"`: corners of the products, layers across and heads down (thesis Fig. 3.17 and 3.23);
+                `"depth"`: alpha and beta against depth, models compared; `"auto"`: the grid for one model, else depth.
+            heads: the largest number of heads in the grid, of each model.
+            values: in the grid, W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`.
+            source: label of a single model to draw.
+            title: instead of the finding.
+
+        Raises:
+            UsageError: for an unknown view or model, or if no corners were kept (`clip=None`).
+        """
+        from weightscope import plots
+
+        choice("view", view, get_args(View))
+        choice("values", values, get_args(Values))
+        labels = [info.label for info in self.sources]
+        if source is not None:
+            labels = [choice("source", source, labels)]
+        if title is None:
+            title = f"{labels[0]}: {self.finding(labels[0])}"
+        rows = [row for row in self.records if row["source"] in labels]
+        if view == "depth" or (view == "auto" and len(labels) > 1):
+            figure = plots.products_by_depth(rows, title=title)
+        elif not self.corners:
+            raise UsageError("no corners were kept: compute the products with clip=64, or draw view='depth'")
+        else:
+            corners = {key: value for key, value in self.corners.items() if key.source in labels}
+            widths = {row["width"] for row in rows}
+            figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, values=values, title=title)
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+    def _table(self, info: SourceInfo) -> str:
+        heads = "/".join(map(str, dict.fromkeys(info.heads)))
+        kinds = [f"{info.modules} attention modules of {heads} heads"] if info.modules else []
+        kinds += [f"{info.state_spaces} state-space layers"] if info.state_spaces else []
+        text = f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}"
+        if info.bytes_read:
+            text += f", read {info.bytes_read / 1e6:,.1f} MB"
+        head = ("layer", "QK beta", "lowest", "highest", "alpha", "heads > 0", "VO beta", "alpha", "rank", "z")
+        layers = dict.fromkeys((r["layer"], r["kind"]) for r in self.select("qk", info.label))
+        rows = [self._cells(info.label, layer, kind) for layer, kind in layers]
+        tables = [text_table(head, rows, left=())] if rows else []
+        if info.state_spaces:
+            tables.append(self._state_spaces(info.label))
+        return "\n".join([text, *tables, self.finding(info.label)])
+
+    def _state_spaces(self, label: str) -> str:
+        head = ("layer", "CB beta", "lowest", "highest", "alpha", "groups > 0", "rank", "z")
+        rows = []
+        for layer in dict.fromkeys(row["layer"] for row in self.select("cb", label)):
+            found = [row for row in self.select("cb", label) if row["layer"] == layer and row["finite"]]
+            if not found:
+                rows.append([f"{layer}", "not finite", *[""] * 6])
+                continue
+            beta, alpha, z, rank = ([row[key] for row in found] for key in ("beta", "alpha", "z", "effective_rank"))
+            counted = f"{sum(b > 0 for b in beta)} of {len(beta)}"
+            cells = map(_number, (float(np.mean(beta)), min(beta), max(beta), float(np.mean(alpha))))
+            rows.append([f"{layer}", *cells, counted, f"{np.mean(rank):.0f}", f"{np.mean(z):+.1f}"])
+        return text_table(head, rows, left=())
+
+    def _cells(self, label: str, layer: int, kind: str) -> Sequence[str]:
+        def rows(part: Part, layers: bool) -> list[Row]:
+            found = self.select(part, label, layers=layers)
+            return [row for row in found if (row["layer"], row["kind"]) == (layer, kind) and row["finite"]]
+
+        qk, vo = rows("qk", layers=False), rows("vo", layers=True)
+        name = f"{layer}" if kind == "self" else f"{layer} cross"
+        beta = [row["beta"] for row in qk]
+        cells = [name, *["not finite", "", "", "", ""]]
+        if qk:
+            alpha = float(np.mean([row["alpha"] for row in qk]))
+            counted = f"{sum(b > 0 for b in beta)} of {len(qk)}"
+            cells = [name, *map(_number, (float(np.mean(beta)), min(beta), max(beta), alpha)), counted]
+        if not vo:
+            return [*cells, "not finite", "", "", ""]
+        z = "" if vo[0]["z"] is None else f"{vo[0]['z']:+.1f}"
+        rank = "" if vo[0]["effective_rank"] is None else f"{vo[0]['effective_rank']:.0f}"
+        return [*cells, _number(vo[0]["beta"]), _number(vo[0]["alpha"]), rank, z]
+
+    def _comparison(self) -> str:
+        head = ("mean over", "QK beta", "alpha", "heads > 0", "VO beta", "alpha", "layers < 0")
+        rows = []
+        for info in self.sources:
+            qk, vo = self.count("qk", info.label), self.count("vo", info.label, layers=True)
+            cells = [info.label, _number(qk.beta), _number(qk.alpha), f"{qk.positive} of {qk.n}"]
+            rows.append([*cells, _number(vo.beta), _number(vo.alpha), f"{vo.negative} of {vo.n}"])
+        return text_table(head, rows)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+_AVERAGE = range(256)  # relative positions of rotary="average"
+_BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
+_BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
+_COLUMNS = (*STATISTICS, *_BIASES["qk"], *_BIASES["vo"])
+_Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
+
+
+class _Options(NamedTuple):
+    fold_norms: bool
+    fold_scales: bool
+    biases: bool
+    positions: range | None  # that the rotation is averaged over; None for position 0
+    spectra: Spectra
+    clip: int | None
+
+
+class _Table:
+    """One model's numbers, in arrays that are allocated before anything is read.
+
+    Small results allocated between large tensors would fragment the memory of those and prevent its reuse.
+    """
+
+    def __init__(self, reader: AttentionReader, label: str, options: _Options) -> None:
+        parts, state_spaces = reader.parts, reader.state_spaces
+        rows = sum(2 * part.heads + 1 for part in parts) + sum(part.groups for part in state_spaces)
+        ranks = [part.width if options.spectra == "all" else max(part.head_width, part.value_width) for part in parts]
+        rank = 0 if options.spectra == "none" else max([*ranks, *(part.state for part in state_spaces)])
+        widths = [*(part.width for part in parts), *(part.channels for part in state_spaces)]
+        side = min(options.clip or 0, max(widths))
+        self.label, self.options = label, options
+        self.places: list[tuple[Row, Row]] = []  # the columns before the statistics, and those after
+        self.nonfinite: dict[str, int] = {}
+        self.numbers = np.full((rows, len(_COLUMNS)), np.nan)
+        self.spectra = np.full((rows, rank), np.nan)
+        self.corners = np.full((rows, side, side), np.nan, dtype=np.float32)
+
+    def add(
+        self,
+        part: AttentionPart | SSMPart,
+        name: Part,
+        heads: Sequence[int | None],
+        product: FactoredProduct,
+        more: Mapping[str, Tensor] | None = None,
+        scaled: bool = False,
+    ) -> None:
+        """Rows for products of one part."""
+        rows = slice(len(self.places), len(self.places) + len(heads))
+        about = {key: getattr(part, key, False) for key in ("rotary", "normalised")} | {"layer_scale": scaled}
+        kind = getattr(part, "kind", "self")
+        for head in heads:
+            place = {"source": self.label, "name": part.name, "kind": kind, "layer": part.layer, "head": head}
+            self.places.append((place | {"part": name, "width": product.shape[0], "rank": product.rank}, about))
+        for column, values in {**product.statistics(), **(more or {})}.items():
+            self.numbers[rows, _COLUMNS.index(column)] = values.numpy()
+        spectra = self.options.spectra
+        if spectra == "all" or (spectra == "heads" and heads[0] is not None and product.small):
+            spectrum = product.singular_values().numpy()
+            self.spectra[rows, : spectrum.shape[1]] = spectrum
+        if self.corners.size:
+            corner = product.corner(self.corners.shape[1])
+            self.corners[rows, : corner.shape[1], : corner.shape[2]] = corner.numpy()
+
+    def read(self, part: AttentionPart | SSMPart, name: Any) -> Tensor:
+        """A factor, on the CPU; entries that are NaN or infinite are counted."""
+        value = part.read(name)
+        if not math.isfinite(value.sum()) and (bad := int((~value.isfinite()).sum())):
+            tensor = part.parameters[name][0]
+            self.nonfinite[tensor] = self.nonfinite.get(tensor, 0) + bad
+        return value.cpu()
+
+    def append_to(self, out: ProductsResult) -> None:
+        """Append the rows to a result."""
+        for i, (place, about) in enumerate(self.places):
+            values = dict(zip(_COLUMNS, map(finite_or_none, self.numbers[i].tolist()), strict=True))
+            spectrum = self.spectra[i, : min(place["rank"], place["width"])]
+            known = bool(len(spectrum)) and not np.isnan(spectrum).any()
+            beta = values["beta"]
+            sign = None if beta is None else (beta > 0) - (beta < 0)
+            row = place | {column: values[column] for column in STATISTICS} | {"sign": sign}
+            row |= {"spectral_norm": float(spectrum[0]) if known else None, "finite": beta is not None} | about
+            if self.options.biases:
+                row |= {column: values[column] for column in _BIASES.get(place["part"], ())}
+            out.records.append(row)
+            out.spectra.append(spectrum if known else None)
+            if self.corners.size:
+                side = min(self.corners.shape[1], place["width"])
+                out.corners[Key(*(row[key] for key in Key._fields))] = self.corners[i, :side, :side]
+
+
+def products(
+    *sources: Any,
+    labels: Sequence[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+    layers: int | Sequence[int] | None = None,
+    cross: bool = False,
+    fold_norms: bool = False,
+    fold_scales: bool = False,
+    biases: bool = False,
+    rotary: Any = "zero",
+    spectra: Spectra = "heads",
+    clip: int | None = 64,
+) -> ProductsResult:
+    """Statistics of `W_Q W_K^T` of every head and `W_V W_O` of every layer and head (thesis Fig. 3.17 and 3.23).
+
+    Of state-space layers, of `W_C^T W_B` of every group (part "cb"; Mamba has one group, and p inner channels for d).
+
+    With W_Q, W_K, W_V (d, k) and W_O (k, d) of a head and tokens as rows x of X (n, d), logits are
+    `x W_Q W_K^T y^T / sqrt(k)` and the layer adds `sum_h A_h X W_V W_O` to the residual stream. Query heads that share
+    keys and values (grouped queries) are each multiplied with those that they use. `FactoredProduct.statistics` defines
+    the columns. Numbers are computed in float64 from the factors; d x d matrices are formed for whole layers only, one
+    at a time; and one layer is read at a time.
+
+    Args:
+        sources: models: paths, `hf://org/name[@revision]`, `Checkpoint`s, modules, mappings of tensors.
+        labels: one for each source; by default taken from paths and classes.
+        config: of the model, for mappings and files without one; `{"num_attention_heads": H}` is enough.
+        layers: indices of layers, from 0; None for all.
+        cross: include cross-attention if both streams have the same width; a diagonal then relates two streams.
+        fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
+            `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
+        fold_scales: multiply LayerScale's factors s (d,), if the model has them, into what the attention adds to the
+            residual stream: `W_V W_O diag(s)`. Without it such models cause a warning: half of s may be negative.
+        biases: add columns on the contribution of biases, which is not part of the product. Of queries and keys:
+            `bias_on_keys`, ||W_K b_Q|| / sqrt(d), a preference for some keys independent of the query;
+            `bias_on_queries`, ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores.
+            Of values and outputs: `bias_on_output`, ||b_V W_O|| / sqrt(d), for whole layers
+            ||b_V W_O + b_O|| / sqrt(d), added to every token since attention weights sum to one. With `fold_norms`
+            the normalisation's shift is part of the biases.
+        rotary: for models that rotate queries and keys: the product at relative position `"zero"`, at another one (an
+            integer), or averaged over a range, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255. No effect on other
+            models.
+        spectra: compute singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of
+            d x d, which takes longer than everything else), or of `"none"`.
+        clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
+
+    Raises:
+        DataError: if a source cannot be read.
+        AnatomyError: if a model has neither state-space layers nor attention, or only some between streams of different
+            widths.
+        UsageError: if an option is invalid.
+
+    Example:
+        >>> found = products("vit/", mimetic_attention_(ViT(224, 16, 384, 12, 6, 10)), labels=["pretrained", "mimetic"])
+        >>> print(found.text())
+        >>> found.plot("products.png")
+    """
+    words, number = rotary in ("zero", "average"), type(rotary) is int
+    if not (words or number or (isinstance(rotary, range) and len(rotary))):
+        raise UsageError(
+            f"rotary: expected 'zero', 'average', a relative position or a range of them, found {rotary!r}"
+        )
+    choice("spectra", spectra, get_args(Spectra))
+    if clip is not None and clip < 1:
+        raise UsageError(f"clip: expected at least 1 or None, found {clip}")
+    positions = range(rotary, rotary + 1) if number else _AVERAGE if rotary == "average" else rotary
+    positions = None if rotary in ("zero", 0) else positions
+    options = _Options(fold_norms, fold_scales, biases, positions, spectra, clip)
+    if not sources:
+        raise UsageError("products: expected at least one model, found none")
+    names = labels_of([name_of(source) for source in sources], labels)
+    stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
+    out = ProductsResult([], [], {}, [], stated)
+    for source, label in zip(sources, names, strict=True):
+        try:
+            _add_model(out, AttentionReader(source, config, layers, cross), label, options)
+        except AnatomyError as error:
+            raise AnatomyError(f"{label}: {error}") from error
+    return out
+
+
+def _add_model(out: ProductsResult, reader: AttentionReader, label: str, options: _Options) -> None:
+    """Append one model's products, and what is known about the model."""
+    table = _Table(reader, label, options)
+    for part in reader.parts:
+        norm = gain_before(reader.tensors, part) if options.fold_norms else (None, None)
+        turn = None
+        if options.positions is not None and part.rotary:
+            turn = mean_rotation(reader.tensors, part, options.positions)
+        name = layer_scale(reader.tensors, part)
+        scale = reader.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
+        _queries_keys(table, part, norm, turn, scaled=name is not None)
+        _values_outputs(table, part, norm, scale, scaled=name is not None)
+        reader.forget()
+    for layer in reader.state_spaces:
+        # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
+        # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
+        c, b = (table.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
+        table.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
+        reader.forget()
+    table.append_to(out)
+    checkpoint = reader.checkpoint
+    out.sources.append(
+        SourceInfo(
+            label,
+            modules=len(reader.parts),
+            heads=tuple(part.heads for part in reader.parts),
+            widths=tuple(dict.fromkeys(row["width"] for row in out.records if row["source"] == label)),
+            bytes_read=None if checkpoint is None else checkpoint.bytes_read,
+            commit=None if checkpoint is None else checkpoint.commit,
+            nonfinite=table.nonfinite,
+            skipped=reader.skipped,
+            unverified=() if checkpoint is None else checkpoint.unverified,
+            state_spaces=len(reader.state_spaces),
+        )
+    )
+
+
+def _batches(part: AttentionPart, width: int) -> list[list[int]]:
+    """Heads in batches: small enough for little memory, large enough for speed."""
+    size = max(1, _BATCH // (part.width * width))
+    return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
+
+
+def _queries_keys(table: _Table, part: AttentionPart, norm: _Norm, turn: Tensor | None, scaled: bool) -> None:
+    q, k = table.read(part, "q"), table.read(part, "k")  # (H, d, k), (kv, d, k)
+    biased = table.options.biases
+    bias_q, bias_k = (_bias(part, n, x, norm[1]) if biased else None for n, x in (("q", q), ("k", k)))
+    for heads in _batches(part, part.head_width):
+        groups = [part.kv_head(head) for head in heads]
+        left, right = _scaled(q[heads], norm[0]), _scaled(k[groups], norm[0])
+        left = left if turn is None else left.double() @ turn
+        more = {}
+        if bias_q is not None and bias_k is not None:
+            b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
+            more = {
+                "bias_on_keys": _per_channel(torch.einsum("hdk,hk->hd", right.double(), b)),
+                "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
+                "bias_constant": (b * c).sum(-1),
+            }
+        table.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
+
+
+def _values_outputs(table: _Table, part: AttentionPart, norm: _Norm, scale: Tensor | None, scaled: bool) -> None:
+    v, o = table.read(part, "v"), table.read(part, "o")  # (kv, d, k), (H, k, d)
+    bias = _bias(part, "v", v, norm[1]) if table.options.biases else None
+    total = torch.zeros(part.width, dtype=torch.float64)
+    for heads in _batches(part, part.value_width):
+        groups = [part.kv_head(head) for head in heads]
+        more = {}
+        if bias is not None:
+            added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
+            added = added if scale is None else added * scale
+            total += added.sum(0)
+            more = {"bias_on_output": _per_channel(added)}
+        product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
+        table.add(part, "vo", heads, product, more, scaled)
+        del product
+    more = {}
+    if bias is not None:
+        own = part.read_bias("o")
+        if own is not None:
+            total += own.double().cpu() if scale is None else own.double().cpu() * scale
+        more = {"bias_on_output": _per_channel(total)[None]}
+    values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
+    outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
+    # Query heads of one group add up behind the value head that they share.
+    outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
+    product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
+    table.add(part, "vo", [None], product, more, scaled)
+
+
+def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
+    return value if gain is None else value.double() * gain.cpu()[:, None]
+
+
+def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) -> Tensor:
+    """(heads, k) float64: the bias, plus the contribution of the shift of the normalisation before."""
+    own = part.read_bias(name)
+    bias = torch.zeros(len(weight), weight.shape[2], dtype=torch.float64) if own is None else own.double().cpu()
+    return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
+
+
+def _per_channel(vectors: Tensor) -> Tensor:
+    """||x|| / sqrt(d) along the last axis."""
+    return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])

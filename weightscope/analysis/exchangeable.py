@@ -1,0 +1,192 @@
+"""The covariance of a whole network's weights, averaged over the permutations that leave its function unchanged."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightscope._util.environment import single_threaded
+from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope.errors import UsageError
+from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
+from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExchangeableCovariance(Result):
+    """One small covariance for each type of invariant part of a network's weights.
+
+    Attributes:
+        types: the covariances; `kind.groups` is the set S of permuted axes whose deviations it is about.
+        permutations: the specification that was averaged over.
+        n: networks.
+        excluded: networks left out because they diverged or are not finite.
+    """
+
+    types: tuple[TypeCovariance, ...]
+    permutations: PermutationSpec
+    n: int
+    excluded: int
+
+    @cached_property
+    def _pairs(self) -> list[Pair]:
+        return correlated_pairs(self.types)
+
+    def pairs(self) -> list[Pair]:
+        """Every pair of tensors that share a type, the largest effect in standard errors first."""
+        return list(self._pairs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The pairs as records."""
+        return [
+            {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
+            | {"low": pair.ci95[0], "high": pair.ci95[1], "z": pair.z, "p": pair.p, "in words": self.words(pair)}
+            for pair in self._pairs
+        ]
+
+    def summary(self) -> str:
+        """Networks, types and pairs."""
+        significant = sum(pair.p < 0.05 for pair in self._pairs)
+        return f"{self.n} networks, {len(self.types)} types, {significant} of {len(self._pairs)} pairs with p < 0.05"
+
+    def text(self, most: int = 20) -> str:
+        """What crosses tensors, strongest first.
+
+        Args:
+            most: rows of the table.
+        """
+        lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
+        kinds = [(found.kind, found.samples) for found in self.types]
+        cells = [(_label(kind.groups), kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
+        lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
+        if self.n < 3:
+            lines.append("fewer than 3 networks: channels are taken for independent samples, so this is exploratory")
+        shown = [pair for pair in self._pairs if pair.p < 0.05][:most]
+        if not shown:
+            none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
+            return "\n".join([*lines, "", none])
+        lines += ["", f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), largest effect first:"]
+        pairs = []
+        for pair in shown:
+            r, (low, high) = pair.correlation, pair.ci95
+            value = f"{r:+.3f}" if pair.signed else f"{r:.3f} (canonical)"
+            pairs.append((self.words(pair), value, f"{low:+.3f} to {high:+.3f}", f"{pair.z:+.1f}"))
+        lines.append(text_table(("", "correlation", "95 % interval", "standard errors"), pairs))
+        return "\n".join(lines)
+
+    def words(self, pair: Pair) -> str:
+        """A pair as a person would say it: `blocks.1: norm.bias and mlp.fc1.weight column means`."""
+        views = {view.name: view for view in self.permutations.views}
+        (where_a, what_a), (where_b, what_b) = (_split(views[name], pair.groups) for name in (pair.a, pair.b))
+        first = f"{where_a}: {what_a}" if where_a else what_a
+        return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types: `types` and `pairs`."""
+        types = [
+            {"groups": list(found.kind.groups), "dimension": found.kind.dimension, "samples": found.samples}
+            | {"tensors": [[view.name, view.copies] for view in found.kind.views]}
+            for found in self.types
+        ]
+        pairs = [
+            {"groups": list(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
+            | {"ci95": list(pair.ci95), "z": finite_or_none(pair.z), "p": pair.p}
+            for pair in self._pairs
+        ]
+        return {"networks": self.n, "excluded": self.excluded, "types": types, "pairs": pairs}
+
+    def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
+        """The correlation matrix over the copies of one type, tensors ruled off in network order.
+
+        Args:
+            path: a .png, .pdf or .svg file; None only returns the axes.
+            groups: of the type; by default that of one group with the most copies, the residual channels.
+
+        Raises:
+            UsageError: if there is no such type.
+        """
+        from weightscope import plots
+
+        if groups is None:
+            found = max((t for t in self.types if len(t.kind.groups) == 1), key=lambda t: t.kind.copies)
+        else:
+            there = {frozenset(t.kind.groups): t for t in self.types}
+            if frozenset(groups) not in there:
+                labels = "; ".join(_label(t.kind.groups) for t in self.types)
+                raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
+            found = there[frozenset(groups)]
+        networks = f"{self.n} network{'s' if self.n > 1 else ''}"
+        title = f"Correlation over {_label(found.kind.groups)}: {found.samples:,} samples from {networks}"
+        correlation = found.correlation()
+        constant = found.covariance.diagonal() <= 0
+        correlation[constant], correlation[:, constant] = np.nan, np.nan
+        axes = plots.covariance_map(correlation, found.kind.slices, kind="correlation", title=title)
+        if path is not None:
+            plots.save(axes.figure, path)
+        return axes
+
+
+def exchangeable_covariance(
+    source: WeightSamples,
+    select: str | Sequence[str] = "*",
+    *,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+) -> ExchangeableCovariance:
+    """The invariant covariance of the selected tensors: what is correlated within and across layers.
+
+    Networks of one architecture have a distribution that does not change when hidden units are renumbered, so the
+    raw covariance is averaged over these permutations. What remains is one small matrix for each set of permuted axes,
+    estimated from N times thousands of samples (Shah and Chandrasekaran 2012). Memory and time are O(N D). Standard
+    errors come from the spread over networks; with one network they take its channels for independent samples.
+
+    Args:
+        source: a population, or an array with a spec. One network is enough: its channels are samples then.
+        select: patterns of tensor names.
+        permutations: the permutation specification, or tensor name -> the group of each axis, of all tensors of the
+            source; by default that of their names. One's own is checked by function on a population's network
+            (`weightscope.anatomy.permutation_groups.permutations_of`).
+
+    Raises:
+        AnatomyError: if the architecture is not known and no specification is given.
+        SpecError: if the specification does not fit the tensors, or renumbering changes the network's function.
+        UsageError: if a pattern matches nothing.
+        DataError: if no usable network is left.
+
+    Example:
+        >>> found = exchangeable_covariance(Population("digits.pop"))
+        >>> print(found.text())
+    """
+    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+    spec = source.spec.select(select)
+    moments = ExchangeableMoments(spec, permutations_of(source, permutations).restrict(spec.names))
+    excluded = 0
+    with single_threaded():  # another thread reads; on two cores more of them wait for each other
+        for rows, diverged in ahead(usable_chunks(source, spec.names)):
+            finite = finite_rows(rows)
+            excluded += diverged + int((~finite).sum())
+            moments.update(rows if finite.all() else rows[finite])
+    found = moments.covariances("networks" if moments.n > 1 else "zero")
+    return ExchangeableCovariance(found, moments.permutations, moments.n, excluded)
+
+
+def _label(groups: Sequence[str]) -> str:
+    return " x ".join(groups) or "means"
+
+
+def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
+    """The block that a view belongs to, and what of it is meant: `("blocks.1", "fc1.weight column means")`."""
+    match = re.match(r"(.*?\d+(?:\.blocks\.\d+)?)\.(.+)", view.name)
+    block, name = (match[1], match[2]) if match and ("block" in match[1] or "layers" in match[1]) else ("", view.name)
+    away = [i for i, axis in enumerate(view.axes) if axis is not None and axis not in groups]
+    if not away:
+        return block, name
+    if len(view.shape) - view.shape.count(1) == 2 and len(away) == 1:
+        return block, f"{name} {'column' if away[0] == 0 else 'row'} means"
+    return block, f"{name} means over {', '.join(str(view.axes[i]) for i in away)}"

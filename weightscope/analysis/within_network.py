@@ -1,0 +1,752 @@
+"""Covariances within one network: filters, rows, columns and patches as samples, layer by layer."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from weightscope import anatomy
+from weightscope._util import atomic
+from weightscope._util.checks import choice, count
+from weightscope._util.names import labels_of, unverified
+from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope.anatomy.convolution import strides
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.population import open_network
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.separability import SeparabilityTest, separability_test
+from weightscope.statistics.slices import KEPT, Focus, SliceMoments, centre_focus, slice_moments
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from weightscope.plots import Panel
+
+
+Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
+Picture = Literal["maps", "depth", "samples"]
+_LEADING = 32  # eigenvalues that are written to JSON
+
+
+class KroneckerShare(NamedTuple):
+    """How well one Kronecker product A (x) B fits a covariance of filters; see `kronecker_sum`.
+
+    Attributes:
+        explained: `1 - |S - A (x) B|_F^2 / |S|_F^2`.
+        dependence: the same over the entries off the diagonal; NaN where all of them are zero.
+    """
+
+    explained: float
+    dependence: float
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of one network; see `covariance_within` for the definition of its n samples.
+
+    Attributes:
+        source: label of the network.
+        name: path of the layer.
+        group: matrix of the layer, or channel; empty if there is one.
+        layer: index among the layers of the same kind, from 0.
+        depth: number of these layers.
+        stage: of a depthwise layer; None elsewhere.
+        stride: of a depthwise layer of a module (files of weights do not contain it); None elsewhere.
+        shape: (channels, kh, kw) of a filter or patch, (P,) of a row or column.
+        nonfinite: number of weights that are NaN or infinite.
+        moments: None if fewer than 2 samples are finite.
+        focus: None for rows and columns.
+        kronecker: for filters and patches of one channel whose covariance is kept; None elsewhere.
+        separability: Monte Carlo test, if asked for; None elsewhere.
+        examples: (m, channels, kh, kw), some of the samples, in the precision in which they are stored.
+        problem: why there are no moments.
+    """
+
+    source: str
+    name: str
+    group: str
+    layer: int
+    depth: int
+    stage: int | None
+    stride: int | None
+    shape: tuple[int, ...] = ()
+    nonfinite: int = 0
+    moments: SliceMoments | None = None
+    focus: Focus | None = None
+    kronecker: KroneckerShare | None = None
+    separability: SeparabilityTest | None = None
+    examples: np.ndarray | None = None
+    problem: str | None = None
+
+    @property
+    def relative_depth(self) -> float:
+        """`layer / (depth - 1)`, 0 if there is only one layer."""
+        return self.layer / max(1, self.depth - 1)
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """The numbers of the table: those of `SliceMoments` and `Focus`; empty without moments."""
+        if (m := self.moments) is None:
+            return {}
+        size, energy = len(m.mean), float(m.mean @ m.mean)
+        out = {
+            "variance": m.total / size,
+            "effective_rank": m.effective_rank,
+            "relative_rank": m.effective_rank / size,
+            "edge_ratio": m.edge_ratio,
+            "mean_ratio": m.mean_ratio,
+            "mean_share": energy / (energy + m.total) if energy + m.total > 0 else math.nan,
+        }
+        if self.focus is not None:
+            out |= asdict(self.focus)
+        if self.kronecker is not None:
+            out |= {"kronecker": self.kronecker.explained, "kronecker_dependence": self.kronecker.dependence}
+        if self.separability is not None:
+            out |= {"separability_ratio": self.separability.ratio, "separability_p": self.separability.p_value}
+        return out
+
+    def row(self) -> dict[str, Any]:
+        """The layer as a flat record, the shape as text."""
+        places = ("source", "layer", "depth", "stage", "stride", "name", "group")
+        out: dict[str, Any] = {key: getattr(self, key) for key in places}
+        out |= {"shape": "x".join(map(str, self.shape)), "nonfinite": self.nonfinite, "problem": self.problem}
+        if (m := self.moments) is not None:
+            out |= {"n": m.n, "excluded": m.excluded, "dead": m.dead}
+            out |= {key: finite_or_none(value) for key, value in self.statistics.items()}
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; undefined numbers are None. Neither the covariance nor the samples."""
+        out = self.row() | {"shape": list(self.shape)}
+        if (m := self.moments) is not None:
+            out["eigenvalues"] = m.eigenvalues[:_LEADING].tolist()
+            if self.focus is not None and len(m.mean) <= _LEADING * 4:
+                out |= {"mean": m.mean.tolist(), "variances": m.variance.tolist()}
+        return out
+
+
+class _Column(NamedTuple):
+    """A column of the table: head, statistic with its format, the part of a layer that has it, and its meaning."""
+
+    head: str
+    cell: str
+    of: str
+    legend: str = ""
+
+
+_COLUMNS = (
+    _Column("variance", "variance:.3g", "moments", "variance: mean over the coordinates"),
+    _Column("rank", "effective_rank:.1f", "moments", "rank: (tr S)^2 / tr S^2"),
+    _Column(
+        "edge",
+        "edge_ratio:.2f",
+        "moments",
+        "edge: largest eigenvalue in units of the largest of independent entries",
+    ),
+    _Column("mean", "mean_ratio:.2f", "moments", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
+    _Column(
+        "spread",
+        "relative_spread:.3f",
+        "focus",
+        "spread: mean squared distance of the variance from the centre, 1 when it is even",
+    ),
+    _Column("± se", "relative_spread_se:.3f", "focus"),
+    _Column("centre", "central_share:.3f", "focus"),
+    _Column(
+        "÷ even",
+        "central_ratio:.2f",
+        "focus",
+        "centre: share of the variance in the central pixel, and in units of an even share",
+    ),
+    _Column(
+        "neighbours",
+        "neighbours:+.2f",
+        "focus",
+        "neighbours: mean correlation of touching pixels; far: of the centre with those not touching it",
+    ),
+    _Column("far", "from_centre:+.2f", "focus"),
+    _Column(
+        "A(x)B",
+        "kronecker:.2f",
+        "kronecker",
+        "A(x)B: share of |S|^2 that one Kronecker product explains; off-diag: the same off the diagonal of S",
+    ),
+    _Column("off-diag", "kronecker_dependence:.2f", "kronecker"),
+    _Column(
+        "p(A(x)B)",
+        "separability_p:.3g",
+        "separability",
+        "p(A(x)B): Monte Carlo p-value of the hypothesis that S is a Kronecker product",
+    ),
+)
+
+
+def _selected(layers: Sequence[Layer], source: str, group: str | None = None) -> list[Layer]:
+    return [row for row in layers if row.source == source and group in (None, row.group)]
+
+
+def _series(layers: Sequence[Layer]) -> list[tuple[str, list[Layer]]]:
+    """(name, layers) of every network and group of matrices; the name distinguishes them in text and pictures."""
+    sources, groups = (tuple(dict.fromkeys(getattr(row, key) for row in layers)) for key in ("source", "group"))
+    out = []
+    for source in sources:
+        for group in groups:
+            if found := _selected(layers, source, group):
+                out.append((" ".join(filter(None, (source if len(sources) > 1 else "", group))), found))
+    return out
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NetworkCovariances(Result):
+    """Covariances of one part of one or several networks, layer by layer.
+
+    Attributes:
+        part: the part of the networks; see `covariance_within`.
+        labels: of the networks.
+        layers: network by network, in depth order.
+        unverified: label of a network at a hub -> its files of which only byte ranges were read.
+    """
+
+    part: str
+    labels: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, label: str, group: str | None = None) -> list[Layer]:
+        """The layers of one network (and one group of matrices).
+
+        Raises:
+            UsageError: if there is no network of that label.
+        """
+        choice("label", label, self.labels)
+        return _selected(self.layers, label, group)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of matrices, in order of appearance."""
+        return tuple(dict.fromkeys(row.group for row in self.layers))
+
+    @property
+    def focused(self) -> bool:
+        """Whether the samples are images."""
+        return any(row.focus is not None for row in self.layers)
+
+    def summary(self) -> str:
+        """Part, number of layers and networks."""
+        return f"{self.part} of {', '.join(self.labels)}, {len(self.layers)} layers"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer: place, shape, counts and statistics; None for undefined numbers."""
+        records = [row.row() for row in self.layers]
+        keys = dict.fromkeys(key for record in records for key in record)
+        return [{key: record.get(key) for key in keys} for record in records]
+
+    def warnings(self) -> list[str]:
+        """One line for each tensor with non-finite numbers."""
+        out = []
+        for row in self.layers:
+            where = f"{row.source}: `{row.name}`" + (f" {row.group}" if row.group else "")
+            if row.moments is None:
+                out.append(f"warning: {where}: {row.problem}")
+            elif row.nonfinite:
+                total = row.moments.n + row.moments.excluded
+                out.append(
+                    f"warning: {where}: {row.nonfinite} weights are not finite; {row.moments.excluded} of {total} "
+                    "samples are left out"
+                )
+        return out
+
+    def finding(self) -> str:
+        """The result in one line: medians over layers, and what independent entries would give."""
+        found = _series(self.layers)
+        key, what = ("relative_spread", "Spread of the variance about the centre")
+        if not self.focused:
+            key, what = "mean_ratio", f"Squared mean of the {'rows' if self.part == 'mlp-rows' else 'columns'}"
+        elif len(found) == 1:
+            known = [x.focus for x in self.layers if x.focus is not None and math.isfinite(x.focus.relative_spread)]
+            near = sum(f.relative_spread + 1.96 * f.relative_spread_se < 1 for f in known)
+            return (
+                f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers "
+                "(95 % intervals)"
+            )
+        medians = [f"{name} {_median(rows, key)}".lstrip() for name, rows in found]
+        return f"{what} (independent entries: 1), median over layers: {', '.join(medians)}"
+
+    def text(self) -> str:
+        """Tables against depth, the meaning of the columns, and exclusions; several networks side by side."""
+        columns = [c for c in _COLUMNS if any(getattr(row, c.of) is not None for row in self.layers)]
+        if len(self.labels) > 1:
+            kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
+            columns = [c for c in columns if c.head in kept]
+        table = self._table(columns)
+        lines = [self.finding(), "", *table, "", *(c.legend for c in columns if c.legend)]
+        if dead := sum(row.moments.dead for row in self.layers if row.moments is not None):
+            lines.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
+        said = [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
+        return "\n".join(lines + self.warnings() + said)
+
+    def _table(self, columns: Sequence[_Column]) -> list[str]:
+        """One line for each layer; several networks, which share index and group, side by side."""
+        numbers = {label: i + 1 for i, label in enumerate(self.labels)}
+        lines: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in self.layers:
+            line = lines.setdefault((row.layer, self.groups.index(row.group)), _place(row))
+            line |= {f"{key}_{numbers[row.source]}": value for key, value in row.row().items()}
+        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
+        keys = sorted(lines) if len(numbers) > 1 else list(lines)
+        if len(numbers) == 1:
+            heads |= {key: f"{{{key}_1}}" for key in ("n", "dead")}
+            heads |= {c.head: f"{{{c.cell.replace(':', '_1:')}}}" for c in columns}
+        for c in columns if len(numbers) > 1 else ():
+            heads |= {f"{c.head} [{i}]": f"{{{c.cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
+        legend = [f"[{i}] {label}" for label, i in numbers.items()] if len(numbers) > 1 else []
+        return [*legend, row_table(heads, [lines[key] for key in keys], left=(1, 2))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types: `part`, `labels`, `finding` and one row for each layer."""
+        rows = [row.to_dict() for row in self.layers]
+        return {"part": self.part, "labels": list(self.labels), "finding": self.finding(), "rows": rows} | (
+            {"unverified": {label: list(files) for label, files in self.unverified.items()}} if self.unverified else {}
+        )
+
+    def plot(
+        self, path: str | Path | None = None, picture: Picture | None = None, *, title: str | None = None
+    ) -> "Figure":
+        """Draw the layers.
+
+        Args:
+            path: a .png, .pdf or .svg file to write; None to return the figure only.
+            picture: `"maps"`, the covariances in block form (thesis Fig. 3.1); `"depth"`, the statistics against
+                depth; `"samples"`, the filters (thesis Fig. 2.4-2.6). By default maps of one network and the depth
+                of several.
+            title: instead of the finding.
+
+        Raises:
+            UsageError: for an unknown picture, samples that are not images, or if no covariance was kept.
+        """
+        from weightscope import plots
+
+        kind = picture or ("maps" if len(self.labels) == 1 else "depth")
+        choice("picture", kind, get_args(Picture))
+        if kind == "samples":
+            figure = _samples_page(self.layers, self.part, title or f"Filters of {', '.join(self.labels)}")
+        else:
+            figure = (_maps_page if kind == "maps" else _depth_page)(self.layers, title or self.finding())
+        if path is not None:
+            plots.save(figure, path)
+        return figure
+
+    def save_matrix(self, path: str | Path) -> None:
+        """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept.
+
+        Raises:
+            UsageError: if the file's name does not end in .npz.
+        """
+        if Path(path).suffix != ".npz":
+            raise UsageError(f"expected a file name that ends in .npz, found {path}")
+        arrays: dict[str, Any] = {}
+        for i, row in enumerate(self.layers):
+            if row.moments is not None:
+                arrays[f"mean/{i}"] = row.moments.mean
+                if row.moments.covariance is not None:
+                    arrays[f"covariance/{i}"] = row.moments.covariance
+        with atomic.replacing(path) as file:
+            np.savez(file, **arrays)
+
+
+def _place(row: Layer) -> dict[str, str]:
+    sizes = row.shape[1:] if len(row.shape) == 3 and row.shape[0] == 1 else row.shape
+    name = row.name if len(row.name) <= 40 else f"…{row.name[-39:]}"
+    return {"layer": str(row.layer), "name": f"{name} {row.group}".rstrip(), "shape": "x".join(map(str, sizes))}
+
+
+def _median(rows: Sequence[Layer], key: str) -> str:
+    values = [value for row in rows if math.isfinite(value := row.statistics.get(key, math.nan))]
+    return f"{np.median(values):.3g}" if values else "-"
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+ACROSS = 8  # panels in a row
+# Arguments of `plots.Statistic`, for the curves against depth.
+_FOCUS_CURVES = (
+    ("relative_spread", "spread of the variance about the centre ÷ that of even variances", 1.0),
+    ("central_ratio", "variance of the central pixel ÷ mean over pixels", 1.0, True),
+    ("variance", "variance, mean over pixels", None, True),
+)
+_MATRIX_CURVES = (
+    ("mean_ratio", "squared mean of the samples ÷ that of independent entries", 1.0, True),
+    ("edge_ratio", "largest eigenvalue ÷ edge of independent entries", 1.0, True),
+    ("relative_rank", "effective rank ÷ coordinates"),
+)
+
+
+def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
+    """The covariances in block form (thesis Fig. 3.1).
+
+    Raises:
+        UsageError: if no covariance was kept.
+    """
+    from weightscope import plots
+
+    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in layers if _unkept(x)})
+    drawn = [x for x in layers if not _unkept(x)]
+    if not any(x.moments is not None for x in drawn):
+        raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; increase keep, or choose depth")
+    rows, labels, notes = _rows(drawn, _map)
+    notes += [f"not kept: {', '.join(large)}"] if large else []
+    return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
+    """Some of the filters or patches (thesis Fig. 2.4-2.6).
+
+    Raises:
+        UsageError: if samples are rows or columns, not images.
+    """
+    from weightscope import plots
+
+    if all(x.focus is None for x in layers):
+        raise UsageError(f"picture: {part} are not images; choose maps or depth")
+    rows, labels, notes = _rows(layers, _sample)
+    most = max(len(row.examples) for row in layers if row.examples is not None)
+    notes += [f"at most {most} filters of a layer, drawn at random"] if part == "filters" else []
+    return plots.filter_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _depth_page(layers: Sequence[Layer], title: str) -> "Figure":
+    """The statistics against depth."""
+    from weightscope import plots
+
+    focused = any(x.focus is not None for x in layers)
+    found = _series(layers)
+    depths = {rows[0].depth for _, rows in found}
+    statistics = [plots.Statistic(*curve) for curve in (_FOCUS_CURVES if focused else _MATRIX_CURVES)]
+    curves = []
+    for name, rows in found:
+        values = {s.key: _values(rows, s.key) for s in statistics}
+        errors = {
+            s.key: _values(rows, f"{s.key}_se")
+            for s in statistics
+            if any(f"{s.key}_se" in row.statistics for row in rows)
+        }
+        places = [row.layer if len(depths) == 1 else row.relative_depth for row in rows]
+        curves.append(plots.Curve(name or rows[0].source, places, values, errors, _kinds(rows) if focused else ()))
+    axis = "layer" if len(depths) == 1 else "relative depth"
+    notes = ["bars are 95 % intervals"] if any(c.errors for c in curves) else []
+    return plots.depth_curves(curves, statistics, axis=axis, title=title, note="; ".join([*notes, *_excluded(layers)]))
+
+
+def _values(rows: Sequence[Layer], key: str) -> list[float]:
+    return [row.statistics.get(key, np.nan) for row in rows]
+
+
+def _unkept(row: Layer) -> bool:
+    return row.moments is not None and row.moments.covariance is None
+
+
+def _excluded(layers: Sequence[Layer]) -> list[str]:
+    bad = sum(row.nonfinite > 0 for row in layers)
+    return [f"samples with NaN or infinite weights are left out, in {bad} of {len(layers)} layers"] if bad else []
+
+
+def _rows(
+    layers: Sequence[Layer], panel: Callable[[Layer], "Panel"]
+) -> tuple[list[list["Panel | None"]], list[str], list[str]]:
+    """Panels in rows, row labels and notes: one network fills several rows, several networks have one row each."""
+    found = _series(layers)
+    if len(found) == 1:
+        rows: list[list[Panel | None]] = [
+            [panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)
+        ]
+        group = layers[0].group
+        return rows, [group] * len(rows) if group else [], []
+    groups = list(dict.fromkeys(row.group for row in layers))
+    found.sort(key=lambda item: groups.index(item[1][0].group))  # the same matrix of all networks below each other
+    most = max(len(mine) for _, mine in found)
+    chosen = np.unique(np.linspace(0, most - 1, min(most, ACROSS)).round().astype(int))
+    rows = []
+    for _, mine in found:
+        here = [round(float(i) * (len(mine) - 1) / max(most - 1, 1)) for i in chosen]
+        rows.append([panel(mine[i]) for i in dict.fromkeys(here)])
+    return rows, [name for name, _ in found], [f"{len(chosen)} of {most} layers"] if len(chosen) < most else []
+
+
+def _label(row: Layer) -> str:
+    sizes = "×".join(map(str, row.shape[1:])) if len(row.shape) == 3 else str(row.shape[0])
+    return f"layer {row.layer}, {sizes}"
+
+
+def _map(row: Layer) -> "Panel":
+    from weightscope.plots import Panel
+
+    shape: Any = row.shape if len(row.shape) == 3 else None
+    if row.moments is None:
+        return Panel(None, _label(row), reason="not finite")
+    return Panel(row.moments.covariance, _label(row), shape)
+
+
+def _sample(row: Layer) -> "Panel":
+    from weightscope.plots import Panel
+
+    return Panel(row.examples, _label(row), reason="not finite")
+
+
+def _kinds(layers: Sequence[Layer]) -> list[str]:
+    """The kernel, and the stride where it is more than 1: filters before a smaller image look different."""
+    strides = [f", stride {row.stride}" if row.stride is not None and row.stride > 1 else "" for row in layers]
+    return ["×".join(map(str, row.shape[1:])) + stride for row, stride in zip(layers, strides, strict=True)]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+class _Samples(NamedTuple):
+    """The samples of one matrix or layer: the layer without its numbers, its tensors, and their reader, (n, P)."""
+
+    layer: Layer
+    tensors: tuple[str, ...]
+    read: Callable[[], np.ndarray]
+
+
+def _filters(source: anatomy.NamedTensors) -> Iterator[_Samples]:
+    for p in anatomy.depthwise(source):
+        group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
+        stride = strides(source, p.name)
+        step = max(stride) if stride else None
+        layer = Layer("", p.name, group, p.layer, p.depth, p.stage, step, (1, *p.kernel))
+        yield _Samples(layer, p.parameters, partial(_read, p))
+
+
+def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[_Samples]:
+    parts = anatomy.mlps(source)
+    for p in parts:
+        for matrix, names in p.parameters.items():
+            layer = Layer("", p.name, matrix, p.layer, len(parts), None, None)
+            yield _Samples(layer, names, partial(_read, p, matrix, columns=columns))
+
+
+def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[_Samples]:
+    parts = anatomy.patch_embeddings(source)
+    for i, p in enumerate(parts):
+        whole = Layer("", p.name, "", i, len(parts), None, None, (p.channels, *p.patch))
+        if not channels:
+            yield _Samples(whole, p.parameters, partial(_read, p))
+            continue
+        for c in range(p.channels):
+            layer = replace(whole, group=f"channel {c}", shape=(1, *p.patch))
+            yield _Samples(layer, p.parameters, partial(_read, p, channel=c))
+
+
+def _read(part: Any, *matrix: str, columns: bool = False, channel: int | None = None) -> np.ndarray:
+    """The samples (n, P), in the precision in which they are stored."""
+    values = part.read(*matrix).cpu().numpy()
+    values = values if channel is None else values[:, channel]
+    values = values.reshape(len(values), -1)
+    return values.T if columns else values
+
+
+PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[_Samples]]] = {
+    "filters": _filters,
+    "mlp-rows": partial(_matrices, columns=False),
+    "mlp-columns": partial(_matrices, columns=True),
+    "patch": partial(_patches, channels=False),
+    "patch-channels": partial(_patches, channels=True),
+}
+
+
+def _first_part(source: anatomy.NamedTensors) -> Part:
+    """The first of `PARTS` that a network has; an AnatomyError lists what it has."""
+    missing = None
+    for part in PARTS:
+        try:
+            next(PARTS[part](source))
+        except AnatomyError as error:
+            missing = missing or error
+        else:
+            return cast(Part, part)
+    raise missing or AnatomyError("expected a network with parts, found none")
+
+
+def skeleton(
+    source: Any, part: Part | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
+
+    A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
+    It has no forward pass. Torch's global generator does not change.
+
+    Args:
+        source: as for `covariance_within`.
+        part: see `covariance_within`.
+        seed: of the default initialisation.
+        config: hints for a mapping.
+
+    Raises:
+        UsageError: for an unknown part.
+        AnatomyError: if the network has no such part.
+
+    Example:
+        >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
+    """
+    where = anatomy.named_tensors(source, config)
+    part = _first_part(where) if part is None else part
+    root = nn.Module()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in dict.fromkeys(
+            name for piece in PARTS[choice("part", part, PARTS)](where) for name in piece.tensors
+        ):
+            path = name.rpartition(".")[0]
+            holder = root
+            *above, last = path.split(".")
+            for word in above:
+                if word not in holder._modules:
+                    holder.add_module(word, nn.Module())
+                holder = holder.get_submodule(word)
+            holder.add_module(last, _module(where.shape(name), filters=part == "filters"))
+    return root
+
+
+def _module(shape: tuple[int, ...], *, filters: bool) -> nn.Module:
+    if len(shape) == 2:
+        return nn.Linear(shape[1], shape[0], bias=False)
+    out, inner, *kernel = shape
+    # Anatomy recognises a patch embedding by its stride.
+    groups, stride = (out, [1] * len(kernel)) if filters else (1, kernel)
+    kind: Any = nn.Conv1d if len(kernel) == 1 else nn.Conv2d
+    return kind(inner * groups, out, tuple(kernel), tuple(stride), groups=groups, bias=False)
+
+
+# --- computing -------------------------------------------------------------------------------------------------------
+
+SAMPLES = 64  # filters of a layer that are kept for pictures, as in thesis Fig. 2.6
+_PATCHES = 1024  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this number of filters
+
+
+def covariance_within(
+    *sources: Any,
+    part: Part | None = None,
+    labels: Sequence[str | None] | None = None,
+    config: Mapping[str, Any] | None = None,
+    keep: int = KEPT,
+    seed: int = 0,
+    separability: int = 0,
+) -> NetworkCovariances:
+    """Covariances of the filters, rows, columns or patches of networks, layer by layer (thesis Eq. 3.3, Fig. 3.1).
+
+    The samples x_1, ..., x_n are, in every layer,
+
+        filters          the n = C filters of a depthwise convolution, P = kh kw pixels
+        mlp-rows         the rows of each MLP matrix in (out, in) layout: P inputs
+        mlp-columns      its columns: P outputs
+        patch            the filters of a patch embedding, P = channels kh kw, all channels together
+        patch-channels   the same for each channel by itself, P = kh kw
+
+    and S = sum_i (x_i - mean)(x_i - mean)^T / (n - 1), in float64. Where samples are images, `Focus` describes
+    how their variance is distributed about the centre, and for single channels `kronecker` is the share of S that one
+    Kronecker product A (x) B explains. Layers are read one after the other: memory is that of the largest tensor, its
+    Gram matrix, and the covariances that are kept.
+
+    Args:
+        sources: each a path (.safetensors, .pt, .pth, a model folder), `hf://org/name[@revision]`, a `Checkpoint`,
+            an `nn.Module` or a state dict.
+        part: defines the samples, see above; None for the first of them that the first network has.
+        labels: a name for each source; None for its own name.
+        config: hints for state dicts, as in `weightscope.anatomy`.
+        keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
+        seed: of the random choice of filters that are kept for pictures, 64 in each layer, and of the test.
+        separability: simulations of a Monte Carlo test of S = A (x) B in each layer of filters or patches of one
+            channel (`separability_test`; 199 are usual, and take seconds per layer); 0 for no test.
+
+    Raises:
+        AnatomyError: if a network has no such part; lists what it has.
+        DataError: if a source cannot be read, no layer of it has 2 finite samples, or a layer's filters do not admit
+            the test.
+        UsageError: if there is no source, or an argument is invalid.
+
+    Source: thesis 3.1.1; MLP paper 3 (rows and columns).
+
+    Example:
+        >>> found = covariance_within("efficientnet-lite0.pth")
+        >>> found.layers[3].shape, round(found.layers[3].focus.central_share, 2)
+        ((1, 5, 5), 0.09)
+    """
+    if not sources:
+        raise UsageError("expected at least one network, found none")
+    count("keep", keep)
+    names = labels_of([_own_label(source) for source in sources], labels)
+    layers: list[Layer] = []
+    unverified: dict[str, tuple[str, ...]] = {}
+    for source, label in zip(sources, names, strict=True):
+        network = open_network(source)
+        try:
+            tensors = anatomy.named_tensors(network, config)
+            part = _first_part(tensors) if part is None else part
+            slices = list(PARTS[choice("part", part, PARTS)](tensors))
+        except AnatomyError as error:
+            raise AnatomyError(f"{label}: {error}") from None
+        mine = [_layer(label, piece, keep, seed, separability) for piece in slices]
+        if all(layer.moments is None for layer in mine):
+            raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
+        layers += mine
+        if files := getattr(network, "unverified", ()):
+            unverified[label] = files
+    assert part is not None
+    return NetworkCovariances(part, tuple(names), tuple(layers), unverified)
+
+
+def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Layer:
+    samples = piece.read()
+    shape = piece.layer.shape or (samples.shape[1],)
+    nonfinite = int(samples.size - np.isfinite(samples).sum())
+    layer = replace(piece.layer, source=label, shape=shape, nonfinite=nonfinite)
+    try:
+        moments = slice_moments(samples, keep=keep)
+    except DataError as error:
+        return replace(layer, problem=str(error))
+    if len(shape) == 1:
+        return replace(layer, moments=moments)
+    square = shape[0] == 1 and min(shape[1:]) > 1  # single-channel images: rows and columns of pixels
+    test = None
+    if square and draws:
+        matrices = samples[finite_rows(samples)].reshape(-1, *shape[1:])
+        try:
+            test = separability_test(matrices, draws=draws, seed=seed)
+        except DataError as error:
+            raise DataError(f"{label}: `{layer.name}`: separability: {error}") from None
+    most = SAMPLES if layer.stage is not None else _PATCHES
+    shown = samples
+    if len(samples) > most:
+        shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
+    return replace(
+        layer,
+        moments=moments,
+        focus=centre_focus(samples, (shape[1], shape[2]), moments),
+        kronecker=_kronecker(moments.covariance, *shape[1:]) if square else None,
+        separability=test,
+        examples=shown.reshape(-1, *shape),
+    )
+
+
+def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> KroneckerShare | None:
+    if covariance is None or not covariance.any():
+        return None
+    fit = kronecker_sum(covariance, p, n)
+    off = np.count_nonzero(covariance - np.diag(np.diagonal(covariance)))
+    dependence = explained_variance(covariance, fit.matrix(), diagonal=False) if off else math.nan
+    return KroneckerShare(fit.explained, dependence)
+
+
+def _own_label(source: Any) -> str:
+    text = str(source) if isinstance(source, str | Path) else getattr(source, "source", None)
+    if not isinstance(text, str):
+        return "state dict" if isinstance(source, Mapping) else type(source).__name__
+    return text if "://" in text else Path(text).name or text

@@ -1,0 +1,253 @@
+"""Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope._util.names import matching
+from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy.matrices import Matrix, fans, matrices
+from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_in, normal, outside
+from weightscope.auditing.layers import farthest
+from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init.baselines import (
+    CONVOLUTIONS,
+    FACTOR,
+    QKV,
+    QKVO,
+    centre_tap,
+    fan_sum,
+    matrices_of,
+    zero_matrix,
+)
+
+# Standardised moments 4, 6, 8 of independent entries. Their distribution is known, and drawing matrices again and again
+# costs more than reading them once, so nothing is simulated here.
+_UNIFORM = (9 / 5, 27 / 7, 9.0)
+_NORMAL = (3.0, 15.0, 105.0)
+DEFAULT = "the default start of torch's layers"
+
+
+@EXPECTATIONS.register("kaiming_uniform")
+def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
+    """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
+    gain = math.sqrt(6 / (1 + slope**2))
+    return _each(source, "kaiming_uniform", select, bias, lambda w: uniform_entries(w, gain / math.sqrt(fans(w)[0])))
+
+
+@EXPECTATIONS.register("xavier")
+def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
+    """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
+
+    def rows(w: Tensor) -> list[Row]:
+        std = gain * math.sqrt(2 / sum(fans(w)))
+        return uniform_entries(w, math.sqrt(3) * std) if distribution == "uniform" else entries(w, std, _NORMAL)
+
+    return _each(source, "xavier", select, bias, rows)
+
+
+@EXPECTATIONS.register("trunc_normal")
+def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
+    """Checks of normal entries of standard deviation `std` given that they are in [-cut, cut]."""
+    edge = min(cut / std, 30.0)
+    m2, m4, m6, m8 = (float(stats.truncnorm.moment(k, -edge, edge)) for k in (2, 4, 6, 8))
+    moments = m4 / m2**2, m6 / m2**3, m8 / m2**4
+    return _each(source, "trunc_normal", select, bias, lambda w: entries(w, std * math.sqrt(m2), moments, cut))
+
+
+def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
+    """The weights of linear and convolutional layers whose names match the patterns."""
+    if not isinstance(source, ModuleTensors):
+        raise UsageError(f"{name}: needs a module, since fan-in and fan-out depend on the layer of a tensor")
+    found = matrices(source.module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    return [matrix for matrix in found if matrix.name in wanted]
+
+
+def _each(source: NamedTensors, name: str, select: str, bias: str, rows: Callable[[Tensor], list[Row]]) -> list[Check]:
+    checks = []
+    for i, matrix in enumerate(selected(source, name, select)):
+        blocks = matrix.split(matrix.weight.cpu())
+        for number, block in enumerate(blocks):
+            part = None if len(blocks) == 1 else number
+            checks += checks_of(name, "weight", i, part, matrix.name, _against_default(rows(block.float()), block))
+        if matrix.bias is not None and bias != "keep":
+            limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
+            largest = float(matrix.bias.detach().abs().max())
+            checks.append(Check(name, "weight", i, None, matrix.name, "largest bias", largest, 0.0, limit))
+    return checks
+
+
+def _against_default(rows: list[Row], w: Tensor) -> list[Row]:
+    """The rows with the power of the variance's check against the entries of torch's layers, U(-1, 1) / sqrt(fan_in).
+
+    `kaiming_uniform` gives the same entries, and passes; that an untouched layer passes, too, is said by this power.
+    """
+    (_, found, limits, power) = next(row for row in rows if row[0] == "variance" and len(row) == 4)
+    ratio = found / float(w.double().square().mean().clamp_min(1e-300)) / (3 * fans(w)[0])
+    more = {**power, DEFAULT: outside(limits, ratio, ratio * math.sqrt(0.8 / w.numel()))}
+    return [("variance", found, limits, more) if row[0] == "variance" else row for row in rows]
+
+
+def uniform_entries(w: Tensor, bound: float) -> list[Row]:
+    """`entries` for `U(-bound, bound)`."""
+    return entries(w, bound / math.sqrt(3), _UNIFORM, bound)
+
+
+def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
+    """Mean, variance and kurtosis of entries relative to the expected standard deviation, with their intervals."""
+    n = w.numel()
+    if n == 0:
+        raise DataError(f"expected a weight with entries, found the shape {tuple(w.shape)}; it has nothing to audit")
+    m4, m6, m8 = moments
+    squares = w.square()
+    square = float(squares.mean())
+    sd = math.sqrt((m4 - 1) / n)
+    limits = normal(1.0, sd, slack=2e-3)
+    rows: list[Row] = [
+        ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
+        ("variance", square / std**2, limits, {error_in("the standard deviation"): outside(limits, 1.44, 1.44 * sd)}),
+    ]
+    if n >= 1000:  # below, the sample kurtosis is far from normal
+        error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
+        kurtosis = float(squares.square().mean()) / max(square**2, 1e-300)
+        rows.append(("kurtosis", kurtosis, normal(m4, error, slack=0.02)))
+    if largest < math.inf:
+        rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
+    return rows
+
+
+@EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
+def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
+    """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
+    choice("kind", kind, ("encoder", "decoder"))
+    attention, mlps = find_attention(source), find_mlps(source)
+    if not attention or not mlps:
+        raise AnatomyError(f"expected attention and MLPs, found {len(attention)} and {len(mlps)}")
+    layers = len({part.layer for part in attention if part.kind == "self"})
+    if not layers:
+        raise AnatomyError("expected self-attention, found cross-attention only")
+    scale = (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
+    checks: list[Check] = []
+    for part in attention:
+        for letter in QKVO:
+            w = part.read(letter).cpu()
+            rows = uniform_entries(w, math.sqrt(6 / fan_sum(letter, w.shape)) * (scale if letter in "vo" else 1.0))
+            checks += checks_of("t_fixup", letter, part.layer, None, part.name, rows)
+    for mlp in mlps:
+        for name in matrices_of(mlp):
+            w = mlp.read(name).cpu()
+            rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
+            checks += checks_of("t_fixup", name, mlp.layer, None, mlp.name, rows)
+    return checks
+
+
+def _branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
+    return kinds.get(parameters.get("parts", "attention"), ())
+
+
+@EXPECTATIONS.register("zero_init", reads=_branches)
+def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
+    """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
+    choice("parts", parts, ("attention", "mlp", "both"))
+    found: list[tuple[int, str, str, Tensor]] = []  # layer, name, part, (out, in)
+    for attention in find_attention(source) if parts != "mlp" else []:
+        found += [
+            (attention.layer, attention.name, letter, attention.read(letter).cpu().mT.flatten(0, 1)) for letter in QKV
+        ]
+        found.append((attention.layer, attention.name, "o", attention.read("o").cpu().flatten(0, 1)))
+    for mlp in find_mlps(source) if parts != "attention" else []:
+        found += [(mlp.layer, mlp.name, name, mlp.read(name).cpu()) for name in matrices_of(mlp)]
+    if not found:
+        raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
+    checks = []
+    for layer, name, part, matrix in found:
+        edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
+        if part in ("o", "fc2"):
+            row: Row = ("largest", float(matrix.abs().max()), (0.0, 0.0), {UNTOUCHED: outside((0.0, 0.0), edge)})
+        else:
+            limits = (0.0, 0.005)
+            power = {UNTOUCHED: outside(limits, 1 - edge), error_in("the identities"): outside(limits, 0.2)}
+            row = ("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), limits, power)
+        checks += checks_of("zero_init", part, layer, None, name, [row])
+    return checks
+
+
+@EXPECTATIONS.register("delta_orthogonal")
+def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
+    """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
+    everything = selected(source, "delta_orthogonal", select)
+    found = [(matrix, matrix.layer) for matrix in everything if isinstance(matrix.layer, CONVOLUTIONS)]
+    if not found:
+        raise AnatomyError("expected convolutions, found none")
+    checks = []
+    for i, (matrix, layer) in enumerate(found):
+        w = matrix.weight.detach().cpu().double() / gain
+        centre = centre_tap(w)  # (out, in)
+        blocks = torch.stack(centre.chunk(layer.groups))
+        gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
+        rest = (w.square().sum() - centre.square().sum()).clamp_min(0) / w.square().sum().clamp_min(1e-300)
+        taps = w[0, 0].numel()
+        power = {error_in("gain"): outside((0.0, 0.02), 0.44)}
+        if taps == 1:
+            power[UNTOUCHED] = _not_orthogonal(gram.shape[-1], max(blocks.shape[1:]), w.shape[1], gain)
+        rows: list[Row] = [
+            ("off-centre energy", float(rest), (0.0, 1e-9), {UNTOUCHED: outside((0.0, 1e-9), 1 - 1 / taps)}),
+            ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02), power),
+        ]
+        checks += checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
+    return checks
+
+
+@lru_cache(maxsize=256)
+def _not_orthogonal(size: int, length: int, fan_in: int, gain: float) -> float:
+    """The probability that default vectors (length, size) are farther than 0.02 from orthonormal ones, times gain.
+
+    One diagonal entry at a time: the mean of `length` squares of U(-b, b), b = 1/sqrt(fan in), times length / gain^2.
+    """
+    mean = length / (3 * fan_in * gain**2)
+    alone = outside((0.98, 1.02), mean, mean * math.sqrt(0.8 / length))
+    return 1 - (1 - alone) ** size
+
+
+# What untouched LayerScales of other libraries start from: ones, and the values of CaiT and of ConvNeXt.
+_STARTS = (1.0, 1e-4, 1e-5, 1e-6)
+
+
+@EXPECTATIONS.register("layer_scale_identity")
+def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
+    """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before.
+
+    Untouched factors are those that the module's `reset_parameters` makes, else one of the published values. Without a
+    module any value may be the network's own, and the audit is undecidable.
+    """
+    choice("where", where, ("auto", "factors", "matrices"))
+    names = [name for name in source.names if FACTOR.search(name)]
+    if where == "matrices" or not names:
+        raise UsageError(
+            "layer_scale_identity: scaled matrices look like any others, only LayerScale factors can be audited; "
+            f"found {len(names)}"
+        )
+    checks = []
+    limits = (0.99 * value, 1.01 * value)
+    for i, name in enumerate(names):
+        start = default_start(source, name)
+        starts = [*_STARTS] if isinstance(source, ModuleTensors) else [value]
+        starts = starts if start is None else [farthest(start, value)]
+        power = {
+            UNTOUCHED: min(outside(limits, number) for number in starts),
+            error_in("value"): outside(limits, 1.2 * value),
+        }
+        rows: list[Row] = [("farthest", farthest(source.get(name), value), limits, power)]
+        checks += checks_of("layer_scale_identity", "factor", i, None, name, rows)
+    return checks

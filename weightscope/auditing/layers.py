@@ -1,0 +1,378 @@
+"""Expectations of the initialisers of MLPs and state-space layers, and of correlations between layers."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+from torch.nn import functional as F
+
+from weightscope._util.checks import choice
+from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
+from weightscope.anatomy.matrices import default_deviation
+from weightscope.auditing.intervals import (
+    FISHER,
+    LEVEL,
+    UNTOUCHED,
+    Interval,
+    Row,
+    Simulated,
+    chi_squared,
+    error_in,
+    f_ratio,
+    normal,
+    outside,
+)
+from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init.mlp import MODES, correlated, first_and_last
+
+# --- means in MLPs ----------------------------------------------------------------------------------------------------
+
+
+@EXPECTATIONS.register("mimetic_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
+def mimetic_mlp_checks(
+    source: NamedTensors, *, mode: str, b: float, sigma: float, gate: bool, layers: int | list[int] | None
+) -> list[Check]:
+    """Checks of fc1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
+
+    - mean: of all entries;
+    - input means: variance of the n means over hidden units, relative to that of independent entries;
+    - unit means: the same for the p means over inputs, which no mode changes;
+    - all layers: the mean, or the input means' variance over the expected one, pooled;
+    - slope: of the regression of fc1 on fc2^T, in the mode "anticorrelated".
+
+    Apart from the means, entries are assumed to be independent, of any scale, so that the distributions are known: the
+    present noise, which the initialiser was added to, is what they depend on.
+    """
+    choice("mode", mode, ("scalar", "rows", "anticorrelated"))
+    checks: list[Check] = []
+    tables: dict[str, list[Table]] = {}
+    for part in chosen_layers(mlps(source), layers):
+        for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
+            fc1 = part.read(name).cpu().double()
+            if not fc1.numel():
+                raise AnatomyError(f"`{part.name}`: expected {name} with entries, found the shape {tuple(fc1.shape)}")
+            if mode == "anticorrelated":
+                rows = _anticorrelated(fc1, part)
+            else:
+                table = Table.of(fc1)
+                rows = _row_means(table, sigma) if mode == "rows" else _mean(table, b)
+                tables.setdefault(name, []).append(table)
+            checks += checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
+    for name, found in tables.items():
+        if len(found) > 1:
+            pooled = _all_row_means(found, sigma) if mode == "rows" else _all_means(found, b)
+            checks += checks_of("mimetic_mlp", name, None, None, "all layers", pooled)
+    return checks
+
+
+@dataclass(frozen=True)
+class Table:
+    """fc1 (p, n) as a two-way table of hidden units and inputs.
+
+    Attributes:
+        p: hidden units.
+        n: inputs.
+        mean: of all entries.
+        unit: the default entries' standard deviation, of which `b` and `sigma` are multiples.
+        noise: variance of the entries apart from the means of rows and columns.
+        inputs: variance of the n means over hidden units, relative to that of independent entries.
+        units: variance of the p means over inputs, relative to that of independent entries.
+    """
+
+    p: int
+    n: int
+    mean: float
+    unit: float
+    noise: float
+    inputs: float
+    units: float
+
+    @classmethod
+    def of(cls, fc1: Tensor) -> "Table":
+        """The table of a matrix."""
+        p, n = fc1.shape
+        mean, inputs, units = fc1.mean(), fc1.mean(0), fc1.mean(1)
+        noise = float((fc1 - inputs - units[:, None] + mean).square().sum()) / max(1, (p - 1) * (n - 1))
+        spread, other = (float(x.var()) * k / noise if noise else math.inf for x, k in ((inputs, p), (units, n)))
+        return cls(p, n, float(mean), default_deviation(fc1), noise, spread, other)
+
+    def gain(self, sigma: float) -> float:
+        """How much input means of the standard deviation sigma, in units, increase `inputs`."""
+        return 1 + (sigma * self.unit) ** 2 * self.p / self.noise if self.noise else math.inf
+
+    @property
+    def error(self) -> float:
+        """Standard deviation of the mean of independent entries."""
+        return math.sqrt(self.noise / (self.p * self.n))
+
+    @property
+    def rest(self) -> int:
+        """Degrees of freedom of the noise."""
+        return (self.p - 1) * (self.n - 1)
+
+
+def _mean(table: Table, b: float) -> list[Row]:
+    """The mode "scalar": the mean is b units."""
+    b *= table.unit
+    limits = normal(b, table.error, slack=0.005 * abs(b))
+    power = {UNTOUCHED: outside(limits, 0.0, table.error), error_in("b"): outside(limits, 1.2 * b, table.error)}
+    return [
+        ("mean", table.mean, limits, power),
+        ("input means", table.inputs, f_ratio(table.n - 1, table.rest)),
+        ("unit means", table.units, f_ratio(table.p - 1, table.rest)),
+    ]
+
+
+def _all_means(tables: list[Table], b: float) -> list[Row]:
+    """The mean of all layers in units, weighted by precision."""
+    weights = [table.unit**2 / max(table.error**2, 1e-300) for table in tables]
+    found = sum(w * t.mean / t.unit for w, t in zip(weights, tables, strict=True)) / sum(weights)
+    error = 1 / math.sqrt(sum(weights))
+    limits = normal(b, error, slack=0.005 * abs(b))
+    return [("mean", found, limits, {error_in("b"): outside(limits, 1.2 * b, error)})]
+
+
+def _row_means(table: Table, sigma: float) -> list[Row]:
+    """The mode "rows": the input means have the variance (sigma unit)^2 + noise / p."""
+    gain, dof = table.gain(sigma), table.n - 1
+    low, high = (gain * x for x in chi_squared(dof))
+    inside = float(stats.f.cdf(high, dof, table.rest) - stats.f.cdf(low, dof, table.rest))
+    power = {UNTOUCHED: 1 - inside, error_in("sigma"): _wrong_sigma(table.gain(1.2 * sigma) / gain, dof)}
+    return [
+        ("mean", table.mean, normal(0.0, math.sqrt((sigma * table.unit) ** 2 / table.n + table.error**2))),
+        ("input means", table.inputs, (low, high), power),
+        ("unit means", table.units, f_ratio(table.p - 1, table.rest)),
+    ]
+
+
+def _all_row_means(tables: list[Table], sigma: float) -> list[Row]:
+    """The variance of the input means of all layers, over what is expected."""
+    tables = [table for table in tables if table.n > 1]
+    total = sum(t.n - 1 for t in tables)
+    if not total:
+        return []
+    found = sum((t.n - 1) * t.inputs / t.gain(sigma) for t in tables) / total
+    other = sum((t.n - 1) * t.gain(1.2 * sigma) / t.gain(sigma) for t in tables) / total
+    return [("input means", found, chi_squared(total), {error_in("sigma"): _wrong_sigma(other, total)})]
+
+
+def _wrong_sigma(factor: float, dof: int) -> float:
+    """The probability that input means with a variance that is too large by a factor are outside the interval."""
+    if not math.isfinite(factor):
+        return 0.0
+    low, high = (dof * x / factor for x in chi_squared(dof))
+    return float(stats.chi2.cdf(low, dof) + stats.chi2.sf(high, dof))
+
+
+def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
+    """`(fc1 - fc2^T) / 2` has the slope -1/2 on fc2^T, and independent residuals of the variance of fc1 / 4."""
+    slope, rest, error = _regression(part.read("fc2").cpu().double().mT, fc1)
+    share = rest / float(fc1.var()) if float(fc1.var()) else 0.0
+    limits = normal(-0.5, error, slack=0.005)
+    power = {UNTOUCHED: outside(limits, 0.0, error), error_in("the factor 1/2"): outside(limits, -0.6, error)}
+    return [
+        ("slope", slope, limits, power),
+        ("own share of variance", share, (1e-12, 0.999)),  # in packed gates the residuals are tiny, not zero
+    ]
+
+
+def _regression(x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """The slope of y on x, the variance of the residuals, and the standard error of the slope."""
+    x, y = x - x.mean(), y - y.mean()
+    square = float(x.square().sum())
+    slope = float((x * y).sum()) / square if square else math.nan
+    rest = float((y - slope * x).var())
+    return slope, rest, math.sqrt(rest / square) if square else math.inf
+
+
+@EXPECTATIONS.register("constant_mlp_bias", reads=("MLPs",))
+def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: int | list[int] | None) -> list[Check]:
+    """Checks of the entry of each fc1's bias that is farthest from the value; biases usually start around 0."""
+    checks = []
+    slack = 0.01 * abs(value) + 1e-6  # rounding of half precision
+    limits = (value - slack, value + slack)
+    power = {UNTOUCHED: outside(limits, 0.0), error_in("value"): outside(limits, 1.2 * value)}
+    for part in chosen_layers(mlps(source), layers):
+        bias = part.read_bias("fc1")
+        if bias is None or not bias.numel():
+            raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
+        rows: list[Row] = [("farthest", farthest(bias, value), limits, power)]
+        checks += checks_of("constant_mlp_bias", "fc1 bias", part.layer, None, part.name, rows)
+    return checks
+
+
+def farthest(values: Tensor, target: float) -> float:
+    """The entry that is farthest from a number."""
+    flat = values.cpu().double().flatten()
+    return float(flat[(flat - target).abs().argmax()])
+
+
+# --- correlations between layers --------------------------------------------------------------------------------------
+
+_SLACK = 0.005  # rounding in half precision
+_MOST = 4096  # pairs that are simulated; the deviation of more is scaled
+
+
+@EXPECTATIONS.register("mimetic_conv_mlp")
+def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: int | list[int] | None) -> list[Check]:
+    """Checks of the correlation between central pixels and diag(W2 W1), in each block and pooled over blocks.
+
+    Only the pooled correlation decides between right and untouched networks; one block alone has too few channels.
+    """
+    parts = chosen_layers(filter_mlps(source), layers)
+    sizes = tuple(part.filters.channels for part in parts)
+    limits, power = _expected("mimetic_conv_mlp", "channels", correlation, sizes)
+    found = [_correlation(part.diagonal(), part.centres()) for part in parts]
+    rows: list[Row] = [("correlation", pooled_correlation(found, sizes), limits, power)]
+    checks = checks_of("mimetic_conv_mlp", "filters and MLP", None, None, "all blocks", rows)
+    for part, value, size in zip(parts, found, sizes, strict=True):
+        if size > 4:
+            limits = _expected("mimetic_conv_mlp", "channels", correlation, (size,))[0]
+            rows = [("correlation", value, limits)]
+            checks += checks_of("mimetic_conv_mlp", "filters and MLP", part.layer, None, part.name, rows)
+    return checks
+
+
+@EXPECTATIONS.register("mimetic_first_last_mlp", variants=({}, {"mode": "rows"}))
+def mimetic_first_last_mlp_checks(
+    source: NamedTensors, *, correlation: float, mode: str, layers: list[int]
+) -> list[Check]:
+    """A check of the correlation of fc2 in the first and the last MLP, over entries or over row means."""
+    choice("mode", mode, MODES)
+    first, last = first_and_last(source, layers)
+    x, y = (part.read("fc2").double().mean(1) if mode == "rows" else part.read("fc2") for part in (first, last))
+    limits, power = _expected("mimetic_first_last_mlp", mode, correlation, (x.numel(),))
+    rows: list[Row] = [("correlation", _correlation(x, y), limits, power)]
+    return checks_of("mimetic_first_last_mlp", "first and last fc2", last.layer, None, last.name, rows)
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([x.cpu().double().flatten(), y.cpu().double().flatten()]))[0, 1])
+
+
+def pooled_correlation(correlations: list[float], sizes: tuple[int, ...]) -> float:
+    """The tanh of the mean of atanh(r) over samples, weighted by n - 3; samples of 4 or fewer have no weight."""
+    weights = np.array([n - 3.0 if n > 4 else 0.0 for n in sizes])
+    return FISHER[1](float(weights @ [FISHER[0](r) for r in correlations]) / weights.sum())
+
+
+def _expected(name: str, what: str, correlation: float, sizes: tuple[int, ...]) -> tuple[Interval, dict[str, float]]:
+    """The interval of a correct initialisation, and the power of the check.
+
+    The wrong correlation is 1.2 times the right one, or 0.8 times where 1.2 would be beyond +-1.
+    """
+    if max(sizes) <= 4:
+        raise UsageError(f"{name}: expected more than 4 {what} to correlate, found {max(sizes)}; use a larger network")
+    drawn, shrink = simulated_correlations(float(correlation), sizes)
+    limits = drawn.interval("correlation", via=FISHER, shrink=shrink, slack=_SLACK)
+    return limits, drawn.power("correlation", limits, via=FISHER, shrink=shrink)
+
+
+@lru_cache(maxsize=256)
+def simulated_correlations(rho: float, sizes: tuple[int, ...], draws: int = 96) -> tuple[Simulated, float]:
+    """Pooled correlations of independent samples after `correlated`, and the factor on their deviation at these sizes.
+
+    Samples of more than `_MOST` pairs are simulated by as many; the deviation goes with the root of the number.
+    """
+    g, small = torch.Generator().manual_seed(0), tuple(min(n, _MOST) for n in sizes)
+
+    def drawn(r: float) -> dict[str, float]:
+        pairs = [torch.randn(2, n, generator=g, dtype=torch.float64) for n in small if n > 4]
+        kept = tuple(n for n in small if n > 4)
+        return {"correlation": pooled_correlation([_correlation(x, correlated(x, y, r)) for x, y in pairs], kept)}
+
+    wrong = (1.2 if abs(rho) <= 1 / 1.2 else 0.8) * rho
+    errors = {UNTOUCHED: lambda: drawn(0.0), error_in("correlation"): lambda: drawn(wrong)}
+    return Simulated.of(lambda: drawn(rho), errors, draws, draws), math.sqrt(sum(small) / sum(sizes))
+
+
+# --- state-space layers -----------------------------------------------------------------------------------------------
+
+_HALF_WIDTH = normal(0.0, 1.0, level=LEVEL)[1]  # of an interval, in standard deviations
+# Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
+_A_RANGE = 16.0
+_LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
+_LOG_SQUARE = (_A_RANGE * (math.log(_A_RANGE) ** 2 - 2 * math.log(_A_RANGE) + 2) - 2) / (_A_RANGE - 1)
+_LOG_STD = math.sqrt(_LOG_SQUARE - _LOG_MEAN**2)
+
+
+@EXPECTATIONS.register("mimetic_ssm", variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
+def mimetic_ssm_checks(
+    source: NamedTensors,
+    *,
+    c: float,
+    a: bool,
+    delta: bool,
+    cb: bool,
+    convolution: bool | None,
+    layers: int | list[int] | None,
+) -> list[Check]:
+    """Checks of every state-space layer.
+
+    - decay factor: c such that A_log = -c log(A_0), with A_0 of Mamba's own initialisation (1 .. N, 1 .. H, or
+      U(1, 16));
+    - slowest, fastest: the range of A = -exp(A_log);
+    - W_Delta, Delta: the largest entry of W_Delta, and the softplus(b_Delta) farthest from 1;
+    - C on B: slope of W_C on W_B, 1/2, and their correlation, 1/sqrt(2);
+    - current tap, other taps: of the convolution.
+    """
+    checks: list[Check] = []
+    for part in chosen_layers(ssms(source), layers):
+        rows = _decay(part, c) if a else []
+        if delta:
+            step = farthest(F.softplus(part.read("dt_bias").double()), 1.0)
+            rows += [("W_Delta", float(part.read("dt_weight").abs().max()), (0.0, 0.0)), ("Delta", step, (0.99, 1.01))]
+        rows += _readout(part) if cb else []
+        if part.version == 2 if convolution is None else convolution:
+            taps = part.read("conv_weight").cpu()
+            zeros = [taps[:, :-1].flatten()] + ([part.read("conv_bias").cpu()] if "conv_bias" in part.parts else [])
+            rows.append(("current tap", farthest(taps[:, -1], 1.0), (0.999, 1.001)))
+            rows.append(("other taps and bias", float(F.pad(torch.cat(zeros), (0, 1)).abs().max()), (0.0, 1e-6)))
+        checks += checks_of("mimetic_ssm", "ssm", part.layer, None, part.name, rows)
+    return checks
+
+
+def _decay(part: SSMPart, c: float) -> list[Row]:
+    a_log = part.read("A_log").cpu().double()
+    rate = a_log.exp()
+    floor = _A_RANGE if part.version == 2 else float(part.state)
+    slowest = 0.98 * max(floor, float(part.heads) if part.version == 2 else 0.0) ** -c
+    factor, limits = _factor(part, a_log, c)
+    # -A is between the largest initial value to the power -c, and 1.
+    spread = (limits[1] - limits[0]) / 2 / _HALF_WIDTH if part.version == 2 else 0.0
+    power = {UNTOUCHED: outside(limits, -1.0, spread / c), error_in("c"): outside(limits, 1.2 * c, 1.2 * spread)}
+    return [
+        ("decay factor", factor, limits, power),
+        ("slowest -A", float(rate.min()), (slowest, 1.02)),
+        ("fastest -A", float(rate.max()), (slowest, 1.02)),
+    ]
+
+
+def _factor(part: SSMPart, a_log: Tensor, c: float) -> tuple[float, Interval]:
+    """The c estimated from A_log, and its interval, given how A was initialised."""
+    count = part.state if part.version == 1 else part.heads
+    counted = torch.arange(1, count + 1, dtype=torch.float64).log()
+    if count > 1:
+        slope = -float((a_log * counted).sum() / (counted.square().sum() * (a_log.numel() / count)))
+        error = float((a_log + slope * counted).abs().max()) / (c * float(counted[-1]))
+        if part.version == 1 or error < 0.01:
+            return (slope if error <= 0.02 else math.nan), (0.99 * c, 1.01 * c)  # else A_log has no factor at all
+    mean = -float(a_log.mean()) / _LOG_MEAN
+    return mean, normal(c, c * _LOG_STD / (_LOG_MEAN * math.sqrt(count)), slack=0.01 * c)
+
+
+def _readout(part: SSMPart) -> list[Row]:
+    write, read = part.read("B").cpu().double().flatten(), part.read("C").cpu().double().flatten()
+    slope, _, error = _regression(write, read)
+    spread = 1 / math.sqrt(len(write))
+    # d r = (1 - r^2) / sqrt(n) for normal entries; uniform ones fluctuate less.
+    limits = normal(math.sqrt(0.5), 0.5 * spread, slack=0.01)
+    return [
+        ("C on B", slope, normal(0.5, error, slack=0.005)),
+        ("C-B correlation", _correlation(write, read), limits, {UNTOUCHED: outside(limits, 0.0, spread)}),
+    ]

@@ -1,0 +1,445 @@
+"""What a benchmark compares: cells of recipes along axes, and in each cell arms of initialisers.
+
+Initialisers are written as names, numbers in parentheses, files or functions; axes are fields of a recipe and numbers
+of initialisers, and the values that each takes.
+"""
+
+import ast
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from weightscope._util.arm_labels import CONTROL, FROZEN
+from weightscope._util.checks import choice, count
+from weightscope._util.plugins import reference_to
+from weightscope.errors import RecipeError, UsageError
+from weightscope.recipe import InitConfig, Recipe
+from weightscope.recipe.base import explain
+
+SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
+CONTROLS = ("scale",)
+Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
+
+_MOST_VALUES = 10_000  # of one axis
+_EVERYTHING = ("all", "none")
+_FORM = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_LONGEST = 120  # characters of a folder's name
+_LENGTH = "training.epochs"
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Names that vary together, with a tuple of values for each point.
+
+    Attributes:
+        names: such as `("network.kernel_size",)`.
+        points: one value for each name.
+    """
+
+    names: tuple[str, ...]
+    points: tuple[tuple[Any, ...], ...]
+
+    @classmethod
+    def of(cls, names: str, values: str | Sequence[Any]) -> "Axis":
+        """An axis from its names, joined by commas, and its values.
+
+        Args:
+            names: one name, or several that vary together.
+            values: a list, of lists if there are several names; or text as on the command line, see `parse`.
+
+        Raises:
+            UsageError: if there is no value, one is given twice, or their number is not that of the names.
+        """
+        if isinstance(values, str):
+            return cls.parse(f"{names}={values}")
+        keys = tuple(name.strip() for name in names.split(","))
+        points = tuple(tuple(v) if len(keys) > 1 and isinstance(v, list | tuple) else (v,) for v in values)
+        for point in points:
+            if len(point) != len(keys):
+                raise UsageError(f"{names}: expected {len(keys)} values at each point, found {_text(point)}")
+        texts = [_text(point) for point in points]
+        if not points or len(set(texts)) < len(points):
+            again = sorted({text for text in texts if texts.count(text) > 1})
+            raise UsageError(
+                f"{names}: expected different values, found {', '.join(again) + ' twice' if again else 'none'}"
+            )
+        return cls(keys, points)
+
+    @classmethod
+    def parse(cls, text: str) -> "Axis":
+        """An axis from `NAME=VALUE,VALUE,...`, `NAME=START:STOP:STEP` or `NAME,NAME=VALUE/VALUE,...`.
+
+        A value is a number, true, false, a list in brackets, `all` or `none` for no limit, or text. A range includes
+        both ends.
+
+        Raises:
+            UsageError: if the text has another form.
+
+        Example:
+            >>> Axis.parse("mimetic_attention.alpha_qk=0:1:0.5").points
+            ((0.0,), (0.5,), (1.0,))
+        """
+        names, equals, values = text.partition("=")
+        if not equals or not names.strip() or not values.strip():
+            raise UsageError(f"expected NAME=VALUE,VALUE,... or NAME=START:STOP:STEP, found {text!r}")
+        several = "," in names
+        points: list[Any] = []
+        for item in re.split(r",(?![^\[]*\])", values):
+            if several:
+                points.append([_value(part) for part in item.split("/")])
+            else:
+                points += _range(item, names) or [_value(item)]
+        return cls.of(names, points)
+
+
+def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[Axis, ...]:
+    """The axes of a mapping from names to values, or axes themselves."""
+    axes = tuple(Axis.of(n, v) for n, v in given.items()) if isinstance(given, Mapping) else tuple(given)
+    names = [name for axis in axes for name in axis.names]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"{repeated[0]}: expected each name in one axis, found it in several")
+    return axes
+
+
+def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
+    """All combinations of the axes' points, as name -> value; one empty combination without axes."""
+    return [
+        {
+            name: value
+            for axis, point in zip(axes, chosen, strict=True)
+            for name, value in zip(axis.names, point, strict=True)
+        }
+        for chosen in product(*(axis.points for axis in axes))
+    ]
+
+
+def point_text(point: Mapping[str, Any]) -> str:
+    """`kernel_size=7, train=all` for a point: names without their sections; None is `all` images, else `none`."""
+    texts = {name: value_text(value) for name, value in point.items()}
+    texts |= {name: "none" for name, value in point.items() if value is None and not name.startswith("data.")}
+    return ", ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts.items())
+
+
+def value_text(value: Any) -> str:
+    """A value as on the command line."""
+    if value is None:
+        return "all"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, list) else str(value)
+
+
+def _text(point: Sequence[Any]) -> str:
+    return "/".join(map(value_text, point))
+
+
+def _value(text: str) -> Any:
+    text = text.strip()
+    if text in _EVERYTHING:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        if not text:
+            raise UsageError("expected a value between the commas, found none") from None
+        return float(text) if re.fullmatch(r"[+-]?\.\d+", text) else text
+
+
+def _range(text: str, names: str) -> list[float] | None:
+    """The numbers of `START:STOP:STEP`, both ends included; None if the text is not a range."""
+    ends = text.split(":")
+    if len(ends) != 3:
+        return None
+    try:
+        start, stop, step = map(float, ends)
+        count = (stop - start) / step
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(f"{names}: expected START:STOP:STEP with a step that is not 0, found {text!r}") from None
+    if not 0 <= count < _MOST_VALUES or abs(count - round(count)) > 1e-6:
+        raise UsageError(
+            f"{names}: expected STEP to lead from START to STOP in at most {_MOST_VALUES} steps, found {text!r}"
+        )
+    numbers = [float(f"{start + i * step:.12g}") for i in range(round(count) + 1)]
+    whole = all("." not in end and "e" not in end.lower() for end in ends)
+    return [int(n) for n in numbers] if whole else numbers
+
+
+# --- initialisers -----------------------------------------------------------------------------------------------------
+
+
+def labelled(init: Init) -> tuple[str, InitConfig]:
+    """The label of an initialiser and its [init] table."""
+    if isinstance(init, Mapping):
+        return labelled(init_table(init))
+    if isinstance(init, InitConfig):
+        label = short_name(init.name) + numbers_text(init.parameters)
+        if init.artifact is not None:
+            stem = Path(init.artifact).stem
+            label = stem if init.name == "default" else f"{stem}+{label}"
+        return label + (CONTROL if init.control else ""), init
+    if isinstance(init, str | Path):
+        path = Path(init)
+        if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
+            on_top = parse_init(match[2]) if match[2] else InitConfig()
+            return labelled(on_top.model_copy(update={"artifact": match[1]}))
+        if path.suffix == ".toml":
+            return path.stem, InitConfig.load(path)
+        return labelled(parse_init(str(init)))
+    if not callable(init):
+        raise UsageError(f"inits: expected a name, a file, a function or an InitConfig, found {init!r}")
+    return labelled(reference_to(init))
+
+
+def parse_init(text: str) -> InitConfig:
+    """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`.
+
+    Example:
+        >>> parse_init("mimetic_attention(alpha_qk=0.6)+mimetic_mlp").parameters
+        {'alpha_qk': 0.6}
+    """
+    names: list[str] = []
+    numbers: dict[str, Any] = {}
+    for part in re.split(r"\+(?![^(]*\))", text):
+        found = _FORM.fullmatch(part)
+        if found is None:
+            raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {text!r}")
+        names.append(found[1])
+        for key, value in _keywords(found[2] or "", text).items():
+            if key in numbers:
+                raise UsageError(f"--init: expected {key} once, found it twice in {text!r}")
+            numbers[key] = value
+    return init_table({"name": "+".join(names), **numbers})
+
+
+def init_table(values: Mapping[str, Any]) -> InitConfig:
+    """The [init] table of a mapping."""
+    try:
+        return InitConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise RecipeError(f"init: {explain(error.errors(), InitConfig, values)}") from None
+
+
+def with_numbers(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> tuple[str, InitConfig]:
+    """The same initialiser with other numbers, and its label."""
+    if not numbers:
+        return label, config
+    changed = init_table({**config.model_dump(exclude_none=True), **numbers})
+    own = config.artifact is None and label == labelled(config)[0]
+    return (labelled(changed)[0] if own else label + numbers_text(numbers)), changed
+
+
+def short_name(name: str) -> str:
+    """`my_init` for `package.module:my_init`; names joined by `+` stay joined."""
+    return "+".join(part.strip().rpartition(":")[2].rpartition(".")[2] for part in name.split("+"))
+
+
+def numbers_text(numbers: Mapping[str, Any]) -> str:
+    """` (alpha_qk=0.6)`, or nothing without numbers."""
+    inner = ", ".join(f"{key}={value}" for key, value in numbers.items())
+    return f" ({inner})" if inner else ""
+
+
+def _keywords(inner: str, text: str) -> dict[str, Any]:
+    """The values of `a=1, b="x"`; nothing is executed."""
+    try:
+        call = ast.parse(f"f({inner})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        return {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise UsageError(f"--init: expected NUMBER=VALUE, ... in the parentheses, found {text!r}") from None
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value, where `true` and `false` may be spelt as in recipes."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false"):
+        return node.id == "true"
+    return ast.literal_eval(node)
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One initialiser in one cell at one training length.
+
+    Attributes:
+        init: label: the initialiser's name, the function's name or the file's stem; with ` (scale only)` if it is the
+            control of that initialiser, and with ` (frozen)` if tensors are frozen.
+        epochs: training length, a full schedule.
+        recipe: what `collect` trains.
+        cell: the recipe's fields that vary, and their values in this arm.
+        numbers: the initialiser's numbers that vary, such as `{"mimetic_mlp.sigma": 0.2}`.
+    """
+
+    init: str
+    epochs: int
+    recipe: Recipe
+    cell: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Path of the arm's population below the folder of all."""
+        name = f"{_file_name(f'{self.init}-{self.epochs}-epochs')}.pop"
+        parts = [_file_name(f"{key}-{value_text(value)}") for key, value in self.cell.items()]
+        return f"{_file_name('_'.join(parts))}/{name}" if parts else name
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An initialiser with its label and the numbers of its grid."""
+
+    label: str
+    config: InitConfig
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plan_arms(
+    recipe: Recipe,
+    inits: Sequence[Init],
+    *,
+    epochs: Sequence[int] = (),
+    seeds: int | None = None,
+    frozen: str | None = None,
+    control: str | None = None,
+    vary: Mapping[str, Any] | Sequence[Axis] = (),
+    grid: Mapping[str, Any] | Sequence[Axis] = (),
+) -> list[Arm]:
+    """The arms of a benchmark: cell by cell, length by length, initialiser by initialiser.
+
+    Args:
+        recipe: network, data and training; its own [init] is not used.
+        inits: registered names (several joined by `+` are applied in turn; numbers in parentheses), functions
+            `f(module, *, generator) -> module`, references `"package.module:function"`, artifacts
+            (.safetensors; an initialiser on top of one is joined by `+`: `"fitted.safetensors+mimetic_attention"`),
+            and [init] tables, as `InitConfig`, mappings or .toml files.
+        epochs: training lengths; the recipe's if empty.
+        seeds: networks in each arm; the recipe's if None.
+        frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
+        control: "scale" for a control arm of every initialiser but the default: independent Gaussian entries with its
+            mean and variance of each tensor.
+        vary: fields of [network], [data], [training] and [distillation] and their values,
+            `{"network.kernel_size": [3, 7]}`; a cell is a combination of them. Names joined by commas vary together:
+            `{"network.width,network.heads": [[96, 3]]}`.
+        grid: numbers of initialisers and their values, `{"mimetic_mlp.sigma": [0.1, 0.2]}`: each initialiser with this
+            name is compared with each value. Ranges may be given as text, `"0:1:0.1"`.
+
+    Raises:
+        UsageError: if there is no initialiser, two have the same label, an axis is invalid or names no initialiser, or
+            there are fewer than 2 seeds.
+        RecipeError: if a cell is not a valid recipe.
+    """
+    candidates = _candidates(inits, axes_of(grid or ()), control)
+    networks = recipe.population.networks if seeds is None else count("seeds", seeds)
+    if networks < 2:
+        raise UsageError(f"seeds: a paired comparison needs at least 2 seeds, found {networks}")
+    cells, lengths = _cells(axes_of(vary or ()), tuple(epochs))
+    variants: list[tuple[str, tuple[str, ...]]] = [("", ())] + ([] if frozen is None else [(FROZEN, (frozen,))])
+    out = []
+    for cell in cells:
+        for length in lengths or (recipe.training.epochs,):
+            for suffix, patterns in variants:
+                for candidate in candidates:
+                    changes = {**cell, _LENGTH: length, "population.networks": networks}
+                    changes["init"] = candidate.config.model_dump(exclude_none=True)
+                    if patterns:
+                        changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
+                    changed = _changed(recipe, changes, cell)
+                    out.append(Arm(candidate.label + suffix, length, changed, cell, candidate.numbers))
+    by_folder: dict[str, Arm] = {}
+    for arm in out:
+        if (other := by_folder.setdefault(arm.folder, arm)) is not arm:
+            raise UsageError(
+                f"{other.init} and {arm.init}: expected arms with folders of their own, found {arm.folder} for both; "
+                "give one a name (name:initialiser)"
+            )
+    return out
+
+
+def _candidates(inits: Sequence[Init], grid: Sequence[Axis], control: str | None) -> list[_Candidate]:
+    given = [labelled(init) for init in inits]
+    found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
+    for axis in grid:
+        if not any(set(axis.names) <= set(candidate.numbers) for candidate in found):
+            raise UsageError(
+                f"grid: {', '.join(axis.names)}: expected the name of an initialiser and one of its numbers, as in "
+                f"mimetic_mlp.sigma, found none in {', '.join(label for label, _ in given) or 'no initialisers'}"
+            )
+    repeated = [label for label, times in Counter(c.label for c in found).items() if times > 1]
+    if not found or repeated:
+        what = f"{', '.join(repeated)} more than once" if repeated else "none"
+        raise UsageError(f"inits: expected initialisers with different names, found {what}")
+    if control is not None:
+        choice("control", control, CONTROLS)
+        found = [arm for candidate in found for arm in _with_control(candidate)]
+    return found
+
+
+def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Candidate]:
+    """An initialiser at every point of the axes that have its name."""
+    names = {label, *short_name(config.name).split("+")} if config.artifact is None else {label}
+    mine = [axis for axis in grid if all(name.rpartition(".")[0] in names for name in axis.names)]
+    out = []
+    for point in points_of(mine):
+        numbers = {name.rpartition(".")[2]: value for name, value in point.items()}
+        out.append(_Candidate(*with_numbers(label, config, numbers), point))
+    return out
+
+
+def _with_control(candidate: _Candidate) -> list[_Candidate]:
+    """An initialiser and its control; the default has none, because it changes nothing."""
+    config = candidate.config
+    if config.control or (config.artifact is None and config.name == "default"):
+        return [candidate]
+    control = config.model_copy(update={"control": "scale"})
+    return [candidate, _Candidate(candidate.label + CONTROL, control, candidate.numbers)]
+
+
+def _cells(vary: Sequence[Axis], epochs: tuple[int, ...]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    """The cells, and the training lengths, which are an axis of their own."""
+    for name in (name for axis in vary for name in axis.names):
+        if name.partition(".")[0] not in SECTIONS or "." not in name:
+            known = ", ".join(f"{section}.*" for section in SECTIONS)
+            hint = "; numbers of initialisers are varied by `grid`, the number of networks by `seeds`"
+            raise UsageError(f"vary: expected a field of the recipe ({known}), found {name!r}{hint}")
+    lengths = [axis for axis in vary if axis.names == (_LENGTH,)]
+    if lengths and epochs:
+        raise UsageError("vary: training.epochs is given as `epochs`, too; give one of them")
+    for (length,) in (point for axis in lengths for point in axis.points):
+        epochs = (*epochs, count(_LENGTH, length))
+    return points_of([axis for axis in vary if axis not in lengths]), epochs
+
+
+def _changed(recipe: Recipe, changes: dict[str, Any], cell: Mapping[str, Any]) -> Recipe:
+    try:
+        return recipe.model_copy(update={"bench": None}).replace(changes)
+    except RecipeError as error:
+        raise RecipeError(f"{error} (at {point_text(cell)})" if cell else str(error)) from None
+
+
+def default_folder(source: Recipe | str | Path) -> Path:
+    """Where results go unless told otherwise: `digits-convnext-bench` for the recipe `digits-convnext.toml`."""
+    stem = f"{source.network.type}-{source.data.name}" if isinstance(source, Recipe) else Path(source).stem
+    return Path(f"{_file_name(stem)}-bench")
+
+
+def _file_name(text: str) -> str:
+    """The text with hyphens for what a file's name should not have; long ones end in a hash."""
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
+    if len(name) <= _LONGEST and not re.search(r"[*?!<>|:\\]|\[.*[*?]", text):  # of which several give one name
+        return name
+    return f"{name[: _LONGEST - 17]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,0 +1,135 @@
+"""`weightscope demo`: the whole chain on data that come with the installation, and a report of the results.
+
+Training resumes where it was interrupted. Every number in the report links to the file beside it that has it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weightscope import plots
+from weightscope._util import atomic
+from weightscope._util.checks import count
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.inspection import inspect
+from weightscope.benchmarking import BenchResult, bench
+from weightscope.benchmarking.design import Init
+from weightscope.cli.report import write_report
+from weightscope.data.readers import fashion_mnist_at_hand
+from weightscope.errors import UsageError
+from weightscope.fits.fitting import fit
+from weightscope.population import Population
+from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.collection import collect
+
+BLOCK = "stages.0.blocks.1.mlp.fc?.weight"
+SELECT = "stages.*"  # all tensors of the blocks
+GAIN = 3.0  # chosen in analyses/one_structure, on images held back from the training set
+EPOCHS = 3
+HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
+SMALLEST_POPULATION = 16
+MINUTES = 5  # of the default size on two cores
+
+
+def run_demo(
+    out: str | Path,
+    *,
+    networks: int = 256,
+    epochs: int = 12,
+    seeds: int = 64,
+    say: Callable[[str], None] = print,
+    **options: Any,
+) -> Path:
+    """Collect a population, find what is correlated in it, draw initial weights from it, and write the report.
+
+    The initialiser is benchmarked on the population's data, at twice the width, and on Fashion-MNIST if its files are
+    there; against the default, the same means and variances without structure, and hand-made initialisers.
+
+    Args:
+        out: folder for everything; created if missing.
+        networks: size of the population.
+        epochs: epochs of the population's training.
+        seeds: paired seeds of the benchmark; half as many at the other width and on the other data.
+        say: called with one line at the start and before each step.
+        options: passed on to `collect` (`workers`, `device`, `data`).
+
+    Returns:
+        Path of `report.html`.
+
+    Raises:
+        UsageError: if there are too few networks or seeds, or the folder is a population.
+        Resumable: if interrupted.
+    """
+    count("networks", networks, least=SMALLEST_POPULATION)
+    count("seeds", seeds, least=2)  # a paired comparison needs two
+    out = Path(out)
+    if out.suffix == ".pop" or (out / "shards").is_dir():
+        raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
+    recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
+    recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
+    say(
+        f"Training {networks} small networks, fitting an initialiser to their weights and benchmarking it; the default "
+        f"size takes about {MINUTES} minutes on two cores. Ctrl-C is safe: run it again to resume."
+    )
+    say(f"1/5  training {networks} ConvNeXts on the digits -> {out / 'digits.pop'}")
+    collect(recipe, out / "digits.pop", **options)
+    population = Population(out / "digits.pop")
+    contents = inspect(out / "digits.pop").to_dict()
+    _write_json(out / "inspection.json", contents)
+
+    say(f"2/5  the covariance of the whole network -> {out / 'exchangeable.json'}")
+    raw, found = covariance_across(population, BLOCK), exchangeable_covariance(population)
+    raw.save_matrix(out / "covariance-block-1.npz")
+    _write_json(out / "exchangeable.json", found.to_dict())
+
+    say(f"3/5  fitting structures -> {out / 'fitted.safetensors'}")
+    compared = fit(population, SELECT, joint="all")
+    _write_json(out / "structures.json", compared.to_dict())
+    fitted = fit(population, SELECT, structure="exchangeable", joint="all", options={"gain": GAIN})
+    fitted.save(out / "fitted.safetensors")
+
+    say(f"4/5  benchmarks on {seeds} paired seeds -> {out / 'benchmark'}")
+    benchmarks = _benchmarks(recipe, out, seeds, **options)
+
+    say(f"5/5  the report -> {out / 'report.html'}")
+    title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
+    drawn: dict[str, Any] = {
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"]),
+        "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
+        "whole": found.plot(),
+        "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),
+    }
+    title = "Paired differences from the default"
+    drawn |= {name: result.figures(title=title)["differences"](None) for name, result in benchmarks.items()}
+    return write_report(
+        out / "report.html",
+        pictures={name: plots.render(figure) for name, figure in drawn.items()},
+        contents=contents,
+        pairs=found.rows(),
+        fits=compared.to_dict(),
+        benchmarks={name: result.arms for name, result in benchmarks.items()},
+        gain=GAIN,
+    )
+
+
+def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[str, BenchResult]:
+    """The comparisons by folder: `benchmark`, `benchmark-width` and, where its files are, `benchmark-fashion`."""
+    recipe = recipe.replace({"training.epochs": EPOCHS})
+    artifact = str(out / "fitted.safetensors")
+    arms: list[Init] = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
+    hand_made = [InitConfig.model_validate(table) for table in HAND_MADE]
+    fewer = max(2, seeds // 2)
+    found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}
+    wide = recipe.replace({"network.width": 2 * recipe.to_dict()["network"]["width"]})
+    found["benchmark-width"] = bench(wide, arms, out / "benchmark-width", seeds=fewer, **options)
+    if fashion_mnist_at_hand(options.get("data")):
+        fashion = {"data.name": "fashion-mnist", "data.train": 2000, "data.test": 2000, "network.patch_size": 4}
+        recipe = recipe.replace(fashion)
+        found["benchmark-fashion"] = bench(recipe, arms, out / "benchmark-fashion", seeds=fewer, **options)
+    return found
+
+
+def _write_json(path: Path, values: Any) -> None:
+    atomic.write(path, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")

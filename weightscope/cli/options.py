@@ -1,0 +1,189 @@
+"""Options and arguments of several commands, and the names that the shell completes.
+
+Names are found without importing torch, which would take seconds for each key press.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from weightscope.errors import UsageError
+
+_STDOUT = "stdout of --json -"
+
+
+def _registered(registry: str, package: str) -> list[str]:
+    """The names that `REGISTRY.register("name", ...)` gives in the files of a package, in alphabetical order."""
+    spec = find_spec("weightscope")  # does not import its parts
+    folder = Path(spec.origin or "").parent / package if spec is not None else Path(package)
+    pattern = re.compile(rf'^@?{registry}\.register\(\s*"(\w[\w-]*)"', re.MULTILINE)
+    return sorted({name for file in folder.glob("*.py") for name in pattern.findall(file.read_text(encoding="utf-8"))})
+
+
+def _recipes() -> list[str]:
+    from weightscope._util.sources import recipes
+
+    return list(recipes())
+
+
+_NAMES: Mapping[str, Callable[[], list[str]]] = {
+    "initialisers": lambda: _registered("INITIALISERS", "init"),
+    "structures": lambda: ["auto", *_registered("STRUCTURES", "fits"), *_registered("NETWORK_FITS", "fits")],
+    "recipes": _recipes,
+    "datasets": lambda: _registered("DATASETS", "data"),
+    "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data")],
+    "devices": lambda: ["auto", "cpu", "cuda"],
+    "parts": lambda: ["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"],
+    "kinds": lambda: ["initialisers", "structures", "networks", "datasets", "recipes"],
+}
+
+
+def names(kind: str) -> list[str]:
+    """The names of one kind."""
+    return _NAMES[kind]()
+
+
+class Named(click.ParamType):
+    """A text that the shell completes: registered names, files, or both.
+
+    Args:
+        kind: kinds of names, see `names`.
+        files: whether a path may be given instead.
+    """
+
+    name = "text"
+
+    def __init__(self, *kind: str, files: bool = True) -> None:
+        self.kinds = kind
+        self.files = files
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The names that begin like this, and paths."""
+        # After a plus sign follows another name: mimetic_attention+mimetic_mlp
+        done, plus, last = incomplete.rpartition("+")
+        found = [name for kind in self.kinds for name in names(kind) if name.startswith(last)]
+        items = [CompletionItem(done + plus + name) for name in found]
+        return items if items or not self.files else [CompletionItem(incomplete, type="file")]
+
+
+_TRAINING = (
+    click.option(
+        "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
+    ),
+    click.option(
+        "--device", type=Named("devices", files=False), default="auto", show_default=True, help="auto, cpu or cuda."
+    ),
+    click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU."),
+)
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of every command that trains."""
+    for option in reversed(_TRAINING):
+        command = option(command)
+    return command
+
+
+partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
+
+
+def maybe_partial(source: str, partial: bool) -> Any:
+    """The source, or with `--partial` the population that it names, complete or not.
+
+    Raises:
+        UsageError: if `--partial` is given for another kind of source.
+    """
+    if not partial:
+        return source
+    from weightscope.population import population_in
+
+    return population_in(source, partial=True)
+
+
+class OutputFile(click.Path):
+    """A file to be written, checked before anything is computed.
+
+    Args:
+        suffixes: allowed suffixes; any if empty.
+    """
+
+    def __init__(self, *suffixes: str) -> None:
+        super().__init__(path_type=Path)
+        self.suffixes = suffixes
+
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, whose folder exists and can be written to.
+
+        Raises:
+            UsageError: if the suffix is another one, the folder does not exist, or the path is a folder.
+            WeightscopeError: if no file can be written there.
+        """
+        from weightscope._util import atomic
+
+        path = Path(value)
+        if self.suffixes and path.suffix not in self.suffixes:
+            raise UsageError(f"{path}: expected a file name ending in {', '.join(self.suffixes)}")
+        if path.is_dir():
+            raise UsageError(f"{path}: expected a file name, found a folder")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: its folder {path.parent} does not exist; create it first")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: expected the name of a file, found a pipe or a device")
+        atomic.check_writable(path)
+        return path
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Paths, completed by the shell."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+class _JSONFile(OutputFile):
+    """A file, or `-` for standard output; everything else that the command prints then goes to standard error."""
+
+    def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        if os.fspath(value) != "-":
+            return super().convert(value, param, ctx)
+        if ctx is not None and not ctx.resilient_parsing:
+            ctx.meta[_STDOUT] = sys.stdout
+            ctx.with_resource(contextlib.redirect_stdout(sys.stderr))
+        return Path("-")
+
+
+json_option = click.option(
+    "--json", "json_file", type=_JSONFile(), help="Also write the result as JSON; - writes it to standard output."
+)
+
+
+def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """`-o`, required without a default; a folder unless `type` is given."""
+    settings: dict[str, Any] = (
+        {"required": True} if default is None else {"default": Path(default), "show_default": True}
+    )
+    return click.option("-o", "--out", type=type or click.Path(path_type=Path), help=help, **settings)
+
+
+def figure_option(default: str) -> Callable[[Callable[..., Any]], Any]:
+    """`-o` of a figure."""
+    return out_option("The figure, .png, .pdf or .svg.", default, OutputFile(".png", ".pdf", ".svg"))
+
+
+def write_json(path: Path | None, values: Any) -> None:
+    """Write the file of `--json`, if requested."""
+    if path is None:
+        return
+    text = json.dumps(values, indent=1, allow_nan=False)
+    if str(path) == "-":
+        click.echo(text, file=click.get_current_context().meta[_STDOUT])
+        return
+    from weightscope._util import atomic
+
+    atomic.write(path, text.encode() + b"\n")

@@ -1,0 +1,151 @@
+"""The page that `weightscope demo` writes: self-contained HTML in which every number links to the file that has it."""
+
+import base64
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightscope._util import atomic
+from weightscope.errors import UsageError
+
+PAIRS = 12  # rows of the table of correlated pairs
+FITTED, CONTROL = "fitted", "fitted (scale only)"
+HEADINGS = {
+    "benchmark": "On the population's data",
+    "benchmark-width": "At twice the width",
+    "benchmark-fashion": "On Fashion-MNIST",
+}
+_CSS_PIXELS, _DPI = 96, 150  # per inch, of the browser and of the pictures
+
+
+def write_report(
+    path: Path,
+    *,
+    pictures: Mapping[str, bytes],
+    contents: Mapping[str, Any],
+    pairs: Sequence[Mapping[str, Any]],
+    fits: Mapping[str, Any],
+    benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
+    gain: float,
+) -> Path:
+    """Write the page atomically; see `report.html`, the template.
+
+    Args:
+        path: the page, beside the files that it links to.
+        pictures: name -> PNG; those of the benchmarks have the names of their folders.
+        contents: description of the population, as in `inspection.json`.
+        pairs: rows of the exchangeable covariance, strongest first.
+        fits: the comparison of structures, as in `structures.json`.
+        benchmarks: name of the folder -> rows of the arms.
+        gain: factor of the initialiser's correlations.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = number
+    sections = []
+    for folder, arms in benchmarks.items():
+        row = next(row for row in arms if row["init"] == FITTED)
+        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci95", "_p_holm")), n=row["beyond_scale_pairs"])
+        default = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["pairs"])
+        about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
+        sections.append(about | {"beyond": _as_clause(beyond), "default": _as_clause(default)})
+    text = environment.get_template("report.html").render(
+        pictures={name: _embedded(png) for name, png in pictures.items()},
+        contents=contents,
+        pairs=[row for row in pairs if row["p"] < 0.05][:PAIRS],
+        fits=fits,
+        scores=[row for row in fits["table"] if row["group"] == "all" and row["failed"] is None],
+        benchmarks=sections,
+        gain=gain,
+        control=CONTROL,
+        fitted=FITTED,
+    )
+    atomic.write(path, text.encode())
+    return path
+
+
+def _as_clause(words: str) -> str:
+    """A verdict as it follows "the initialiser is"."""
+    return words.replace("no significant difference:", "not significantly different:", 1)
+
+
+def _embedded(png: bytes) -> dict[str, Any]:
+    """A picture as text, and the size in CSS pixels for which its own text was set."""
+    width, height = (round(n * _CSS_PIXELS / _DPI) for n in struct.unpack(">II", png[16:24]))
+    return {"base64": base64.b64encode(png).decode(), "width": width, "height": height}
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A number as text, times `scale`; a dash for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "not finite"
+    return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
+
+
+def verdict(
+    difference: float | None,
+    ci95: Sequence[float] | None,
+    p: float | None,
+    unit: str = "percentage points",
+    *,
+    n: int | None = None,
+    alpha: float = 0.05,
+    higher_is_better: bool = True,
+) -> str:
+    """Describe a paired difference in words.
+
+    Significant means p < alpha and an interval that excludes zero. If the two disagree (a p-value corrected for several
+    comparisons), the text says so. A difference that is not significant is reported with its interval, not as equality.
+
+    Args:
+        difference: of the means; a fraction for the unit "percentage points", as in `results.json`, else in `unit`s.
+        ci95: its 95 % confidence interval, likewise.
+        p: its p-value.
+        unit: printed unit of the difference.
+        n: number of paired seeds.
+        alpha: significance level.
+        higher_is_better: whether a positive difference is an improvement.
+
+    Raises:
+        UsageError: if a difference in percentage points is not a fraction, or is outside its interval.
+
+    Example:
+        >>> verdict(0.021, (0.015, 0.027), 2e-9, n=64)
+        'better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)'
+    """
+    if difference is None:
+        return "the reference of the comparison"
+    scale = 100.0 if unit == "percentage points" else 1.0
+    if scale != 1 and abs(difference) > 1:
+        raise UsageError(f"difference: expected a fraction between -1 and 1 for percentage points, found {difference}")
+    if ci95 is None or p is None or not all(map(math.isfinite, (difference, *ci95, p))):
+        return f"cannot be judged: no confidence interval{' with one seed' if n == 1 else ''}"
+    if not ci95[0] - 1e-9 <= difference <= ci95[1] + 1e-9:
+        raise UsageError(f"difference: expected a value within its interval {tuple(ci95)}, found {difference}")
+    chance = f"p = {p:.2g}".replace("e-0", "e-") if p > 0 else "p < 1e-300"
+    chance += f", {n} paired seeds" if n is not None else ""
+    value, low, high = (scale * number for number in (difference, *ci95))
+    places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
+
+    def fixed(number: float, sign: str = "") -> str:
+        text = f"{round(number, places) + 0.0:{sign}.{places}f}"
+        return text if float(text) else text.lstrip("+")
+
+    clear = low > 0 or high < 0
+    if clear and p < alpha:
+        word = "better" if (value > 0) == higher_is_better else "worse"
+        a, b = sorted((abs(low), abs(high)))
+        return f"{word} by {fixed(abs(value))} {unit} (95 % CI {fixed(a)} to {fixed(b)}, {chance})"
+    after, which = (" after correction for multiple comparisons", "uncorrected ") if clear else ("", "")
+    ends = f"{which}95 % CI {fixed(low, '+')} to {fixed(high, '+')}"
+    return f"no significant difference{after}: {fixed(value, '+')} {unit} ({ends}, {chance})"

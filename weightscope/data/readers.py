@@ -1,0 +1,343 @@
+"""Readers of the registered data sets: CIFAR, scikit-learn's digits, Fashion-MNIST, STL-10, SVHN and Tiny ImageNet.
+
+Each is `read(info, root, train, test)`: the first training and test images, in the files' order, of the data set that
+`info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`.
+"""
+
+import gzip
+import re
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightscope._util.names import listing
+from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
+from weightscope.data import hub
+from weightscope.data.images import read_images
+from weightscope.data.registry import (
+    DATASETS,
+    Arrays,
+    DatasetInfo,
+    Layout,
+    Part,
+    checked_part,
+    existing,
+    find,
+    located,
+    read_records,
+)
+from weightscope.errors import DataError
+
+# --- CIFAR-10 and CIFAR-100 (Krizhevsky 2009): the official binary version and the Python version ---------------------
+
+# name -> the usual folder, training files of equally many images, test file, and in the binary version the label bytes
+# before each image, of which the last is read, in the Python version the key of the labels
+_CIFAR: dict[str, list[tuple[str, tuple[str, ...], str, int | str]]] = {
+    "cifar10": [
+        ("cifar-10-batches-bin", tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", 1),
+        ("cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "labels"),
+    ],
+    "cifar100": [  # the coarse label precedes the fine one, which is the class
+        ("cifar-100-binary", ("train.bin",), "test.bin", 2),
+        ("cifar-100-python", ("train",), "test", "fine_labels"),
+    ],
+}
+_SIZES = {"channels": 3, "size": 32, "train": 50_000, "test": 10_000}
+_UNPACK = "unpack the official binary version so that one of these contains"
+
+
+@DATASETS.register("cifar100", **_SIZES, classes=100, how_to_get=f"{_UNPACK} `cifar-100-binary/train.bin`")
+@DATASETS.register("cifar10", **_SIZES, classes=10, how_to_get=f"{_UNPACK} `cifar-10-batches-bin/data_batch_1.bin`")
+def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """CIFAR-10 or CIFAR-100; only the files that hold the images are read."""
+    versions = {Layout(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
+    found = find(root, *versions)
+    if found is None:
+        return hub.read(info, root, train, test)
+    folder, (_, train_files, test_file, labels) = found[0], versions[found[1]]
+    read = _cifar_binary if isinstance(labels, int) else _cifar_python
+    each, parts = info.train // len(train_files), []
+    for start, name in zip(range(0, train, each), train_files, strict=False):
+        parts.append(read(existing(folder / name, info), labels, info, min(each, train - start), each))
+    images, train_labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return images, train_labels, *read(existing(folder / test_file, info), labels, info, test, info.test)
+
+
+def _cifar_binary(path: Path, labels: Any, info: DatasetInfo, count: int, most: int) -> Part:
+    """The first images of a file of records: label bytes, then the red, green and blue planes."""
+    records = read_records(path, labels + info.channels * info.size**2, most, count)
+    return checked_part(records[:, labels:], records[:, labels - 1], info, path)
+
+
+def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int) -> Part:
+    """The first images of a pickled dictionary with `data` (n, c * S * S) and a list of labels."""
+    pixels = info.channels * info.size**2
+    largest = most * (pixels + 256) + 65_536  # names of files and labels beside the pixels
+    if path.stat().st_size > largest:
+        raise DataError(f"{path}: expected at most {largest} bytes, found {path.stat().st_size}; is this a CIFAR file?")
+    batch = loads(path.read_bytes(), str(path), NUMPY_ARRAY)
+    items = batch.items() if isinstance(batch, dict) else ()
+    entries = {name.decode("latin-1") if isinstance(name, bytes) else str(name): value for name, value in items}
+    if "data" not in entries or key not in entries:
+        raise DataError(
+            f"{path}: expected a dictionary with 'data' and {key!r}, found {sorted(entries) or 'something else'}"
+        )
+    data, labels = uint8_array(entries["data"], f"{path}: 'data'"), entries[key]
+    if data.ndim != 2 or data.shape[1] != pixels or not count <= len(data) <= most:
+        raise DataError(f"{path}: expected {most} images of {pixels} pixels, found data of shape {data.shape}")
+    bytes_only = isinstance(labels, list) and all(isinstance(n, int) and 0 <= n < 256 for n in labels)
+    if not bytes_only or len(labels) != len(data):
+        raise DataError(f"{path}: expected {len(data)} labels from 0 to {info.classes - 1} in {key!r}, found others")
+    return checked_part(data[:count], np.array(labels[:count]), info, path)
+
+
+# --- digits: the test half of UCI's "Optical Recognition of Handwritten Digits" ---------------------------------------
+
+
+@DATASETS.register(
+    "digits",
+    channels=1,
+    size=8,
+    classes=10,
+    train=1437,
+    test=360,
+    how_to_get="part of scikit-learn: `pip install scikit-learn`",
+)
+def digits(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """The 1,797 handwritten digits of scikit-learn, which defines no split.
+
+    Every fifth image, after a stable sort by class, is a test image: 360 test and 1,437 training images with the same
+    class proportions to within one image. The same writers are in both parts, so test accuracy does not measure
+    generalisation to new writers. Pixels from 0 to 16 are scaled to 0 .. 255 and rounded, which keeps all 17 levels.
+    """
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, info.size, info.size)
+    held_out = np.zeros(len(labels), dtype=bool)
+    held_out[np.argsort(labels, kind="stable")[::5]] = True
+    labels = labels.astype(np.uint8)
+    return images[~held_out][:train], labels[~held_out][:train], images[held_out][:test], labels[held_out][:test]
+
+
+# --- Fashion-MNIST (Xiao et al. 2017): IDX files, plain or compressed with gzip ---------------------------------------
+
+_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_IDX_NAMES = tuple(name + ending for name in _IDX for ending in ("", ".gz"))
+_FASHION = Layout("fashion-mnist", _IDX_NAMES), Layout("FashionMNIST/raw", _IDX_NAMES)  # Debian's, torchvision's
+_UBYTE = 0x08  # the IDX type code of unsigned bytes
+
+
+@DATASETS.register(
+    "fashion-mnist",
+    channels=1,
+    size=28,
+    classes=10,
+    train=60_000,
+    test=10_000,
+    how_to_get="install the Debian package dataset-fashion-mnist, or put the four IDX files "
+    "(train-images-idx3-ubyte[.gz], ...) into a folder `fashion-mnist` in one of these",
+)
+def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """Fashion-MNIST; an uncompressed file is preferred to a compressed one."""
+    found = find(root, *_FASHION)
+    if found is None:
+        return hub.read(info, root, train, test)
+
+    def part(names: tuple[str, ...], count: int, most: int) -> Part:
+        paths = [found[0] / name for name in names]
+        paths = [path if path.is_file() else existing(path.with_name(f"{path.name}.gz"), info) for path in paths]
+        images = _read_idx(paths[0], (info.size, info.size), count, most)
+        return checked_part(images, _read_idx(paths[1], (), count, most), info, paths[1])
+
+    return *part(_IDX[:2], train, info.train), *part(_IDX[2:], test, info.test)
+
+
+def fashion_mnist_at_hand(root: Path | None = None) -> bool:
+    """Whether its files are in one of the folders that are searched, so that nothing is downloaded."""
+    return find(root, *_FASHION) is not None
+
+
+def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.ndarray:
+    """The first items of an IDX file, uint8 (count, *shape).
+
+    It has the bytes 0, 0, type and number of axes, the length of each axis as a big-endian uint32, and the items. The
+    header is compared with what is expected before anything is read, so at most `most` items are allocated.
+    """
+    header = 4 + 4 * (1 + len(shape))
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+            items = _idx_items(stream.read(header), path, shape, count, most)
+            data = stream.read(items * prod(shape) + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); it is damaged or truncated; download it again") from error
+    if len(data) != items * prod(shape):
+        found = f"{header + len(data)}" if len(data) < items * prod(shape) else "more"
+        raise DataError(
+            f"{path}: expected {header + items * prod(shape)} bytes as its header says, found {found}; "
+            "download it again"
+        )
+    return np.frombuffer(data, np.uint8, count * prod(shape)).reshape(count, *shape)
+
+
+def _idx_items(head: bytes, path: Path, shape: tuple[int, ...], count: int, most: int) -> int:
+    """The number of items in a valid header."""
+    magic = bytes([0, 0, _UBYTE, 1 + len(shape)])
+    if head[:4] != magic:
+        raise DataError(
+            f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {head[:4].hex(' ') or 'nothing'}"
+        )
+    axes = tuple(int(n) for n in np.frombuffer(head[4 : len(head) // 4 * 4], ">u4"))
+    if len(axes) != 1 + len(shape):
+        raise DataError(
+            f"{path}: expected a header of {8 + 4 * len(shape)} bytes, found {len(head)}; download it again"
+        )
+    if axes[1:] != shape or not count <= axes[0] <= most:
+        wanted = f"{most}" if count == most else f"{count} to {most}"
+        raise DataError(f"{path}: expected {wanted} items of shape {shape}, found {axes[0]} of {axes[1:]}")
+    return axes[0]
+
+
+# --- STL-10 (Coates et al. 2011): the official binary files, whose images are stored by columns -----------------------
+
+
+@DATASETS.register(
+    "stl10",
+    channels=3,
+    size=96,
+    classes=10,
+    train=5_000,
+    test=8_000,
+    how_to_get="unpack the official binary files so that one of these contains `stl10_binary/train_X.bin`",
+)
+def stl10(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """STL-10; the unlabelled images are not read."""
+    folder = located(info, root, Layout("stl10_binary", ("train_X.bin", "test_X.bin")))
+
+    def part(name: str, count: int, most: int) -> Part:
+        """Of pixels (n, 3, column, row) and labels from 1."""
+        record, path = info.channels * info.size**2, folder / f"{name}_y.bin"
+        pixels = read_records(existing(folder / f"{name}_X.bin", info), record, most, count)
+        labels = read_records(existing(path, info), 1, most, count).reshape(-1).astype(np.int64) - 1
+        images = pixels.reshape(count, info.channels, info.size, info.size).transpose(0, 1, 3, 2)
+        return checked_part(images, labels, info, path)
+
+    return *part("train", train, info.train), *part("test", test, info.test)
+
+
+# --- SVHN (Netzer et al. 2011), cropped digits: the official MATLAB files ---------------------------------------------
+
+_SVHN = ("train_32x32.mat", "test_32x32.mat")
+
+
+@DATASETS.register(
+    "svhn",
+    channels=3,
+    size=32,
+    classes=10,
+    train=73_257,
+    test=26_032,
+    how_to_get="put the official train_32x32.mat and test_32x32.mat into a folder `svhn` in one of these",
+)
+def svhn(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """SVHN; class i is the digit i."""
+    folder = located(info, root, Layout("svhn", _SVHN), Layout("SVHN", _SVHN))
+    paths = [existing(folder / name, info) for name in _SVHN]
+    return *_read_svhn(paths[0], info, train, info.train), *_read_svhn(paths[1], info, test, info.test)
+
+
+def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
+    """The first images of a file with X, uint8 (S, S, 3, n), and y (n, 1), in which 10 is the digit 0."""
+    from scipy.io import loadmat, whosmat
+
+    def check(shapes: dict[str, tuple[int, ...]]) -> None:
+        pixels, labels = shapes.get("X", ()), shapes.get("y", ())
+        items = pixels[3] if len(pixels) == 4 else 0
+        expected = (info.size, info.size, info.channels, items), (items, 1)
+        if (pixels, labels) != expected or not count <= items <= most:
+            raise DataError(
+                f"{path}: expected X of shape {(info.size, info.size, info.channels, most)} and y of shape {(most, 1)},"
+                f" found {pixels or 'no X'} and {labels or 'no y'}"
+            )
+
+    try:
+        check({name: shape for name, shape, _ in whosmat(path)})  # before anything is read
+        values = loadmat(path, variable_names=["X", "y"])
+        check({name: np.shape(values[name]) for name in ("X", "y")})
+    except DataError:
+        raise
+    except Exception as error:  # the reader raises whatever it meets in a damaged file
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path}: cannot be read as a MATLAB file ({reason}); download it again") from error
+    pixels, labels = values["X"], values["y"][:count, 0]
+    if pixels.dtype != np.uint8 or labels.dtype.kind not in "ui":
+        raise DataError(f"{path}: expected X of uint8 and y of integers, found {pixels.dtype} and {labels.dtype}")
+    labels = np.where(labels == info.classes, 0, labels.astype(np.int64))
+    return checked_part(pixels[..., :count].transpose(3, 2, 0, 1), labels, info, path)
+
+
+# --- Tiny ImageNet (200 classes of ImageNet): the official folder, with its annotations of `val` ----------------------
+
+_LARGEST = 2**24  # bytes of a text file
+_NAME = re.compile(r"[\w.-]+")  # of a class or a file: no path
+
+
+@DATASETS.register(
+    "tiny-imagenet",
+    channels=3,
+    size=64,
+    classes=200,
+    train=100_000,
+    test=10_000,
+    how_to_get="unpack the official tiny-imagenet-200 so that one of these contains `tiny-imagenet-200/wnids.txt`",
+)
+def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """Training images, class by class in turn, and those of `val` for testing, in the order of its annotations.
+
+    Class i is the i-th name of wnids.txt in alphabetical order. Grey images become colour ones.
+    """
+    folder = located(info, root, Layout("tiny-imagenet-200", ("wnids.txt",)))
+    names = sorted(_lines(folder / "wnids.txt", info))
+    if len(set(names)) != info.classes or not all(map(_NAME.fullmatch, names)):
+        raise DataError(f"{folder / 'wnids.txt'}: expected {info.classes} different names, found {len(set(names))}")
+    train_files, test_files = _tiny_training(folder, names, info, train), _tiny_validation(folder, names, info, test)
+
+    def part(files: list[tuple[Path, int]], what: str) -> Part:
+        images = read_images([path for path, _ in files], info.size, info.channels, f"{folder.name} ({what})")
+        return images, np.array([label for _, label in files], dtype=np.uint8)
+
+    return *part(train_files, "training"), *part(test_files, "val")
+
+
+def _tiny_training(folder: Path, names: list[str], info: DatasetInfo, count: int) -> list[tuple[Path, int]]:
+    """The first files, one of each class in turn, with their classes."""
+    each, inside = info.train // info.classes, []
+    for name in names[: min(count, len(names))]:
+        place = folder / "train" / name / "images"
+        files = sorted(place.glob("*.JPEG"), key=lambda path: (len(path.name), path.name)) if place.is_dir() else []
+        if len(files) != each:
+            raise DataError(f"{place}: expected {each} images, found {len(files)}; unpack the data set again")
+        inside.append(files)
+    return [(inside[i % info.classes][i // info.classes], i % info.classes) for i in range(count)]
+
+
+def _tiny_validation(folder: Path, names: list[str], info: DatasetInfo, count: int) -> list[tuple[Path, int]]:
+    path = folder / "val" / "val_annotations.txt"
+    rows = [line.split("\t") for line in _lines(path, info)]
+    bad = [row[0] for row in rows if len(row) < 2 or row[1] not in names or not _NAME.fullmatch(row[0])]
+    if bad or len(rows) != info.test:
+        raise DataError(
+            f"{path}: expected {info.test} lines with a file and a class of wnids.txt, found {len(rows)}, "
+            f"{len(bad)} of them with others{': ' + listing(bad) if bad else ''}"
+        )
+    labels = {name: i for i, name in enumerate(names)}
+    return [(folder / "val" / "images" / row[0], labels[row[1]]) for row in rows[:count]]
+
+
+def _lines(path: Path, info: DatasetInfo) -> list[str]:
+    if existing(path, info).stat().st_size > _LARGEST:
+        raise DataError(f"{path}: expected at most {_LARGEST} bytes, found {path.stat().st_size}")
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

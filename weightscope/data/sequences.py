@@ -1,0 +1,588 @@
+"""Sequences of tokens: generated tasks with a stated answer, the user's text, and a source of known entropy.
+
+A task is a pure function of (generator, batch, length, vocabulary): the same state of the generator gives the same
+sequences, on the generator's device. Its string, a separator, and an answer that the string determines make a sequence.
+`length` counts the tokens of the string before the separator; the vocabulary includes the separator, its last token.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weightscope._util.checks import choice, count, positive
+from weightscope._util.plugins import Registry
+from weightscope._util.seeding import Purpose, torch_seed
+from weightscope.data.sequence_config import MarkovConfig, Part, SequenceConfig, TaskConfig, TextConfig, check_task
+from weightscope.errors import DataError, UsageError
+
+Unit = Literal["character", "word"]
+UNKNOWN, END = "<unk>", "<eos>"  # as in Penn Treebank and WikiText
+_PTB_CHARACTERS = "ptb.char."  # files with a space after every character, and _ for the space
+# Training, validation and test files: Penn Treebank (words, characters), WikiText-103, and plain names.
+LAYOUTS = (
+    ("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),
+    tuple(f"{_PTB_CHARACTERS}{part}.txt" for part in ("train", "valid", "test")),
+    ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+    ("train.txt", "valid.txt", "test.txt"),
+)
+
+
+class ScoredSequences(NamedTuple):
+    """Sequences of n tokens, the token that follows each, and which of these are scored.
+
+    Attributes:
+        tokens: int64 (B, n).
+        targets: int64 (B, n), the token after each.
+        mask: bool (B, n), whether the target belongs to the answer; only these are scored.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    mask: Tensor
+
+
+def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
+    """The share of the answer's tokens that are the most probable ones, logits (B, n, v)."""
+    return float((logits.argmax(-1) == batch.targets)[batch.mask].float().mean())
+
+
+def cross_entropy(logits: Tensor, batch: ScoredSequences) -> Tensor:
+    """The mean of -log p of the answer's tokens, in nats, logits (B, n, v)."""
+    return F.cross_entropy(logits[batch.mask], batch.targets[batch.mask])
+
+
+def bits(nats: float) -> float:
+    """Bits per token of a cross entropy in nats, for characters bits per character."""
+    return nats / math.log(2)
+
+
+def perplexity(nats: float) -> float:
+    """The exponential of a cross entropy per token in nats."""
+    return math.exp(nats)
+
+
+# --- generated tasks --------------------------------------------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 24  # numbers that permutations are sorted by: 128 MiB
+
+TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = Registry("task")
+"""Name -> `f(generator, batch, length, vocabulary)`."""
+
+
+@TASKS.register("copy", source="Jelassi et al. 2024; thesis Eq. 3.36")
+def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
+    """Repeat the string: `a b c | a b c`, tokens uniform.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string.
+        vocabulary: v >= 2, tokens 0 to v - 2 and the separator v - 1.
+
+    Returns:
+        Sequences of 2 length tokens.
+
+    Raises:
+        UsageError: if a number is out of range.
+
+    Example:
+        >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
+        torch.Size([2, 6])
+    """
+    _checked("copy", batch, length, vocabulary)
+    string = _uniform(generator, batch, length, vocabulary - 1)
+    return _sequences(string, string, vocabulary)
+
+
+@TASKS.register("copy_reversed", source="thesis 3.3.1")
+def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
+    """Repeat the string in stack order, last token first: `a b c | c b a`; arguments and errors as `copy`."""
+    _checked("copy_reversed", batch, length, vocabulary)
+    string = _uniform(generator, batch, length, vocabulary - 1)
+    return _sequences(string, string.flip(1), vocabulary)
+
+
+@TASKS.register("sort", source="thesis 3.3.3")
+def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
+    """Sort the string, whose tokens are all different: `c a b | a b c`; arguments as `copy`.
+
+    Raises:
+        UsageError: if a number is out of range, or there are fewer than `length` tokens.
+    """
+    _checked("sort", batch, length, vocabulary)
+    string = _permutations(generator, batch, vocabulary - 1, length)
+    return _sequences(string, string.sort(1).values, vocabulary)
+
+
+@TASKS.register("associative_recall", source="Arora et al. 2024; thesis Eq. 3.37")
+def associative_recall(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
+    """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
+
+    With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
+    All keys are asked for, in random order.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string, even: two tokens for each pair.
+        vocabulary: v.
+
+    Returns:
+        Sequences of 2 length tokens.
+
+    Raises:
+        UsageError: if a number is out of range, or there are fewer keys than pairs.
+    """
+    _checked("associative_recall", batch, length, vocabulary)
+    pairs, keys = length // 2, (vocabulary - 1) // 2
+    key = _permutations(generator, batch, keys, pairs)
+    value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
+    string = torch.stack([key, value], 2)  # (B, pairs, 2)
+    order = _permutations(generator, batch, pairs, pairs)
+    asked = string.gather(1, order.unsqueeze(2).expand_as(string))
+    found = _sequences(string.flatten(1), asked.flatten(1), vocabulary)
+    found.mask[:, length::2] = False  # keys of the answer
+    return found
+
+
+@TASKS.register("selective_copy", source="Gu and Dao 2023, section 4.1.1")
+def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
+    """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
+
+    Args:
+        generator: drawn from; its device is that of the sequences.
+        batch: B.
+        length: of the string, with its blanks.
+        vocabulary: v >= 3, tokens 0 to v - 3, the blank v - 2 and the separator v - 1.
+
+    Returns:
+        Sequences of length + ceil(length / 4) tokens.
+
+    Raises:
+        UsageError: if a number is out of range.
+    """
+    _checked("selective_copy", batch, length, vocabulary)
+    kept = -(-length // 4)
+    answer = _uniform(generator, batch, kept, vocabulary - 2)
+    places = _permutations(generator, batch, length, kept).sort(1).values
+    string = torch.full((batch, length), vocabulary - 2, device=generator.device).scatter(1, places, answer)
+    return _sequences(string, answer, vocabulary)
+
+
+def _checked(name: str, batch: int, length: int, vocabulary: int) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        UsageError: naming the number.
+    """
+    count("batch", batch)
+    check_task(name, length, vocabulary)
+
+
+def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -> Tensor:
+    return torch.randint(tokens, (batch, length), generator=generator, device=generator.device)
+
+
+def _permutations(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
+    """The first entries of uniform permutations of 0 .. size - 1, (B, kept).
+
+    They are drawn a few rows at a time; how many depends on `size` only, so that the numbers do not depend on the
+    machine.
+    """
+    rows = max(1, _AT_ONCE // size)
+    return torch.cat([_permuted(generator, min(rows, batch - start), size, kept) for start in range(0, batch, rows)])
+
+
+def _permuted(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
+    keys = torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64)
+    return keys.argsort(1)[:, :kept].clone()  # a view would keep all of them in memory
+
+
+def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
+    """`string | answer`, without its last token, and shifted by one."""
+    separator = torch.full_like(string[:, :1], vocabulary - 1)
+    whole = torch.cat([string, separator, answer], 1)
+    mask = torch.zeros(whole[:, 1:].shape, dtype=torch.bool, device=whole.device)
+    mask[:, string.shape[1] :] = True
+    return ScoredSequences(whole[:, :-1], whole[:, 1:], mask)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Training, validation and test text as tokens; the vocabulary is that of the training text.
+
+    Attributes:
+        units: the vocabulary's characters or words, sorted; a token is an index.
+        train: int64 (n,).
+        valid: int64 (n,).
+        test: int64 (n,).
+    """
+
+    units: tuple[str, ...]
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+
+    @classmethod
+    def read(cls, folder: str | Path, unit: Unit) -> "Text":
+        """Read the three files of a folder: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
+
+        Words are separated by white space, and each line ends with `<eos>`. So do the characters of Penn Treebank's
+        files for characters, `ptb.char.train.txt` and so on, which are read for characters where they are. A word that
+        the training text lacks becomes `<unk>` if the training text has `<unk>`, as both corpora do.
+
+        Args:
+            folder: that holds the files.
+            unit: "character" or "word".
+
+        Raises:
+            DataError: if a file is missing, empty or not UTF-8, or has a character or word that the training text
+                lacks.
+            UsageError: if the unit is unknown.
+
+        Example:
+            >>> text = Text.read("penn-treebank", "word")
+        """
+        choice("unit", unit, ("character", "word"))
+        paths = _files(Path(folder), unit)
+        units = tuple(sorted(set(_units(paths[0], unit))))
+        number = {name: i for i, name in enumerate(units)}
+        return cls(units, *(_tokens(path, unit, number) for path in paths))
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of characters or words, v."""
+        return len(self.units)
+
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
+        """Draw windows of `length` tokens (B, n) from the training text, all of which are scored.
+
+        Raises:
+            UsageError: if the training text is not longer than a window.
+        """
+        return _scored(self.windows(self.starts(generator, batch, length), length))
+
+    def starts(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
+        """Draw the first tokens (B, 1) of windows of the training text; errors as `batch`."""
+        count("batch", batch)
+        starts = len(self.train) - count("length", length)
+        if starts < 1:
+            raise UsageError(f"length: expected less than the {len(self.train)} tokens of the text, found {length}")
+        return torch.randint(starts, (batch, 1), generator=generator, device=generator.device)
+
+    def windows(self, first: Tensor, length: int) -> Tensor:
+        """The windows of the training text, with the token after each, (..., length + 1) from `starts` (..., 1)."""
+        return _windows(self.train, first.to(self.train.device), length)
+
+    def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[ScoredSequences]:
+        """Consecutive windows of a held-out text, one at a time: each token but the first is scored once.
+
+        Raises:
+            UsageError: if the part is unknown or has a single token.
+        """
+        text: Tensor = getattr(self, choice("part", part, ("valid", "test")))
+        count("length", length)
+        if len(text) < 2:
+            raise UsageError(f"{part}: expected at least 2 tokens, found {len(text)}")
+        for start in range(0, len(text) - 1, length):
+            first = torch.tensor([[start]], device=text.device)
+            yield _scored(_windows(text, first, min(length, len(text) - 1 - start)))
+
+
+def _windows(text: Tensor, first: Tensor, length: int) -> Tensor:
+    return text[first + torch.arange(length + 1, device=text.device)]
+
+
+def _scored(whole: Tensor) -> ScoredSequences:
+    return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
+
+
+def _files(folder: Path, unit: Unit) -> list[Path]:
+    for names in sorted(LAYOUTS, key=lambda names: names[0].startswith(_PTB_CHARACTERS) != (unit == "character")):
+        if all((folder / name).is_file() for name in names):
+            return [folder / name for name in names]
+    expected = "; ".join(", ".join(names) for names in LAYOUTS)
+    raise DataError(f"{folder}: expected the files of a text corpus, one of {expected}; found none of these complete")
+
+
+def _units(path: Path, unit: Unit) -> Iterable[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: expected UTF-8, found the byte {error.object[error.start]:#04x} at {error.start}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not text.strip():
+        raise DataError(f"{path}: expected text, found none")
+    if unit == "character" and not path.name.startswith(_PTB_CHARACTERS):
+        return text
+    return (word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), END))
+
+
+def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
+    other = number.get(UNKNOWN)
+    out = []
+    for name in _units(path, unit):
+        token = number.get(name, other)
+        if token is None:
+            raise DataError(f"{path}: the {unit} {name!r} is not in the training text, which has no {UNKNOWN}")
+        out.append(token)
+    return torch.tensor(out)
+
+
+# --- a source of known entropy ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MarkovSource:
+    """Tokens of which each depends on the one before, started from the stationary distribution.
+
+    Attributes:
+        transitions: P (v, v), probabilities of the next token; rows sum to 1.
+
+    Raises:
+        UsageError: if the rows are not positive probabilities.
+
+    Example:
+        >>> source = MarkovSource.random(27)
+        >>> source.batch(torch.Generator().manual_seed(0), 8, 64).tokens.shape
+        torch.Size([8, 64])
+    """
+
+    transitions: np.ndarray
+
+    def __post_init__(self) -> None:
+        p = self.transitions
+        if p.ndim != 2 or p.shape[0] != p.shape[1] or not (p > 0).all() or not np.allclose(p.sum(1), 1, atol=1e-12):
+            raise UsageError(
+                f"transitions: expected a square matrix of probabilities > 0, rows of sum 1, found {p.shape}"
+            )
+
+    @classmethod
+    def random(cls, vocabulary: int, *, concentration: float = 0.2, seed: int = 0) -> "MarkovSource":
+        """A source whose rows are drawn from a symmetric Dirichlet distribution.
+
+        Args:
+            vocabulary: v.
+            concentration: of the Dirichlet distribution; the smaller, the more certain the next token.
+            seed: of the rows.
+
+        Raises:
+            UsageError: if a number is out of range.
+        """
+        size = count("vocabulary", vocabulary, 2)
+        drawn = np.random.default_rng(seed).gamma(positive("concentration", concentration), size=(size, size))
+        drawn += 1e-6  # so that every token can follow every other
+        return cls(drawn / drawn.sum(1, keepdims=True))
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, v."""
+        return len(self.transitions)
+
+    @property
+    def stationary(self) -> np.ndarray:
+        """Probabilities of the tokens, pi (v,) with pi P = pi."""
+        size = self.vocabulary
+        equations = np.vstack([self.transitions.T - np.eye(size), np.ones(size)])
+        return np.linalg.lstsq(equations, np.append(np.zeros(size), 1.0))[0]
+
+    @property
+    def entropy(self) -> float:
+        """-sum_i pi_i sum_j P_ij log2 P_ij, bits per token: the smallest possible loss of a network."""
+        return float(-(self.stationary[:, None] * self.transitions * np.log2(self.transitions)).sum())
+
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
+        """Draw sequences of `length` tokens (B, n), all of which are scored, on the generator's device."""
+        count("batch", batch)
+        count("length", length)
+        device = generator.device
+        rows = torch.from_numpy(self.transitions).cumsum(1).to(device)
+        chance = torch.rand(length + 1, batch, generator=generator, device=device, dtype=torch.float64)
+        token = self._place(torch.from_numpy(self.stationary).cumsum(0).to(device).repeat(batch, 1), chance[0])
+        tokens = [token]
+        for row in chance[1:]:
+            tokens.append(self._place(rows[tokens[-1]], row))
+        whole = torch.stack(tokens, 1)
+        return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
+
+    def _place(self, cumulated: Tensor, chance: Tensor) -> Tensor:
+        """The token whose interval of the cumulated probabilities (B, v) holds the number (B,) in [0, 1)."""
+        found = torch.searchsorted(cumulated, chance.unsqueeze(1), right=True).squeeze(1)
+        return found.clamp_max(self.vocabulary - 1)  # where rounding leaves the last sum below 1
+
+
+# --- what a recipe's section [data] describes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSource:
+    """Sequences of tokens by a recipe's section [data].
+
+    Attributes:
+        config: the section.
+        corpus: the text or the Markov source; None for a task.
+        train: sequences of an epoch.
+        held_out: multiple of the training length -> held-out sequences, batches of equal length each.
+    """
+
+    config: SequenceConfig
+    corpus: Text | MarkovSource | None
+    train: int
+    held_out: dict[int, tuple[ScoredSequences, ...]]
+
+    @classmethod
+    def of(cls, config: SequenceConfig, root: str | Path | None = None) -> "SequenceSource":
+        """Read or prepare what a section describes.
+
+        Held-out sequences of tasks and of the Markov source have streams of their own, which depend on nothing but the
+        multiple of the length; so they are the same for all populations with these settings.
+
+        Args:
+            config: the section.
+            root: a folder to search first for text.
+
+        Raises:
+            DataError: if text is missing, empty, or not UTF-8.
+            UsageError: if the text is shorter than a sequence.
+        """
+        if isinstance(config, TextConfig):
+            text = Text.read(config.located(root), config.unit)
+            if config.vocabulary not in (None, text.vocabulary):
+                raise DataError(
+                    f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, found {text.vocabulary}"
+                )
+            windows = _training_windows(text, config)
+            return cls(config, text, config.train or windows, {1: _batched(text, config, config.held_out)})
+        corpus = None
+        if isinstance(config, MarkovConfig):
+            corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
+        assert config.train is not None
+        assert config.test is not None
+        made = cls(config, corpus, config.train, {})
+        for multiple in config.lengths if isinstance(config, TaskConfig) else (1,):
+            made.held_out[multiple] = made.part(config.held_out, multiple)
+        return made
+
+    def part(self, name: Part, multiple: int = 1) -> tuple[ScoredSequences, ...]:
+        """The sequences of a held-out part, batches of equal length each, on the CPU.
+
+        Args:
+            name: "valid" or "test".
+            multiple: of the training length; of text 1.
+        """
+        if isinstance(self.corpus, Text):
+            assert isinstance(self.config, TextConfig)
+            return _batched(self.corpus, self.config, name)
+        assert self.config.test is not None
+        purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
+        generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
+        return (self._drawn(generator, self.config.test, multiple * self.config.length),)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, v."""
+        if isinstance(self.config, TaskConfig):
+            return self.config.vocabulary
+        assert self.corpus is not None
+        return self.corpus.vocabulary
+
+    @property
+    def examples(self) -> int:
+        """The number of training sequences of an epoch."""
+        return self.train
+
+    @property
+    def nbytes(self) -> int:
+        """0: sequences are drawn step by step."""
+        return 0
+
+    @property
+    def mask(self) -> Tensor:
+        """Whether each target of a training sequence is scored, (n,); the same in all."""
+        return self.held_out[1][0].mask[0]
+
+    def _drawn(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
+        if isinstance(self.config, TaskConfig):
+            return TASKS[self.config.name](generator, batch, length, self.config.vocabulary)
+        assert self.corpus is not None
+        return self.corpus.batch(generator, batch, length)
+
+    def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
+        """Draw B training sequences in a compact form, int32 (B, m) on the generator's device.
+
+        Of text, which is on the device anyway, these are the places; of others the tokens themselves.
+        """
+        if isinstance(self.corpus, Text):
+            return self.corpus.starts(generator, batch, self.config.length).int()
+        found = self._drawn(generator, batch, self.config.length)
+        return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
+
+    def expanded(self, compact: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and targets int64 (..., n) of sequences in compact form (..., m)."""
+        whole = self.corpus.windows(compact, self.config.length) if isinstance(self.corpus, Text) else compact.long()
+        return whole[..., :-1], whole[..., 1:]
+
+    def to(self, device: torch.device) -> "SequenceSource":
+        """The same with its tensors on a device."""
+        held_out = {
+            multiple: tuple(ScoredSequences(*(value.to(device) for value in batch)) for batch in batches)
+            for multiple, batches in self.held_out.items()
+        }
+        corpus = self.corpus
+        if isinstance(corpus, Text):
+            corpus = replace(corpus, train=corpus.train.to(device))
+        return replace(self, corpus=corpus, held_out=held_out)
+
+    def shortened(self, train: int) -> "SequenceSource":
+        """The same with shorter epochs."""
+        return replace(self, train=train)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The first 16 hex digits of the SHA-256 of the text, or of the settings and the held-out sequences."""
+        digest = hashlib.sha256()
+        if isinstance(self.corpus, Text):
+            digest.update(json.dumps(self.corpus.units).encode())
+            tensors = [self.corpus.train, self.corpus.valid, self.corpus.test]
+        else:
+            digest.update(json.dumps(self.config.model_dump(mode="json", exclude={"train", "held_out"})).encode())
+            tensors = [batch.tokens for batches in self.held_out.values() for batch in batches]
+        for tensor in tensors:
+            digest.update(f"{tuple(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+
+def _training_windows(text: Text, config: TextConfig) -> int:
+    """How many windows the training text has."""
+    windows = (len(text.train) - 1) // config.length
+    if windows < 1:
+        raise UsageError(
+            f"data.length: expected less than the {len(text.train)} tokens of the text, found {config.length}"
+        )
+    return windows
+
+
+def _batched(text: Text, config: TextConfig, part: Part) -> tuple[ScoredSequences, ...]:
+    """The windows of a held-out part; those of equal length in one batch."""
+    windows: Iterator[ScoredSequences] = islice(text.held_out(config.length, part), config.test)
+    groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
+    return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)

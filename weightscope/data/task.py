@@ -1,0 +1,135 @@
+"""`Task`: the section [data] of a recipe, which says what networks are trained on and what is asked of them.
+
+What tells images from sequences is a member of `Task`, so another kind of task is one file: a subclass that is
+registered in `SECTIONS`, the source that it reads, and its batches. Does not import torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from weightscope._util.plugins import Registry, imported
+from weightscope.data.metrics import Metric
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+class Source(Protocol):
+    """What a task reads: `Dataset` of images, `SequenceSource` of sequences."""
+
+    @property
+    def examples(self) -> int:
+        """The number of examples of an epoch."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the data."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that training keeps on the device."""
+        ...
+
+    def shortened(self, train: int) -> "Source":
+        """The same with fewer examples in an epoch."""
+        ...
+
+
+class Task(BaseModel):
+    """What networks are trained on.
+
+    Attributes:
+        name: of the task or the data set.
+        what: the inputs in one word, for messages.
+        input_axes: number of axes of one input.
+        stacked: whether T networks run by `torch.vmap`, or else on the channels of one network.
+        causal: whether the outputs at a place of the input must not depend on later places.
+        source: `"module:function"`, called with the section and a folder, reads the data.
+        batches: `"module:class"` of the `Batches` (`weightscope.training.batches`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    what: ClassVar[str]
+    input_axes: ClassVar[int]
+    stacked: ClassVar[bool] = True
+    causal: ClassVar[bool] = False
+    source: ClassVar[str]
+    batches: ClassVar[str]
+
+    name: str
+
+    @classmethod
+    def of(cls, value: Any) -> "type[Task]":
+        """The class of a section by its name; that of images if the name is not registered."""
+        name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+        return SECTIONS[name if isinstance(name, str) and name in SECTIONS else IMAGES]
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What networks report, the primary metric first; `test_loss` is one of them."""
+        raise NotImplementedError
+
+    def load(self, root: str | Path | None = None) -> Any:
+        """Read the data; a folder is searched first.
+
+        Raises:
+            DataError: if they are missing or damaged.
+        """
+        return imported(self.source)(self, root)
+
+    def sizes(self) -> dict[str, int]:
+        """The keyword arguments of a network's factory, in the order in which users' factories take them."""
+        raise NotImplementedError
+
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input with which a network is checked."""
+        raise NotImplementedError
+
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of the outputs of a network for an input of `input_shape`."""
+        raise NotImplementedError
+
+    def inputs(self, generator: "Generator", *batch: int) -> "Tensor":
+        """Random inputs (*batch, *input_shape)."""
+        import torch
+
+        return torch.randn((*batch, *self.input_shape()), generator=generator)
+
+    def completed(self, root: str | Path | None = None) -> "Task":
+        """The section with the sizes that only the data know, so that networks are built without them."""
+        return self
+
+    def absolute(self, root: str | Path | None = None) -> "Task":
+        """The section with absolute paths, for a worker that runs in another folder."""
+        return self
+
+    def check(self, recipe: Any) -> None:
+        """Raise ValueError for what of a recipe does not go with this task."""
+
+    def check_new(self) -> None:
+        """Raise RecipeError for what is refused in new populations only, since older ones may have it."""
+
+    def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
+        """The chance level c of an accuracy and the number of examples that it is taken over; None if it has none."""
+        return None
+
+    def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+        """Changes of a recipe with which networks are evaluated on `count` examples that are not test examples.
+
+        Returns:
+            The changes, and the numbers of examples, `train` and `validation`.
+        """
+        raise NotImplementedError
+
+
+SECTIONS: Registry[type[Task]] = Registry("task")
+"""Sections by their name; every other name is one of a data set of images."""
+
+
+IMAGES = "images"

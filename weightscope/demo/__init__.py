@@ -1,1 +1,0 @@
-"""The whole chain on embedded data, with a report."""

@@ -1,0 +1,53 @@
+"""Fits: distributions of weights fitted to populations, numbers of initialisers fitted to one network, and their files.
+
+structure          the contract of a fitted distribution (`Structure`); one file for each kind:
+  gaussian         isotropic, diagonal, low rank, dense
+  group_means      shared random effects of rows and columns
+  separable        Kronecker products: matrix normal and tensor normal
+  exchangeable     whole networks; `resizing` takes it to other widths and depths
+fitting            `fit`: structures fitted to a population, compared by held-out likelihood; `fit_init`
+one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
+artifact           the file of a fit; `population_fit`, `network_fit` are what it holds; `load_artifact`
+standalone         `write_standalone`, a Python file that needs torch and safetensors only
+"""
+
+from weightscope.fits.exchangeable import Exchangeable
+from weightscope.fits.gaussian import Dense, Diagonal, Isotropic, LowRank
+from weightscope.fits.group_means import GroupMeans
+from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.population_fit import PopulationFit, load_artifact
+from weightscope.fits.resizing import resized_fit
+from weightscope.fits.separable import Kronecker, TensorNormal
+from weightscope.fits.standalone import write_standalone
+from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class, structure_reference
+
+__all__ = [
+    "STRUCTURES",
+    "Accumulator",
+    "Dense",
+    "Diagonal",
+    "Exchangeable",
+    "GroupMeans",
+    "Isotropic",
+    "Kronecker",
+    "LowRank",
+    "NetworkFit",
+    "PopulationFit",
+    "Structure",
+    "TensorNormal",
+    "load_artifact",
+    "resized_fit",
+    "structure_class",
+    "structure_reference",
+    "write_standalone",
+]
+
+# From few parameters to many: `fit` tries them in this order, and of equally good ones takes the first.
+STRUCTURES.register("isotropic", source="maximum likelihood")(Isotropic)
+STRUCTURES.register("group_means", source="MLP paper: stripes")(GroupMeans)
+STRUCTURES.register("diagonal", source="maximum likelihood")(Diagonal)
+STRUCTURES.register("kronecker", source="Dutilleul 1999")(Kronecker)
+STRUCTURES.register("tensor_normal", source="Hoff 2011; Manceur and Dutilleul 2013")(TensorNormal)
+STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")(LowRank)
+STRUCTURES.register("dense", source="Ledoit and Wolf 2004")(Dense)
+STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")(Exchangeable)

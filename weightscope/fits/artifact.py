@@ -1,0 +1,128 @@
+"""The file format of fits: a safetensors file with arrays and, in its metadata, one JSON header.
+
+`{"format": FORMAT, "version": 1, ...}`: the format says what was fitted, the rest is described by the class of that
+format. Next to it is the SHA-256 of header and arrays. Everything that a file states is checked before it is used, and
+reading executes nothing.
+"""
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from weightscope._util import atomic
+from weightscope._util.results import Result
+from weightscope._util.sources import ARTIFACT_KEY, open_regular
+from weightscope.errors import DataError
+
+KEY = ARTIFACT_KEY  # of the header in the file's metadata
+DIGEST = "sha256"  # key of the digest
+VERSION = 1
+
+H = TypeVar("H", bound=BaseModel)
+
+
+class Artifact(Result):
+    """A fitted initialiser that can be saved; `load_artifact` reads it."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the arrays, in JSON types; the header of the artifact."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the artifact by name."""
+
+    def save(self, path: str | Path) -> Path:
+        """Write the artifact atomically.
+
+        Raises:
+            WeightscopeError: if the file cannot be written.
+        """
+        header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
+        # Not `ascontiguousarray`, which makes a scalar a vector.
+        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
+        atomic.write(path, _ordered(to_bytes(arrays, metadata={KEY: header, DIGEST: digest(header, arrays)})))
+        return Path(path)
+
+
+def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """The JSON header and the arrays of an artifact of any format, after comparing its digest.
+
+    Raises:
+        DataError: if the file is missing, damaged, or not an artifact.
+    """
+    try:
+        open_regular(path).close()
+        with safe_open(str(path), framework="numpy") as tensors:
+            metadata = tensors.metadata() or {}
+            text, stated = metadata.get(KEY), metadata.get(DIGEST, "(none stated)")
+            arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if text else {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
+    except (DataError, SafetensorError, OSError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found an invalid safetensors file: {error}"
+        ) from error
+    if text is None:
+        raise DataError(
+            f"{path}: expected an initialiser's artifact, found a safetensors file without its header; "
+            "`weightscope fit-init` writes artifacts"
+        )
+    if (found := digest(text, arrays)) != stated:
+        raise DataError(
+            f"{path}: checksum mismatch: expected sha256 {stated[:16]}..., found {found[:16]}...; the file was "
+            "changed or damaged: restore it, or fit again"
+        )
+    try:
+        return json.loads(text), arrays
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: its header is not JSON: {error}") from error
+
+
+def digest(header: str, arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a header, and of names, types, shapes and bytes of arrays, as hexadecimal digits."""
+    out = hashlib.sha256(header.encode())
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name], order="C")
+        out.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        out.update(array.reshape(-1).view(np.uint8).data)
+    return out.hexdigest()
+
+
+def _ordered(raw: bytes) -> bytes:
+    """A safetensors file with its metadata sorted: the library writes several keys in random order."""
+    stop = 8 + int.from_bytes(raw[:8], "little")
+    values = json.loads(raw[8:stop])
+    values["__metadata__"] = dict(sorted(values["__metadata__"].items(), reverse=True))
+    text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + raw[stop:]
+
+
+def checked_header(values: Any, model: type[H]) -> H:
+    """The header as a pydantic model.
+
+    Raises:
+        DataError: if the version differs or a value is invalid; names the first invalid field.
+    """
+    if isinstance(values, Mapping) and values.get("version") != VERSION:
+        raise DataError(
+            f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"
+        )
+    try:
+        # From JSON, because there a list is accepted as a tuple although types are strict.
+        return model.model_validate_json(json.dumps(values))
+    except RecursionError as error:
+        raise DataError(f"its header is nested too deeply: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "header"
+        raise DataError(f"invalid header: {where}: {first['msg'].lower()}") from None

@@ -1,0 +1,478 @@
+"""Exchangeable: a distribution of whole networks that does not change when hidden units are renumbered."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from scipy import stats
+from scipy.linalg import cholesky, solve_triangular
+
+from weightscope._util.checks import choice, number
+from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.fits.structure import Standalone, Structure, checked_names, checked_root, require_variation
+from weightscope.spec import WeightSpec
+from weightscope.statistics.exchangeable import (
+    ExchangeableMoments,
+    TypeCovariance,
+    assembled,
+    design_effect,
+    invariant_parts,
+)
+from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
+
+Gain = float | Mapping[str, float]
+_FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
+
+
+@dataclass(frozen=True)
+class Amplification:
+    """The options `gain` and `denoise` of `Exchangeable.accumulator`.
+
+    Raises:
+        UsageError: if one is invalid.
+    """
+
+    gain: Gain | None = None
+    denoise: str = "threshold"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gain, str):
+            raise UsageError(
+                f"gain: expected a number >= 0, found {self.gain!r}; `fit-init --gain auto` and "
+                "`weightscope.benchmarking.choose_gain` choose it by training networks"
+            )
+        for name, factor in self.gain.items() if isinstance(self.gain, Mapping) else [("gain", self.gain)]:
+            if self.gain is not None:
+                number(name, factor, least=0)
+        choice("denoise", self.denoise, ("threshold", "eigenvalues"))
+        if self.denoise != "threshold" and self.gain is None:
+            raise UsageError(f"denoise: {self.denoise!r} needs a gain, found none")
+
+    def check(self, labels: Sequence[str]) -> None:
+        """Raise UsageError if a pattern of the gain matches no type."""
+        for pattern in self.gain if isinstance(self.gain, Mapping) else ():
+            if not any(fnmatchcase(label, pattern) for label in labels):
+                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
+
+    def of(self, label: str) -> float | None:
+        """The gain of a type, or None if it is left as it is."""
+        if isinstance(self.gain, Mapping):
+            return next((float(g) for pattern, g in self.gain.items() if fnmatchcase(label, pattern)), None)
+        return self.gain
+
+    def correlation(self, found: TypeCovariance) -> tuple[np.ndarray, dict[str, Any]]:
+        """The correlation matrix (C, C) to sample from, and what was done to it."""
+        correlation, effect = found.correlation(), design_effect(found)
+        independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
+        errors = np.where(np.isfinite(found.errors), found.errors, independent)
+        notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
+        gain = self.of(label_of(found.kind.groups))
+        if gain is None:
+            shrunk, intensities = _shrunk(found, correlation, errors)
+            return shrunk, notes | intensities
+        if self.denoise == "eigenvalues":
+            correlation, notes["eigenvalues"] = eigenvalues_clipped(correlation, found.samples / max(1.0, effect))
+            errors = np.zeros_like(errors)
+        else:
+            # four standard errors, or as much of Student's t where these are estimated from few networks
+            wider = float(stats.t.isf(stats.norm.sf(4.0), max(1, found.networks - 1))) / 4
+            independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
+            errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
+        result = amplified(correlation, errors, gain)
+        kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
+        return result.matrix, notes | {"gain": gain} | kept
+
+
+def label_of(groups: Sequence[str]) -> str:
+    """The name of a type in diagnostics and in the keys of `gain`: `"hidden.0 x channels"`, or `"means"`."""
+    return " x ".join(groups) or "means"
+
+
+def in_words(notes: Mapping[str, Any]) -> str:
+    """The diagnostics of one type as a line of a report."""
+    start = f"{notes['samples']} samples, design effect {notes['design_effect']:g}; "
+    if "gain" not in notes:
+        within, between = notes["shrinkage_within"], notes["shrinkage_between"]
+        moved = f", projection moved them by {notes['moved']:.1%}" if notes.get("moved") else ""
+        return f"{start}correlations shrunk by {within:g} within tensors, {between:g} between them{moved}"
+    if "eigenvalues" in notes:
+        kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
+    else:
+        kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']} correlations beyond 4 standard errors"
+    moved = f"{notes['clipped']} clipped at 0.9, projection moved them by {notes['moved']:.1%}"
+    return f"{start}gain {notes['gain']:g}: {kept}, {moved}"
+
+
+def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Correlations shrunk towards zero, those of each pair of tensors by an intensity of their own.
+
+    The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
+    number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
+    Where the result is not positive definite, the nearest correlation matrix is taken.
+
+    Returns:
+        the matrix, and the shares of the sums of squares that were removed within tensors and between them, and
+        Frobenius distance of the projection relative to the norm without the diagonal.
+    """
+    same, weights = np.zeros(correlation.shape, dtype=bool), np.ones(correlation.shape)
+    parts = list(found.kind.slices.values())
+    for i, a in enumerate(parts):
+        same[a, a] = True
+        for b in parts[: i + 1]:
+            weights[a, b] = 1 - _intensity(correlation[a, b], errors[a, b], diagonal=a is b)
+            weights[b, a] = weights[a, b].T
+    target = correlation * weights
+    np.fill_diagonal(target, 1.0)
+    matrix, off = target, ~np.eye(len(target), dtype=bool)
+    if np.linalg.eigvalsh(target)[0] < _FLOOR:
+        matrix = nearest_correlation(target, floor=_FLOOR)
+    norm = float(np.linalg.norm(target[off]))
+    return matrix, {
+        "shrinkage_within": _removed(correlation, target, same & off),
+        "shrinkage_between": _removed(correlation, target, ~same),
+        "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    }
+
+
+def _intensity(correlation: np.ndarray, errors: np.ndarray, *, diagonal: bool) -> float:
+    """Sum Var(r) / sum r^2 of a block, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
+    mask = ~np.eye(len(correlation), dtype=bool) if diagonal else np.ones(correlation.shape, dtype=bool)
+    total = float(np.square(correlation[mask]).sum())
+    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
+
+
+def _removed(before: np.ndarray, after: np.ndarray, mask: np.ndarray) -> float:
+    total = float(np.square(before[mask]).sum())
+    return round(1 - float((before * after)[mask].sum()) / total, 4) if total else 0.0
+
+
+_LOG_2PI = float(np.log(2.0 * np.pi))
+
+
+_STANDALONE = '''
+
+def _parts(group, a, randn):
+    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
+    views = json.loads(bytes(a["permutations"].tolist()))["views"]
+    sizes, types = {}, {}
+    for view in views:
+        sizes |= {x.removeprefix("~"): n for x, n in zip(view["axes"], view["shape"]) if x}
+    order = list(sizes)
+    place = lambda label: order.index(label.removeprefix("~"))
+    for view in views:
+        free = sorted({x for x in view["axes"] if x and x[0] != "~"})
+        signed = {x for x in view["axes"] if x and x[0] == "~"}
+        for some in chain.from_iterable(combinations(free, r) for r in range(len(free) + 1)):
+            types.setdefault(tuple(sorted((*signed, *some), key=place)), []).append(view)
+    out = {name: torch.zeros(*shape, dtype=torch.float64) for name, shape, _ in group["spec"]}
+    for i, key in enumerate(sorted(types, key=lambda key: (len(key), [place(x) for x in key]))):
+        factor, start = a[f"factor.{i}"], 0
+        z = randn(*(sizes[x.removeprefix("~")] for x in key), len(factor))
+        for axis, label in enumerate(key):
+            z = z if label[0] == "~" else z - z.mean(axis, keepdim=True)
+        z = z @ factor.T
+        for view in types[key]:
+            axes, shape = view["axes"], view["shape"]
+            fixed = [n for n, x in zip(shape, axes) if not x]
+            part = z[..., start : start + prod(fixed)].reshape([*z.shape[:-1], *fixed])
+            at = iter(range(len(key), part.ndim))
+            part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
+            away = [j for j, x in enumerate(axes) if x and x not in key]
+            for j in away:
+                part = part.unsqueeze(j)
+            rows = out[view["tensor"]]
+            rows = rows[view["start"] : view["start"] + shape[0]] if shape else rows
+            rows += part / prod(shape[j] for j in away) ** 0.5
+            start += prod(fixed)
+    return a["mean"] + torch.cat([value.flatten() for value in out.values()])
+'''
+
+
+class Exchangeable(Structure):
+    r"""x = mean + sum over types S of L_S Z_S, with one covariance L_S L_S^T (C_S x C_S) for each type.
+
+    A tensor with permuted axes splits into parts, one for each set S of axes whose deviations it holds; an invariant
+    covariance couples parts of one S only, in the same way in each of their d_S dimensions (see
+    `weightscope.statistics.exchangeable`). So the whole network, its layers' correlations included, is a handful of
+    small matrices that do not depend on its width: `weightscope.fits.resizing.resized` takes it to networks of
+    other widths and depths. The correlations of each pair of tensors are shrunk towards zero by an intensity of their
+    own (block James-Stein, Cai 1999), or cleaned of noise and amplified by the option `gain`.
+
+    Log-density: the sum over S of d_S normal densities in C_S dimensions.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,), invariant.
+        permutations: the axes' groups.
+        factors: for each type in order L_S (C, C), lower triangular.
+        parameters: the number of fitted numbers.
+        diagnostics: for each type intensities, design effects, and what an amplification did.
+        network: of the whole network, which tells fan-ins and depth where the structure is applied to another width
+            or depth; `spec` if None.
+
+    Raises:
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "exchangeable"
+    form = "exchangeable"
+    options = ("gain", "denoise")
+    needs_samples = False
+    uses_permutations = True
+    standalone = Standalone("from itertools import chain, combinations\n", "_parts", _STANDALONE)
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        permutations: PermutationSpec,
+        factors: Sequence[np.ndarray],
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+        network: WeightSpec | None = None,
+    ) -> None:
+        super().__init__(spec, mean, parameters, diagnostics)
+        self.permutations, self.network = permutations, network or spec
+        if len(factors) != len(permutations.types):
+            raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
+        self.factors = tuple(
+            checked_root(array, f"factor.{i}", kind.copies)
+            for i, (array, kind) in enumerate(zip(factors, permutations.types, strict=True))
+        )
+
+    @classmethod
+    def context(
+        cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **own: Any
+    ) -> dict[str, Any]:
+        """The permutation specification of the tensors that are fitted, as part of that of their network.
+
+        Raises:
+            AnatomyError: if the network's architecture is not known and no specification is given.
+            UsageError: if some but not all entries of a tensor vary.
+        """
+        for tensor in part.tensors:
+            if tensor.shape != network[tensor.name].shape:
+                whole = network[tensor.name].shape
+                raise UsageError(
+                    f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do; the "
+                    "others are equal in all networks, so the distribution is not invariant under permutations of "
+                    "units; leave this tensor out of the selection"
+                )
+        if permutations is None:
+            from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+
+            permutations = permutation_spec(network)
+        return {"permutations": permutations.restrict(part.names), "network": network}
+
+    @classmethod
+    def accumulator(
+        cls,
+        spec: WeightSpec,
+        *,
+        gain: Gain | None = None,
+        denoise: str = "threshold",
+        permutations: PermutationSpec | None = None,
+        network: WeightSpec | None = None,
+    ) -> "_Accumulator":
+        """An accumulator of moments.
+
+        Args:
+            spec: of the D entries.
+            gain: multiply the correlations that `denoise` leaves by this factor, >= 0, see
+                `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation,
+                None takes correlations as they are, shrunk. Or a mapping of patterns of types ("channels*",
+                "hidden.? x channels", "means") to factors: a type takes the first pattern that matches, and is left
+                as it is if none does.
+            denoise: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues" replaces the
+                eigenvalues inside the Marchenko-Pastur edge by their mean, see
+                `weightscope.statistics.shrinkage.eigenvalues_clipped`. Used with a gain only.
+            permutations: of the same tensors; by default that of their names.
+            network: see the class.
+
+        Raises:
+            UsageError: if an option is invalid.
+        """
+        options = Amplification(gain, denoise)
+        permutations = permutations or cls.context(spec, spec)["permutations"]
+        return _Accumulator(spec, permutations, options, network)
+
+    @classmethod
+    def of_moments(
+        cls,
+        moments: ExchangeableMoments,
+        *,
+        gain: Gain | None = None,
+        denoise: str = "threshold",
+        network: WeightSpec | None = None,
+    ) -> Self:
+        """Fit to what `ExchangeableMoments` has taken up; the options are those of `accumulator`."""
+        permutations = moments.permutations
+        found = moments.covariances()
+        amplification = Amplification(gain, denoise)
+        amplification.check([label_of(covariance.kind.groups) for covariance in found])
+        factors, parameters, notes = [], 0, {}
+        means: dict[tuple[str, ...], np.ndarray] = {}
+        for covariance in found:
+            label = label_of(covariance.kind.groups)
+            variances = covariance.covariance.diagonal()
+            require_variation(variances, f"entries ({label})")
+            correlation, notes[label] = amplification.correlation(covariance)
+            deviation = np.sqrt(variances)
+            factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
+            parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
+            if not covariance.kind.groups:
+                means[()] = covariance.mean[None]
+                parameters += len(covariance.mean)
+        mean = mean_vector(means, moments.spec, permutations)
+        return cls(moments.spec, mean, permutations, factors, parameters, notes, network)
+
+    @property
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(*sizes of S, C) for each type."""
+        return tuple((*_places(self.permutations, t.groups), t.copies) for t in self.permutations.types)
+
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Noise projected on each type's representation, times its factor, put together: (size, D)."""
+        parts = {}
+        for kind, factor, z in zip(self.permutations.types, self.factors, noise, strict=True):
+            part = np.asarray(z, dtype=np.float64)
+            for axis, label in enumerate(kind.groups, 1):
+                if not label.startswith("~"):
+                    part = part - part.mean(axis=axis, keepdims=True)
+            parts[kind.groups] = part @ factor.T
+        return assembled(parts, self.spec, self.permutations)
+
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at (..., D)."""
+        values = np.asarray(x, dtype=np.float64)
+        rows = values.reshape(-1, self.spec.size) - self.mean
+        out = np.full(len(rows), -0.5 * self.spec.size * _LOG_2PI)
+        parts = invariant_parts(rows, self.spec, self.permutations)
+        for kind, factor, part in zip(self.permutations.types, self.factors, parts, strict=True):
+            white = solve_triangular(factor, part.reshape(-1, kind.copies).T, lower=True)  # (C, N * places)
+            out -= 0.5 * np.square(white).reshape(kind.copies, len(rows), -1).sum(axis=(0, 2))
+            out -= kind.dimension * np.log(np.diag(factor)).sum()
+        return out.reshape(values.shape[:-1])
+
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+        dense = np.zeros((self.spec.size, self.spec.size))
+        parts = invariant_parts(np.eye(self.spec.size), self.spec, self.permutations)
+        for factor, part in zip(self.factors, parts, strict=True):
+            loaded = (part @ factor).reshape(self.spec.size, -1)
+            dense += loaded @ loaded.T
+        return dense
+
+    @cached_property
+    def correlations(self) -> tuple[np.ndarray, ...]:
+        """The correlation matrix (C, C) of each type."""
+        out = []
+        for factor in self.factors:
+            matrix = factor @ factor.T
+            scale = 1 / np.sqrt(matrix.diagonal())
+            out.append(matrix * np.outer(scale, scale))
+        return tuple(out)
+
+    def notes(self) -> list[str]:
+        """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
+        labels = [label for kind in self.permutations.types if (label := label_of(kind.groups)) in self.diagnostics]
+        lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels]
+        return [*lines, *self.diagnostics.get("resized", ())]
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        text = json.dumps({"views": [asdict(view) for view in self.permutations.views]}, sort_keys=True)
+        arrays = {f"factor.{i}": factor for i, factor in enumerate(self.factors)}
+        arrays["permutations"] = np.frombuffer(text.encode(), dtype=np.uint8)
+        if self.network != self.spec:
+            arrays["network"] = np.frombuffer(self.network.to_json().encode(), dtype=np.uint8)
+        return arrays
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`."""
+        if "permutations" not in tensors:
+            raise DataError("a structure's arrays do not fit: missing ['permutations']")
+        permutations = _parsed(tensors["permutations"], spec)
+        names = [f"factor.{i}" for i in range(len(permutations.types))]
+        checked_names(tensors, ["mean", "permutations", *names], ["network"])
+        network = _network(tensors["network"], spec) if "network" in tensors else None
+        return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
+
+
+class _Accumulator:
+    """Takes up blocks of networks and fits to their moments."""
+
+    def __init__(
+        self, spec: WeightSpec, permutations: PermutationSpec, options: Amplification, network: WeightSpec | None
+    ) -> None:
+        self._moments, self._options, self._network = ExchangeableMoments(spec, permutations), options, network
+
+    def update(self, rows: np.ndarray) -> None:
+        self._moments.update(rows)
+
+    def finish(self) -> Exchangeable:
+        return Exchangeable.of_moments(self._moments, **vars(self._options), network=self._network)
+
+
+def mean_vector(
+    means: Mapping[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec
+) -> np.ndarray:
+    """The invariant mean (D,) whose part of the empty type is given, (1, C); zero if there is no such type."""
+    parts = dict(means)
+    for kind in permutations.types:
+        parts.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
+    return assembled(parts, spec, permutations)[0]
+
+
+def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
+    return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
+
+
+def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
+    """The stored spec of the whole network, which contains that of the structure."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`network`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
+    try:
+        network = WeightSpec.from_json(array.tobytes().decode())
+        if strangers := [tensor.name for tensor in spec.tensors if tensor not in network]:
+            raise DataError(f"it lacks {strangers[:3]}")
+    except (ValueError, WeightscopeError) as error:
+        raise DataError(f"`network`: expected the spec of the whole network, found something else: {error}") from error
+    return network
+
+
+def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
+    """A stored specification, checked against the tensors that it is about."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`permutations`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
+    try:
+        views = json.loads(array.tobytes())["views"]
+        permutations = PermutationSpec(
+            tuple(View(v["name"], v["tensor"], tuple(v["shape"]), tuple(v["axes"]), v["start"]) for v in views)
+        )
+        covered = dict.fromkeys(spec.names, 0)
+        for view in permutations.views:
+            shape = spec[view.tensor].shape
+            rows = view.shape[0] if view.shape else 1
+            if view.shape[1:] != shape[1:] or not 0 <= view.start <= view.start + rows <= (shape[0] if shape else 1):
+                raise DataError(f"`{view.name}`: {view.shape} is no part of {shape}")
+            covered[view.tensor] += rows
+        wrong = [name for name, rows in covered.items() if rows != (spec[name].shape[0] if spec[name].shape else 1)]
+        if wrong:
+            raise DataError(f"its views do not cover {wrong[:3]}")
+    except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
+        raise DataError(
+            f"`permutations`: expected a permutation specification, found something else: {error}"
+        ) from error
+    return permutations

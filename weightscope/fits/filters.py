@@ -1,0 +1,547 @@
+"""Fits to the depthwise filters of one network: their distributions, or the nearest closed-form covariance."""
+
+import itertools
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import AfterValidator, Field, model_validator
+from scipy.interpolate import CubicSpline
+from scipy.optimize import OptimizeResult, minimize, minimize_scalar
+
+from weightscope._util.checks import choice, count, flag
+from weightscope._util.results import text_table
+from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy.convolution import listed
+from weightscope.errors import DataError, UsageError
+from weightscope.fits.network_fit import NetworkFit, Numbers, StrictModel
+from weightscope.statistics.filters import (
+    FilterDistribution,
+    Schedule,
+    conv_covariance,
+    covariance_root,
+    relative_depths,
+)
+from weightscope.statistics.slices import slice_moments
+
+Psd = Literal["abs", "clip"]
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError(f"expected an odd filter size, found {kernel}")
+    return kernel
+
+
+Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
+
+
+@dataclass(frozen=True, eq=False)
+class FilterFit:
+    """Distributions of the filters of every depthwise layer; the options are those of `covariance_transfer_`.
+
+    Attributes:
+        layers: in depth order.
+        left_out: the layers whose filters are not square, with their sizes.
+    """
+
+    structure: ClassVar[str] = "filters"
+    layers: tuple[FilterDistribution, ...]
+    kronecker: bool = False
+    means: bool = False
+    schedule: str = "depth"
+    kernel: int | None = None
+    psd: str = "abs"
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `covariance_transfer_`."""
+        return {key: getattr(self, key) for key in ("kronecker", "means", "schedule", "kernel", "psd")}
+
+    @property
+    def used(self) -> tuple[FilterDistribution, ...]:
+        """The layers that filters are drawn from: of size `kernel`, with at least two filters that are not dead."""
+        return tuple(x for x in self.layers if self.kernel in (None, x.kernel) and x.usable)
+
+    def remarks(self) -> tuple[str, ...]:
+        """What of the network is not used, and which distributions stand in for it."""
+        used = self.used
+        alike = [x for x in self.layers if self.kernel in (None, x.kernel)]
+        out = [f"`{x.name}`: {x.dead} of {x.count} filters are dead and not used" for x in alike if not x.usable]
+        out += [
+            f"`{x.name}`: {x.dead} of {x.count} filters are dead; its distribution includes them"
+            for x in used
+            if x.dead
+        ]
+        if 0 < len(used) < len(self.layers):
+            span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
+            out.append(
+                f"{len(used)} of {len(self.layers)} layers are used, at depths {span}; layers in between take a "
+                "linear interpolation of these, layers outside take the first or the last"
+            )
+        return tuple(out)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer: `name`, `stage`, `depth`, `kernel`, `count`, `dead`."""
+        return [{key: getattr(x, key) for key in FilterLayer.model_fields} for x in self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header's part."""
+        left = {"left_out": list(self.left_out)} if self.left_out else {}
+        return {"structure": self.structure, "layers": self.rows(), **self.options, **left}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """`"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i, float64."""
+        out: dict[str, np.ndarray] = {}
+        for i, layer in enumerate(self.layers):
+            out |= {f"{i}.mean": layer.mean.reshape(-1), f"{i}.covariance": layer.covariance}
+        return out
+
+    def text(self) -> str:
+        """The layers as a table."""
+        kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
+        given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
+        used = {x.name for x in self.used}
+        rows = [
+            (x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count, x.dead, "*" * (x.name in used))
+            for x in self.layers
+        ]
+        table = text_table(("layer", "stage", "depth", "kernel", "filters", "dead", "used"), rows)
+        notes = (f"note: {remark}" for remark in self.remarks())
+        return "\n".join([f"covariance_transfer_: {given}", *left_out_line(self.left_out), *notes, "", table])
+
+
+class FilterLayer(StrictModel):
+    """What the header says of one layer of a `FilterFit`."""
+
+    name: str
+    stage: int = Field(ge=0)
+    depth: float = Field(ge=0, le=1)
+    kernel: Kernel
+    count: int = Field(ge=2)
+    dead: int = Field(ge=0)
+
+
+class FilterHeader(StrictModel):
+    """The header of a `FilterFit`."""
+
+    structure: Literal["filters"]
+    layers: tuple[FilterLayer, ...] = Field(min_length=1)
+    kronecker: bool = False
+    means: bool = False
+    schedule: Literal["depth", "stage"] = "depth"
+    kernel: Kernel | None = None
+    psd: Psd = "abs"
+    left_out: tuple[str, ...] = ()
+
+
+class ScheduleLayer(StrictModel):
+    """Fit of the closed form to one layer.
+
+    Attributes:
+        sigma: the schedule's at this depth.
+        sigma_alone: the best for this layer alone.
+        scale: the layer's own, the root of `s = <C, S> / |S|^2`.
+        r2: `1 - |C - s S|^2 / |C|^2` with the schedule's sigma.
+        r2_alone: the same with `sigma_alone`.
+        attainable: expected r2 of as many filters drawn from the closed form itself.
+    """
+
+    name: str
+    stage: int = Field(ge=0)
+    depth: float = Field(ge=0, le=1)
+    kernel: Kernel
+    count: int = Field(ge=2)
+    sigma: float = Field(gt=0)
+    sigma_alone: float = Field(gt=0)
+    scale: float = Field(ge=0)
+    r2: float
+    r2_alone: float
+    attainable: float
+
+
+class ScheduleFit(Numbers):
+    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters.
+
+    `left_out` names the layers whose filters are not square, with their sizes.
+    """
+
+    structure: Literal["conv_schedule"] = "conv_schedule"
+    sigma0: float
+    v: float
+    a: float
+    scale: float = Field(gt=0)
+    psd: Psd = "abs"
+    schedule: Literal["depth", "sawtooth"] = "depth"
+    r2: float
+    layers: tuple[ScheduleLayer, ...] = Field(min_length=1)
+    left_out: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _positive(self) -> "ScheduleFit":
+        vertex = min(1.0, max(0.0, -self.v / self.a)) if self.a else 0.0
+        least = min(self.sigma0 + self.v * d + 0.5 * self.a * d**2 for d in (0.0, vertex, 1.0))
+        if not least > 0:
+            raise ValueError(f"expected sigma > 0 at every depth, found {least:g}")
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `conv_covariance_`."""
+        return {key: getattr(self, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer, with the attributes of `ScheduleLayer`."""
+        return [layer.model_dump() for layer in self.layers]
+
+    def text(self) -> str:
+        """The equivalent call, and the fit layer by layer."""
+        call = f"conv_covariance_(net, sigma0={self.sigma0:.4g}, v={self.v:.4g}, a={self.a:.4g}, scale={self.scale:.4g}"
+        head = ("layer", "depth", "kernel", "filters", "sigma", "alone", "scale", "R2", "alone", "attainable")
+        rows = [
+            (
+                *(x.name, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count, f"{x.sigma:.3f}"),
+                *(f"{n:.3f}" for n in (x.sigma_alone, x.scale, x.r2, x.r2_alone, x.attainable)),
+            )
+            for x in self.layers
+        ]
+        options = f', psd="{self.psd}", schedule="{self.schedule}")'
+        notes = [f"R2 {self.r2:.3f} of the covariances", *left_out_line(self.left_out)]
+        return "\n".join([f"{call}{options}", *notes, "", text_table(head, rows)])
+
+
+def left_out_line(layers: tuple[str, ...]) -> list[str]:
+    """A line on the layers that were left out, or none."""
+    return [f"left out, not square: {', '.join(layers)}"] if layers else []
+
+
+_DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
+
+
+def filter_distributions(
+    source: Any, config: Mapping[str, Any] | None = None, *, strict: bool = True
+) -> list[FilterDistribution]:
+    """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
+
+    A filter is counted as dead if its norm is below a thousandth of the largest of its layer, or of what is typical of
+    the network's layers (the median of their largest).
+
+    Args:
+        source: a path, `hf://org/name`, a `Checkpoint`, an `nn.Module`, or a mapping of tensors.
+        config: hints for a mapping, as in `weightscope.anatomy`.
+        strict: whether a layer whose filters are one-dimensional, not square or of even size is an error; if not, it
+            is left out, and a warning lists it.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution; lists the layers found.
+        UsageError: if a layer has other filters (strict), or all have.
+        DataError: if the source cannot be read, or a weight is not finite.
+
+    Example:
+        >>> [found.kernel for found in filter_distributions("efficientnet-lite0.pth")][:4]
+        [3, 3, 3, 5]
+    """
+    found, others = square_and_others(source, config)
+    if others and strict:
+        raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
+    if others:
+        warnings.warn(f"left out, not square: {listed(others)}", stacklevel=2)
+    return found
+
+
+def square_and_others(
+    source: Any, config: Mapping[str, Any] | None = None
+) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
+    """The distributions of the layers with square filters of odd size, and the other layers.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution.
+        UsageError: if no layer has square filters of odd size.
+        DataError: if the source cannot be read, or a weight is not finite.
+    """
+    parts = depthwise(source, config)
+    square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
+    if not square:
+        raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
+    found = [_distribution(part, filters) for part, filters in square]
+    norms = [np.linalg.norm(filters.astype(np.float64), axis=1) for _, filters in square]
+    typical = float(np.median([norm.max() for norm in norms]))
+    dead = [int((norm <= _DEAD * max(norm.max(), typical)).sum()) for norm in norms]
+    counted = [replace(layer, dead=count) for layer, count in zip(found, dead, strict=True)]
+    return counted, [part for part in parts if not part.square]
+
+
+def _distribution(part: DepthwisePart, filters: np.ndarray) -> FilterDistribution:
+    kh, kw = part.kernel
+    try:
+        found = slice_moments(filters, keep=kh * kw)
+    except DataError as error:
+        raise DataError(f"`{part.name}`: {error}") from None
+    if found.excluded:
+        raise DataError(
+            f"`{part.name}`: {found.excluded} of {part.channels} filters hold NaN or infinity; "
+            "a covariance needs a network that did not diverge"
+        )
+    assert found.covariance is not None  # every size is kept
+    return FilterDistribution(
+        name=part.name,
+        stage=part.stage,
+        depth=part.layer / max(1, part.depth - 1),
+        kernel=kh,
+        count=found.n,
+        mean=found.mean.reshape(kh, kh),
+        covariance=found.covariance,
+    )
+
+
+_GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma
+_NARROWEST = 0.02  # square pixels: a bump of one pixel (neighbours exp(-25)); narrower ones are the same filter
+_WIDEST = 4.0  # times k^2: the bumps are flat to 6 %, and wider ones are nearly the same
+_LARGE, _COARSE = 15, 33  # fewer values above this kernel size: an eigendecomposition of k^2 x k^2 takes a second
+
+
+def fit_filters(
+    source: Any,
+    *,
+    kronecker: bool = False,
+    means: bool = False,
+    schedule: str = "depth",
+    kernel: int | None = None,
+    psd: str = "abs",
+) -> NetworkFit:
+    """The distributions of a network's filters as an artifact; the options are those of `covariance_transfer_`.
+
+    All layers are stored for every value of `kernel`; the options are stored and used when the artifact is applied.
+    `FilterFit.remarks` says which layers are used, which have dead filters, and what stands in for the others.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution.
+        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
+        DataError: if a weight is not finite, or all filters are dead.
+
+    Source: thesis section 3.1.1.
+
+    Example:
+        >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
+    """
+    flag("kronecker", kronecker)
+    flag("means", means)
+    choice("schedule", schedule, ("depth", "stage"))
+    choice("psd", psd, ("abs", "clip"))
+    layers, others = square_and_others(source)
+    _of_size(layers, kernel)
+    fit = FilterFit(tuple(layers), kronecker, means, schedule, kernel, psd, _described_kernels(others))
+    if not fit.used:
+        size = "" if kernel is None else f" in layers of size {kernel}"
+        raise DataError(f"all filters are dead{size}: `{_of_size(layers, kernel)[0].name}`, ...")
+    return NetworkFit(fit)
+
+
+def fit_conv_schedule(
+    source: Any, *, schedule: str = "depth", psd: str = "abs", kernel: int | None = None
+) -> NetworkFit:
+    """The schedule and scale of `conv_covariance_` nearest to a network's filters.
+
+        minimise over sigma0, v, a, s_i >= 0:   sum_i n_i |C_i - s_i S(sigma(d_i))|_F^2 / |C_i|_F^2
+        sigma(d) = sigma0 + v d + a d^2 / 2 > 0 on [0, 1],   scale = prod_i s_i^(n_i / 2 sum n)
+
+    C_i is the covariance of the n_i filters of layer i, S(sigma) the one that `conv_covariance_` draws from (with its
+    `psd`), of the layer's own kernel size. The schedule therefore does not depend on the magnitude of a layer's
+    filters, and the scale is the geometric mean over layers. A layer whose filters are all equal is an error. With one
+    layer v = a = 0, with two different depths a = 0.
+
+    Goodness of fit: `R2_i = 1 - |C_i - s_i S|_F^2 / |C_i|_F^2`, which for the best s_i is the squared cosine of C_i
+    and S. Filters drawn from S itself have about `|S|^2 / (|S|^2 + ((tr S)^2 + |S|^2) / (n - 1))`, given as
+    `attainable`, the most to expect of so few filters.
+
+    Args:
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        schedule: "depth" or "sawtooth", as in `conv_covariance_`.
+        psd: "abs" or "clip", as in `conv_covariance_`.
+        kernel: fit to layers with filters of this size only; None for all.
+
+    Raises:
+        AnatomyError: if there is no depthwise convolution.
+        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
+        DataError: if a weight is not finite, or no layer resembles the closed form.
+
+    Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and by grid search (B.1).
+
+    Example:
+        >>> fit_conv_schedule(convnext).numbers.sigma0
+        0.31
+    """
+    choice("schedule", schedule, ("depth", "sawtooth"))
+    choice("psd", psd, ("abs", "clip"))
+    everything, others = square_and_others(source)
+    depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
+    filters = _of_size(everything, kernel)
+    for layer in filters:
+        if not layer.covariance.any():
+            raise DataError(f"`{layer.name}`: its filters are all equal and have no covariance to fit")
+    depths = [depth_of[layer.name] for layer in filters]
+    fits = _layer_fits(filters, psd)
+    weights = np.array([layer.count for layer in filters], dtype=np.float64)
+    curve = _schedule(fits, depths, weights / weights.sum())
+    layers = [_described(x, fit, curve(d), psd) for x, fit, d in zip(filters, fits, depths, strict=True)]
+    scales = np.array([layer.scale for layer in layers])
+    if not scales.any():
+        raise DataError("no layer's covariance has a positive product with the closed form; there is nothing to fit")
+    some = scales > 0
+    numbers = {
+        "sigma0": curve.sigma0,
+        "v": curve.v,
+        "a": curve.a,
+        "scale": float(np.exp(np.average(np.log(scales[some]), weights=weights[some]))),
+        "psd": psd,
+        "schedule": schedule,
+        "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
+        "layers": tuple(layers),
+        "left_out": _described_kernels(others),
+    }
+    return NetworkFit(ScheduleFit.model_validate(numbers))
+
+
+def _described_kernels(parts: list[DepthwisePart]) -> tuple[str, ...]:
+    """The layers with other than square filters, each with its size."""
+    return tuple(f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts)
+
+
+def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
+    if kernel is None:
+        return layers
+    count("kernel", kernel)
+    chosen = [layer for layer in layers if layer.kernel == kernel]
+    if not chosen:
+        known = ", ".join(str(k) for k in sorted({layer.kernel for layer in layers}))
+        raise UsageError(f"kernel: no layer has {kernel} x {kernel} filters, found {known}")
+    return chosen
+
+
+def drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
+    """The covariance (k*k, k*k) of the filters that `conv_covariance_` draws: positive semi-definite."""
+    root = covariance_root(conv_covariance(k, sigma), psd)
+    return root @ root.T
+
+
+@dataclass(frozen=True)
+class _LayerFit:
+    """How well each sigma fits one layer: the cosine between C and S(sigma) as a function of log sigma.
+
+    Attributes:
+        low: smallest log sigma for which the closed form was computed.
+        high: the largest.
+        cosine: smooth, from log sigma.
+        best: the log sigma with the largest cosine.
+    """
+
+    low: float
+    high: float
+    cosine: CubicSpline
+    best: float
+
+    @staticmethod
+    def of(logs: np.ndarray, cosines: np.ndarray) -> "_LayerFit":
+        """From the cosines (G,) at G log sigmas."""
+        smooth = CubicSpline(logs, cosines)
+        i = int(cosines.argmax())
+        around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
+        found = minimize_scalar(lambda x: -float(smooth(x)), bounds=around, method="bounded")
+        return _LayerFit(float(logs[0]), float(logs[-1]), smooth, float(found.x))
+
+    def at(self, sigma: float) -> float:
+        """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
+        return max(0.0, float(self.cosine(min(max(math.log(sigma), self.low), self.high))))
+
+
+def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
+    """The fit of each layer. The closed form is computed once for each kernel size and sigma, and not kept."""
+    out: dict[int, _LayerFit] = {}
+    for k in {layer.kernel for layer in layers}:
+        alike = [(i, x.covariance / np.linalg.norm(x.covariance)) for i, x in enumerate(layers) if x.kernel == k]
+        logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
+        cosines = np.empty((len(alike), len(logs)))
+        for g, log in enumerate(logs):
+            closed = drawn_covariance(k, math.exp(log), psd)
+            closed /= np.linalg.norm(closed)
+            cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
+        out |= {i: _LayerFit.of(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
+    return [out[i] for i in range(len(layers))]
+
+
+def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:
+    """The parabola with the largest weighted sum of squared cosines; by its values at depths 0, 1/2 and 1."""
+    different = len(set(depths))
+    best = np.exp([fit.best for fit in fits])
+    places = (0.0, 0.5, 1.0)[: min(different, 3)] if different > 2 else (0.0, 1.0)[:different]
+
+    def curve(logs: np.ndarray) -> Schedule:
+        values = np.exp(logs)
+        if len(values) == 1:
+            return Schedule(float(values[0]), 0.0, 0.0)
+        start, end = values[0], values[-1]
+        a = 0.0 if len(values) == 2 else 4 * (start + end - 2 * values[1])
+        return Schedule(float(start), float(end - start - a / 2), float(a))
+
+    def loss(logs: np.ndarray) -> float:
+        found = curve(logs)
+        if _least(found) < _NARROWEST / 2:
+            return 2.0 - _least(found)  # worse than any valid schedule, and decreasing towards valid ones
+        return sum(w * (1 - fit.at(found(d)) ** 2) for w, fit, d in zip(weights, fits, depths, strict=True))
+
+    starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
+    starts.append(np.log(np.interp(places, depths, best)) if _rising(depths) else starts[0])
+    starts.append(np.log(np.maximum(_parabola(depths, best, weights, places), _NARROWEST)))
+
+    def search(start: np.ndarray) -> OptimizeResult:
+        return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000})
+
+    found = min(map(search, starts), key=lambda result: result.fun)
+    # The simplex can shrink too early; a second search from its end costs little.
+    return curve(search(found.x).x)
+
+
+def _rising(depths: list[float]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(depths))
+
+
+def _parabola(depths: list[float], values: np.ndarray, weights: np.ndarray, places: tuple[float, ...]) -> np.ndarray:
+    """The least-squares polynomial through the layers' own sigmas, at the places."""
+    fitted = np.polynomial.polynomial.polyfit(depths, values, len(places) - 1, w=np.sqrt(weights))
+    return np.polynomial.polynomial.polyval(np.array(places), fitted)
+
+
+def _least(curve: Schedule) -> float:
+    """The smallest sigma on [0, 1]."""
+    vertex = -curve.v / curve.a if curve.a else 0.0
+    return min(curve(0.0), curve(1.0), curve(min(1.0, max(0.0, vertex))))
+
+
+def _described(layer: FilterDistribution, fit: _LayerFit, sigma: float, psd: str) -> ScheduleLayer:
+    """The layer's row, computed from the closed form itself, not from the interpolated cosines."""
+    alone = math.exp(fit.best)
+    wanted, other = (drawn_covariance(layer.kernel, x, psd) for x in (sigma, alone))
+    square, trace = float(np.sum(wanted**2)), float(np.trace(wanted))
+    return ScheduleLayer(
+        name=layer.name,
+        stage=layer.stage,
+        depth=layer.depth,
+        kernel=layer.kernel,
+        count=layer.count,
+        sigma=sigma,
+        sigma_alone=alone,
+        scale=math.sqrt(max(0.0, float(np.sum(wanted * layer.covariance)) / square)),
+        r2=_r2(layer.covariance, wanted),
+        r2_alone=_r2(layer.covariance, other),
+        attainable=square / (square + (trace**2 + square) / (layer.count - 1)),
+    )
+
+
+def _r2(covariance: np.ndarray, wanted: np.ndarray) -> float:
+    """`1 - min over s >= 0 of |C - s S|^2 / |C|^2`."""
+    product = max(0.0, float(np.sum(covariance * wanted)))
+    return product**2 / float(np.sum(covariance**2) * np.sum(wanted**2))

@@ -1,0 +1,489 @@
+"""`fit`: structures fitted to the weights of a population, chosen by the likelihood of held-out networks."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from weightscope._util.checks import choice
+from weightscope._util.plugins import underscored
+from weightscope._util.seeding import Purpose, numpy_generator
+from weightscope._util.sources import is_population
+from weightscope._version import __version__
+from weightscope.errors import DataError, UsageError
+from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
+from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
+from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.permutations import PermutationSpec
+from weightscope.statistics.samples import WeightSamples, usable_chunks
+
+if TYPE_CHECKING:
+    from weightscope.population import Population
+
+Joint = Literal["tensor", "block", "all"]
+# Yields the number of the first network of a block, and rows (n, D).
+Blocks = Callable[[], Iterator[tuple[int, np.ndarray]]]
+
+HELD = 1 << 28  # bytes of selected weights that are kept in memory, so that a source is read once
+_BLOCK = 256  # rows; fixed, so that results do not depend on the chunks of the source
+_CHOSEN = "chosen in each group"
+
+
+def fit(
+    source: WeightSamples,
+    select: str | Sequence[str] = "*.mlp.fc?.weight",
+    *,
+    structure: str | type[Structure] | Sequence[str | type[Structure]] = "auto",
+    joint: Joint = "block",
+    holdout: float = 0.2,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+) -> PopulationFit:
+    """Fit structures to selected tensors and choose one for each group by held-out log-likelihood.
+
+    All candidates are fitted to the same networks and scored on the same others, so differences are paired. The one
+    with the highest mean is fitted again to all networks. A candidate that cannot be fitted is listed with the
+    reason. Entries with one value in all networks (frozen filters) keep that value and are counted in the result; the
+    density is that of the others. Diverged and non-finite networks are excluded and counted.
+
+    Memory: structures that follow from moments (isotropic, group_means, diagonal, dense) are fitted and scored on a
+    stream. Selected weights of up to 256 MiB are held and read once; more are read again for each pass, in memory that
+    does not depend on the number of networks. Structures that need samples (kronecker, low_rank) hold one group in
+    float64.
+
+    Args:
+        source: a `Population` or a `WeightArray`.
+        select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set.
+        structure: `"auto"` for all structures, or one or several of: a registered name, `"package.module:Class"`, a
+            `Structure` subclass.
+        joint: which tensors have a joint distribution: each `"tensor"` alone, each `"block"` (tensors whose names
+            agree up to the last two parts: `stages.0.blocks.0.mlp`), or `"all"`.
+        holdout: share of networks to score on, between 0 and 1; or an integer number of folds >= 2, in which every
+            network is scored once.
+        seed: selects the held-out networks.
+        options: the structure's, if there is one: `{"rank": 8}` for `"low_rank"`. Without options a structure's
+            default candidates are compared.
+        permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
+            each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
+            source is a population. By default that of the tensors' names.
+
+    Raises:
+        UsageError: if an argument is invalid or a pattern matches nothing.
+        SpecError: if the permutation specification does not fit the tensors, or changes the network's function.
+        DataError: if there are too few usable networks, or no candidate can be fitted.
+
+    Example:
+        >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
+        >>> print(result.text())
+        >>> result.save("digits-mlp.safetensors")
+    """
+    classes = _classes(structure, options)
+    own = {} if permutations is None else {"permutations": _permutations(source, permutations, classes)}
+    choice("joint", joint, get_args(Joint))
+    spec = source.spec.select(select)
+    if empty := [t.name for t in spec.tensors if not t.size]:
+        raise UsageError(f"`{empty[0]}` has no entries; select tensors with entries")
+    networks = _UsableNetworks(source, spec)
+    tests = _splits(networks.n, holdout, seed, networks.excluded)
+    fewest = min(int((~test).sum()) for test in tests)
+    groups, table, scores = [], [], []
+    for name, part in grouped(spec, joint).items():
+        columns = spec.columns(part)
+        varying = networks.varying[columns]
+        frozen = () if varying.all() else (networks.first[columns], varying)
+        if not varying.any():
+            groups.append(Group(name, part, None, {}, *frozen))
+            continue
+        inner = part if varying.all() else varying_spec(part, varying)
+        candidates = []
+        for cls in classes:
+            for given in [dict(options)] if options is not None else cls.candidates(fewest, inner.size):
+                candidates.append(candidate := _Candidate(cls, given))
+                with candidate.attempt():
+                    candidate.context = cls.context(source.spec, inner, **(own if cls.uses_permutations else {}))
+        best, fitted = _compared(name, candidates, inner, networks, part, tests)
+        groups.append(Group(name, part, fitted, best.options, *frozen))
+        table += _rows(name, candidates, best)
+        scores.append({c.label: c.scores for c in candidates if c.failed is None} | {_CHOSEN: best.scores})
+    settings = {
+        "select": select if isinstance(select, str) else ",".join(select),
+        "joint": joint,
+        "holdout": holdout,
+        "seed": seed,
+        "held_out": int(sum(test.sum() for test in tests)),
+    }
+    table += _totals(table, scores)
+    facts = networks.n, networks.excluded, settings, _provenance(source)
+    return PopulationFit(spec, tuple(groups), tuple(table), *facts)
+
+
+def grouped(spec: WeightSpec, joint: Joint) -> dict[str, WeightSpec]:
+    """The groups of tensors with a joint distribution, by name, in the spec's order."""
+    if joint == "all":
+        return {"all": spec}
+    out: dict[str, list[str]] = {}
+    for name in spec.names:
+        block = ".".join(name.split(".")[:-2]) or name
+        out.setdefault(name if joint == "tensor" else block, []).append(name)
+    return {key: WeightSpec(spec[name] for name in names) for key, names in out.items()}
+
+
+def _classes(
+    structure: str | type[Structure] | Sequence[str | type[Structure]], options: Mapping[str, Any] | None
+) -> list[type[Structure]]:
+    """The structures to compare; options need a single one that has them."""
+    wanted = [structure] if isinstance(structure, str | type) else list(structure)
+    classes = list(STRUCTURES.values()) if wanted == ["auto"] else [structure_class(item) for item in wanted]
+    names = [item.name for item in classes]
+    if not classes:
+        raise UsageError(f"structure: expected at least one of {', '.join(STRUCTURES)}, found none")
+    if len(set(names)) < len(names):
+        raise UsageError(f"structure: expected different names, found {', '.join(names)}")
+    if options is None:
+        return classes
+    if len(classes) != 1:
+        raise UsageError(f"options {dict(options)} need one structure by name, found {', '.join(names)}")
+    if unknown := set(options) - set(classes[0].options):
+        known = ", ".join(classes[0].options) or "none"
+        raise UsageError(f"{names[0]} has no option {', '.join(sorted(unknown))}; its options are {known}")
+    return classes
+
+
+def _permutations(source: WeightSamples, given: Any, classes: Sequence[type[Structure]]) -> PermutationSpec:
+    """A permutation specification of the user's own, checked."""
+    if not any(item.uses_permutations for item in classes):
+        names = ", ".join(item.name for item in classes)
+        raise UsageError(f"permutations: not used by {names}, only by exchangeable")
+    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+    return permutations_of(source, given)
+
+
+def _provenance(source: WeightSamples) -> dict[str, Any]:
+    """What the source records about itself; an array records only its spec."""
+    out: dict[str, Any] = {"weightscope": __version__, "network_spec": source.spec.fingerprint}
+    if (path := getattr(source, "path", None)) is not None:
+        out["source"] = os.path.basename(os.fspath(path))
+    if (recipe := getattr(source, "recipe", None)) is not None:
+        out["recipe"] = recipe.to_dict()
+    return out
+
+
+class _UsableNetworks:
+    """The networks of a source that did not diverge and are finite in the selected tensors, numbered from 0.
+
+    The source is read once; again by each call of `blocks` if its weights are more than `HELD` bytes, one chunk at a
+    time.
+
+    Attributes:
+        n: how many there are.
+        excluded: how many were left out.
+        first: (D,) the first network's values, float64.
+        varying: (D,) booleans, which entries differ between networks.
+    """
+
+    def __init__(self, source: WeightSamples, spec: WeightSpec) -> None:
+        self._source, self._spec = source, spec
+        self._held: list[np.ndarray] | None = []
+        finite, diverged, size = [np.empty(0, dtype=bool)], 0, 0
+        first, self.varying = None, np.zeros(spec.size, dtype=bool)
+        for rows, out in usable_chunks(source, spec.names):
+            keep = finite_rows(rows)
+            finite.append(keep)
+            diverged += out
+            rows = rows if keep.all() else rows[keep]
+            size += rows.nbytes
+            if size > HELD:
+                self._held = None
+            if self._held is not None:
+                self._held.append(rows.copy())
+            if len(rows):
+                first = rows[0].copy() if first is None else first
+                self.varying |= (rows != first).any(axis=0)
+        self._finite = np.concatenate(finite)
+        self.n = int(self._finite.sum())
+        self.excluded = diverged + len(self._finite) - self.n
+        self.first = np.zeros(spec.size) if first is None else first.astype(np.float64)
+
+    def blocks(self, part: WeightSpec) -> Iterator[tuple[int, np.ndarray]]:
+        """The varying entries of some tensors, in blocks of 256 rows.
+
+        Yields:
+            the number of the block's first network, and rows (n, D') float64, valid until the next block.
+        """
+        varying = self.varying[self._spec.columns(part)]
+        block = np.empty((_BLOCK, int(varying.sum())))
+        start = filled = 0
+        for rows in self._rows(part):
+            for k in range(0, len(rows), _BLOCK):
+                piece = rows[k : k + _BLOCK][:, varying]
+                while len(piece):
+                    taken = piece[: _BLOCK - filled]
+                    block[filled : filled + len(taken)] = taken
+                    piece, filled = piece[len(taken) :], filled + len(taken)
+                    if filled == _BLOCK:
+                        yield start, block
+                        start, filled = start + _BLOCK, 0
+        if filled:
+            yield start, block[:filled]
+
+    def _rows(self, part: WeightSpec) -> Iterator[np.ndarray]:
+        """Rows (n, D) of the usable networks, from memory or read again."""
+        if self._held is not None:
+            columns = self._spec.columns(part)
+            yield from (rows[:, columns] for rows in self._held)
+            return
+        seen = 0
+        for rows, _ in usable_chunks(self._source, part.names):
+            keep = self._finite[seen : seen + len(rows)]
+            seen += len(rows)
+            if seen > len(self._finite):
+                break
+            yield rows if keep.all() else rows[keep]
+        if seen != len(self._finite):
+            raise DataError(
+                f"the source changed while it was read: expected {len(self._finite)} networks, found {seen}; "
+                "run the same command again"
+            )
+
+    def matrix(self, part: WeightSpec) -> np.ndarray:
+        """The varying entries of some tensors, (N, D') float64."""
+        out = np.empty((self.n, int(self.varying[self._spec.columns(part)].sum())))
+        for start, rows in self.blocks(part):
+            out[start : start + len(rows)] = rows
+        return out
+
+
+@dataclass
+class _Candidate:
+    """A structure with options, and its score in one group.
+
+    Attributes:
+        structure: the class.
+        options: of its fit.
+        context: further arguments that follow from the network.
+        scores: (held-out networks,) log-likelihoods in nats.
+        parameters: the number of fitted numbers.
+        failed: why it could not be fitted or scored, or None.
+    """
+
+    structure: type[Structure]
+    options: dict[str, Any]
+    context: dict[str, Any] = field(default_factory=dict)
+    scores: np.ndarray = field(default_factory=lambda: np.empty(0))
+    parameters: int = 0
+    failed: str | None = None
+
+    @property
+    def label(self) -> str:
+        return structure_label(self.structure.name, self.options)
+
+    def accumulator(self, spec: WeightSpec) -> Accumulator[Structure]:
+        return self.structure.accumulator(spec, **self.options, **self.context)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Record an expected error of the block as the reason of failure."""
+        try:
+            yield
+        except (UsageError, DataError) as error:
+            self.failed = self.failed or str(error)
+
+
+def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray]:
+    """Booleans (N,) for each split, which networks are held out."""
+    folds = int(holdout) if holdout >= 2 and holdout == int(holdout) else None
+    if folds is None and not 0 < holdout < 1:
+        raise UsageError(f"holdout: expected a share between 0 and 1, or an integer number of folds >= 2: {holdout}")
+    scored = n if folds else round(n * holdout)
+    fewest = n - -(-n // folds) if folds else n - scored
+    if fewest < 2 or scored < 2:
+        raise DataError(
+            f"too few networks to compare structures: {n} usable ({excluded} excluded), of which {max(fewest, 0)} "
+            f"would be fitted and {scored} held out; both need at least 2"
+        )
+    order = numpy_generator(seed, 0, Purpose.STRUCTURE).permutation(n)
+    return [np.isin(np.arange(n), test) for test in (np.array_split(order, folds) if folds else [order[:scored]])]
+
+
+def _compared(
+    group: str,
+    candidates: Sequence[_Candidate],
+    spec: WeightSpec,
+    networks: _UsableNetworks,
+    part: WeightSpec,
+    tests: Sequence[np.ndarray],
+) -> tuple[_Candidate, Structure]:
+    """The candidate with the highest mean score, of equal ones the first; and its fit to all networks."""
+    data = networks.matrix(part) if any(c.structure.needs_samples for c in candidates) else None
+
+    def streamed() -> Iterator[tuple[int, np.ndarray]]:
+        if data is None:
+            return networks.blocks(part)
+        return ((start, data[start : start + _BLOCK]) for start in range(0, len(data), _BLOCK))
+
+    def whole() -> Iterator[tuple[int, np.ndarray]]:
+        assert data is not None
+        yield 0, data
+
+    _score([c for c in candidates if not c.structure.needs_samples], spec, streamed, tests)
+    for candidate in candidates:
+        if candidate.structure.needs_samples:  # one by one, since each keeps its samples
+            _score([candidate], spec, whole, tests)
+    fitted = [c for c in candidates if c.failed is None]
+    if not fitted:
+        reasons = "; ".join(f"{c.label}: {c.failed}" for c in candidates)
+        raise DataError(f"`{group}`: no structure can be fitted: {reasons}")
+    best = max(fitted, key=lambda c: c.scores.mean())
+    accumulator = best.accumulator(spec)
+    for _, rows in whole() if best.structure.needs_samples else streamed():
+        accumulator.update(rows)
+    return best, accumulator.finish()
+
+
+def _score(candidates: Sequence[_Candidate], spec: WeightSpec, blocks: Blocks, tests: Sequence[np.ndarray]) -> None:
+    """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
+
+    def alive() -> Iterator[_Candidate]:
+        return (c for c in candidates if c.failed is None)
+
+    if not any(alive()):
+        return
+    accumulators: dict[int, list[Accumulator[Structure]]] = {}
+    for c in alive():
+        with c.attempt():
+            accumulators[id(c)] = [c.accumulator(spec) for _ in tests]
+    for start, rows in blocks():
+        for split, test in enumerate(tests):
+            train = rows[~test[start : start + len(rows)]]
+            for c in alive() if len(train) else ():
+                with c.attempt():
+                    accumulators[id(c)][split].update(train)
+    fitted: dict[int, list[Structure]] = {}
+    for c in alive():
+        with c.attempt():
+            fitted[id(c)] = [accumulator.finish() for accumulator in accumulators.pop(id(c))]
+            c.parameters = fitted[id(c)][-1].parameters
+            c.scores = np.zeros(len(tests[0]))
+    for start, rows in blocks():
+        for split, test in enumerate(tests):
+            here = np.flatnonzero(test[start : start + len(rows)])
+            for c in alive() if len(here) else ():
+                with c.attempt():
+                    c.scores[start + here] = fitted[id(c)][split].log_prob(rows[here])
+    held_out = np.any(tests, axis=0)
+    for c in alive():
+        c.scores = c.scores[held_out]
+        if not np.isfinite(c.scores).all():
+            c.failed = "a held-out network has no finite log-likelihood"
+
+
+def _rows(group: str, candidates: Sequence[_Candidate], best: _Candidate) -> list[dict[str, Any]]:
+    """The rows of the table for one group."""
+    out = []
+    for c in candidates:
+        row = {"group": group, "structure": c.label, "parameters": 0 if c.failed else c.parameters}
+        if c.failed is None:
+            out.append(row | _differences(c.scores, best.scores) | {"chosen": c is best, "failed": None})
+        else:
+            empty = dict.fromkeys(("log_prob", "log_prob_se", "difference", "difference_se"))
+            out.append(row | empty | {"chosen": False, "failed": c.failed})
+    return out
+
+
+def _totals(table: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, np.ndarray]]) -> list[dict[str, Any]]:
+    """Rows that add the groups up, for candidates fitted in all of them; `scores` of each group by label."""
+    if len(scores) < 2:
+        return []
+    sums = {label: np.sum([s[label] for s in scores], axis=0) for label in scores[0] if all(label in s for s in scores)}
+    best = max(sums.values(), key=np.mean)
+    rows = []
+    for label, values in sums.items():
+        chosen = label == _CHOSEN
+        counts = (r["parameters"] for r in table if (r["chosen"] if chosen else r["structure"] == label))
+        row = {"group": "(all)", "structure": label, "parameters": sum(counts), **_differences(values, best)}
+        rows.append(row | {"chosen": chosen, "failed": None})
+    return rows
+
+
+def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
+    difference, root = scores - best, np.sqrt(len(scores))
+    return {
+        "log_prob": float(scores.mean()),
+        "log_prob_se": float(scores.std(ddof=1) / root),
+        "difference": float(difference.mean()),
+        "difference_se": float(difference.std(ddof=1) / root),
+    }
+
+
+def fit_init(
+    source: "str | Path | Population",
+    structure: Any = "auto",
+    *,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> PopulationFit | NetworkFit:
+    """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
+
+    Args:
+        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
+        structure: of a population: "auto", a name in `weightscope.fits.STRUCTURES`, or a `Structure` subclass;
+            of one network: "filters", "conv_schedule", "identity_product", or a function. Also
+            `"package.module:name"` of either.
+        options: the structure's.
+        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
+
+    Raises:
+        UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
+        DataError: as `fit` and `fit_network`.
+
+    Example:
+        >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
+    """
+    from weightscope.fits.one_network import NETWORK_FITS, fit_network  # torch
+    from weightscope.population import Population  # h5py
+
+    name = underscored(structure) if isinstance(structure, str) else None
+    if isinstance(source, Population) or is_population(source):
+        if name in NETWORK_FITS:
+            known = ", ".join(("auto", *STRUCTURES))
+            raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
+        population = source if isinstance(source, Population) else Population(source)
+        return fit(population, structure=structure, options=options, **settings)
+    if name == "auto" or name in STRUCTURES or isinstance(structure, type):
+        known = ", ".join(NETWORK_FITS)
+        shown = name or structure.__name__
+        raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
+    if settings:
+        raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
+    return fit_network(str(source), structure, **(options or {}))
+
+
+def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse `name=value` texts into a dictionary; values in JSON (a number, true) are decoded.
+
+    Raises:
+        UsageError: if a text has no "=", or a name is repeated.
+
+    Example:
+        >>> parsed_options(["rank=8", "schedule=stage"])
+        {'rank': 8, 'schedule': 'stage'}
+    """
+    out: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in out:
+            raise UsageError(f"option: expected name=value, each name once, found {text!r}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out

@@ -1,0 +1,433 @@
+"""Gaussians with covariance diag(variance) + factor factor^T: isotropic, diagonal, low rank, and dense."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+from scipy.linalg import cholesky, solve_triangular
+
+from weightscope.errors import DataError, UsageError
+from weightscope.fits.structure import (
+    EntryAccumulator,
+    Structure,
+    checked,
+    checked_data,
+    checked_names,
+    choose_mean,
+    fit_mean,
+    require_variation,
+)
+from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import EntryMoments, Moments
+from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
+
+_LOG_2PI = float(np.log(2.0 * np.pi))
+
+
+class AffineGaussian(Structure):
+    r"""x = mean + sqrt(variance) * z1 + factor z2 with standard normal z1 (D,) and z2 (r,).
+
+    The density goes through the r x r matrix I + F^T V^-1 F (Woodbury) when r < D, and through the Cholesky
+    factor of the dense covariance otherwise.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        variance: (D,), >= 0; all zero for a covariance that is in the factor alone.
+        factor: (D, r), or None for r = 0.
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        DataError: if an array has the wrong shape, is not finite, or a variance is negative.
+    """
+
+    form = "affine"
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        variance: np.ndarray,
+        factor: np.ndarray | None = None,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, mean, parameters, diagnostics)
+        self.variance = checked(variance, "variance", (spec.size,))
+        self.factor = checked(np.zeros((spec.size, 0)) if factor is None else factor, "factor", (spec.size, None))
+        if (self.variance < 0).any():
+            raise DataError("`variance`: expected numbers >= 0, found negative ones")
+
+    @property
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(D,) for the variances unless all are zero, (r,) for the factor unless r = 0."""
+        shapes = [(self.spec.size,)] if self.variance.any() else []
+        return tuple(shapes + [(self.factor.shape[1],)] * bool(self.factor.shape[1]))
+
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """sqrt(variance) * z1 + factor z2."""
+        terms = list(noise)
+        out = np.sqrt(self.variance) * terms.pop(0) if self.variance.any() else np.zeros(self.spec.size)
+        return out + terms.pop(0) @ self.factor.T if terms else out
+
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+        dense = self.factor @ self.factor.T
+        dense[np.diag_indices_from(dense)] += self.variance
+        return dense
+
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at (..., D)."""
+        deviation = np.asarray(x, dtype=np.float64) - self.mean
+        rows = deviation.reshape(-1, self.spec.size)
+        scaled, whiten, log_det = self._root
+        if scaled is None:
+            quadratic = np.sum(solve_triangular(whiten, rows.T, lower=True) ** 2, axis=0)
+        else:
+            rows = rows / np.sqrt(self.variance)
+            quadratic = np.sum(rows**2, axis=1)
+            if scaled.shape[1]:
+                quadratic -= np.sum(solve_triangular(whiten, (rows @ scaled).T, lower=True) ** 2, axis=0)
+        value = -0.5 * (quadratic + log_det + self.spec.size * _LOG_2PI)
+        return value.reshape(deviation.shape[:-1])
+
+    @cached_property
+    def _root(self) -> tuple[np.ndarray | None, np.ndarray, float]:
+        """`(V^-1/2 F, Cholesky factor of the capacitance, log det)`, or `(None, of the covariance, log det)`."""
+        size, rank = self.factor.shape
+        try:
+            if rank < size or not rank:
+                if not (self.variance > 0).all():
+                    raise DataError("the covariance is singular: entries without variance have no density")
+                scaled = self.factor / np.sqrt(self.variance)[:, None]
+                root = cholesky(np.eye(rank) + scaled.T @ scaled, lower=True)
+                log_det = 2.0 * np.log(np.diag(root)).sum() + np.log(self.variance).sum()
+                return scaled, root, float(log_det)
+            root = cholesky(self.covariance(), lower=True)
+        except np.linalg.LinAlgError as error:
+            raise DataError(f"the covariance is singular: {error}") from error
+        return None, root, float(2.0 * np.log(np.diag(root)).sum())
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        arrays = {"variance": self.variance} if self.variance.any() else {}
+        return arrays | ({"factor": self.factor} if self.factor.shape[1] else {})
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`; an absent variance is zero, an absent factor has no columns."""
+        checked_names(tensors, ["mean"], ["variance", "factor"])
+        variance = tensors.get("variance", np.zeros(spec.size))
+        return cls(spec, tensors["mean"], variance, tensors.get("factor"), parameters, diagnostics)
+
+
+def principal_rows(rows: np.ndarray) -> np.ndarray:
+    """Orthogonal P (r, D) with P^T P = X^T X, in order of decreasing norm, from X (N, D).
+
+    They do not depend on the order of X's rows, and neither do samples drawn with them.
+    """
+    values, vectors = np.linalg.eigh(rows @ rows.T)
+    keep = values > values[-1] * len(rows) * np.finfo(np.float64).eps
+    principal = (vectors[:, keep].T @ rows)[::-1]
+    largest = np.abs(principal).argmax(axis=1)
+    return principal * np.sign(principal[np.arange(len(principal)), largest])[:, None]
+
+
+def principal_mean_rows(rows: np.ndarray) -> np.ndarray:
+    """Orthogonal P (r, D) with P^T P = X^T X / N, in order of decreasing norm, from X (N, D)."""
+    networks, size = rows.shape
+    if networks <= size:
+        return principal_rows(rows) / np.sqrt(networks)
+    values, vectors = np.linalg.eigh(rows.T @ rows / networks)
+    return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
+
+
+class Isotropic(AffineGaussian):
+    """w_j ~ N(mean_j, v) independently, with one v for each tensor, by maximum likelihood.
+
+    Example:
+        >>> Isotropic.fit(population.weights("*fc1.weight"), population.spec.select("*fc1.weight"))
+    """
+
+    name = "isotropic"
+    needs_samples = False
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec) -> EntryAccumulator[Self]:
+        """Accumulates mean and variance of each entry."""
+        return EntryAccumulator(spec, cls.from_moments)
+
+    @classmethod
+    def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
+        """Fit from the entries' moments."""
+        mean, parameters, kinds = choose_mean(moments, spec)
+        deviations, variance = moments.mean_square(mean), np.empty(spec.size)
+        for part in spec.slices.values():
+            variance[part] = deviations[part].mean() if part.stop > part.start else 0.0
+        require_variation(variance, "entries")
+        return cls(spec, mean, variance, None, parameters + len(spec), {"mean": kinds})
+
+
+class Diagonal(AffineGaussian):
+    """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
+
+    name = "diagonal"
+    needs_samples = False
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec) -> EntryAccumulator[Self]:
+        """Accumulates mean and variance of each entry."""
+        return EntryAccumulator(spec, cls.from_moments)
+
+    @classmethod
+    def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
+        """Fit from the entries' moments."""
+        mean, parameters, kinds = choose_mean(moments, spec)
+        variance = moments.mean_square(mean)
+        require_variation(variance, "entries")
+        return cls(spec, mean, variance, None, parameters + spec.size, {"mean": kinds})
+
+
+# Lower bound of the noise variance as a share of an entry's variance, as in R's `factanal`; without one the
+# likelihood is unbounded (Heywood cases).
+_FLOOR = 0.005
+
+_TOLERANCE = 1e-7  # gain in log-likelihood of one EM step, in nats per weight, below which it has converged
+_STEPS = 2000  # of EM, at most
+
+
+class LowRank(AffineGaussian):
+    """Cov = F F^T + diag(v) with F (D, r), by maximum likelihood (factor analysis).
+
+    EM (Rubin and Thayer 1982, on entries scaled to unit variance) from the probabilistic principal components
+    (Tipping and Bishop 1999, Eq. 7), until the log-likelihood grows by less than 1e-7 nats per number. A
+    step costs O(min(N, D) D r); no D x D matrix is made when N < D. The factors are rotated so that F^T V^-1 F is
+    diagonal and decreasing, which makes them unique up to sign.
+    """
+
+    name = "low_rank"
+    options = ("rank",)
+
+    @classmethod
+    def candidates(cls, networks: int, size: int) -> tuple[dict[str, Any], ...]:
+        """Ranks 1, 2, 4, ..., 64, up to a quarter of the networks and of the entries; at least 1."""
+        most = max(1, min(networks, size, 256) // 4)
+        return tuple({"rank": 2**k} for k in range(most.bit_length()))
+
+    @classmethod
+    def fit(cls, data: np.ndarray, spec: WeightSpec, *, rank: int = 8) -> Self:
+        """Fit to (N, D).
+
+        Args:
+            data: (N, D).
+            spec: of the D entries.
+            rank: r, at least 1, smaller than N and D.
+        """
+        rows = checked_data(data, spec)
+        if not isinstance(rank, int) or not 0 < rank < min(rows.shape):
+            raise UsageError(f"rank: expected 1 to {min(rows.shape) - 1} for {rows.shape} data, found {rank!r}")
+        mean, parameters, kinds = fit_mean(rows, spec)
+        rows = rows - mean
+        scale = np.sqrt(np.mean(rows**2, axis=0))
+        require_variation(scale, "entries")
+        factor, noise, diagnostics = _factor_analysis(principal_mean_rows(rows / scale), rank)
+        parameters += spec.size * (rank + 1) - rank * (rank - 1) // 2
+        diagnostics = {"mean": kinds, "rank": rank, **diagnostics}
+        return cls(spec, mean, noise * scale**2, factor * scale[:, None], parameters, diagnostics)
+
+
+def _factor_analysis(root: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Factors (D, r) and noise variances (D,) from P (m, D) with P^T P = S, a correlation matrix about the mean."""
+    size = root.shape[1]
+    variance = np.sum(root**2, axis=0)  # the diagonal of S
+    spectrum = np.sum(root**2, axis=1)  # its eigenvalues, decreasing
+    left = max((spectrum.sum() - spectrum[:rank].sum()) / (size - rank), _FLOOR)
+    directions = root[:rank] / np.sqrt(spectrum[:rank])[:, None]
+    factor = directions.T * np.sqrt(np.maximum(spectrum[:rank] - left, _FLOOR * left))
+    noise = np.maximum(variance - np.sum(factor**2, axis=1), _FLOOR * variance)
+    previous, steps, converged = -np.inf, 0, False
+    while steps < _STEPS and not converged:
+        steps += 1
+        scaled = factor / noise[:, None]
+        precision = np.eye(rank) + factor.T @ scaled  # (r, r)
+        spread = np.linalg.inv(precision)
+        projected = root @ scaled  # (m, r)
+        scores = projected @ spread  # E[z | x] = x scaled spread
+        cross = root.T @ scores  # (D, r)
+        quadratic = np.sum(variance / noise) - np.sum(projected * scores)
+        value = -0.5 * (np.log(noise).sum() + np.linalg.slogdet(precision)[1] + quadratic) / size
+        converged = bool(value - previous < _TOLERANCE)
+        previous = value
+        if not converged:
+            factor = np.linalg.solve(spread + scores.T @ scores, cross.T).T
+            noise = np.maximum(variance - np.sum(factor * cross, axis=1), _FLOOR * variance)
+    turn = np.linalg.eigh(factor.T @ (factor / noise[:, None]))[1][:, ::-1]
+    factor = factor @ turn
+    factor *= np.sign(factor[np.abs(factor).argmax(axis=0), np.arange(rank)])
+    floored = int((noise <= _FLOOR * variance * (1 + 1e-12)).sum())
+    return factor, noise, {"steps": steps, "converged": converged, "noise_at_floor": floored}
+
+
+D = TypeVar("D", bound="Dense")
+
+
+class Dense(AffineGaussian):
+    """The Ledoit-Wolf (2004) covariance (1 - a) S + a m I, on tensors scaled to the same mean variance.
+
+    For one tensor this is exactly `sklearn.covariance.LedoitWolf` about this structure's mean. After scaling, the
+    target for several tensors of different scales is "independent entries with each tensor's own variance".
+
+    With fewer networks than entries the covariance is kept as a factor of N columns, and no D x D matrix is made.
+    With more, samples are reduced to moments of order 2 to 4, so that memory is O(min(N, D) D).
+    """
+
+    name = "dense"
+    needs_samples = False
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec) -> "_DenseAccumulator[Self]":
+        """Accumulates samples while N < D, moments from then on."""
+        return _DenseAccumulator(spec, cls.from_rows, cls.from_moments)
+
+    @classmethod
+    def from_rows(cls, rows: np.ndarray, spec: WeightSpec) -> Self:
+        """Fit to (N, D), N < D."""
+        mean, parameters, kinds = fit_mean(rows, spec)
+        rows = rows - mean
+        scale = _scales(np.mean(rows**2, axis=0), spec)
+        rows /= scale
+        shrunk = ledoit_wolf_of_rows(rows)
+        ridge, factor = shrunk.intensity * shrunk.target, None
+        if shrunk.intensity < 1.0:
+            if not ridge:
+                raise DataError(f"no shrinkage and fewer networks ({len(rows)}) than entries ({spec.size})")
+            factor = np.sqrt((1.0 - shrunk.intensity) / len(rows)) * scale[:, None] * principal_rows(rows).T
+        return cls._shrunk(spec, mean, ridge * scale**2, factor, parameters, kinds, shrunk)
+
+    @classmethod
+    def from_moments(cls, moments: Moments, fourth: "_FourthMoments", spec: WeightSpec) -> Self:
+        """Fit from the mean, the covariance and sums of fourth order."""
+        n, entries = moments.n, EntryMoments(spec.size)
+        entries.n, entries.mean, entries.squares = n, moments.mean, moments.variance() * (n - 1)
+        mean, parameters, kinds = choose_mean(entries, spec)
+        scale = _scales(entries.mean_square(mean), spec)
+        gram, shift = moments.covariance(destroy=True), entries.mean - mean
+        gram *= n - 1
+        gram += n * np.outer(shift, shift)
+        quartic = fourth.about(mean, scale, gram)
+        gram /= scale
+        gram /= scale[:, None]
+        trace, square = float(np.trace(gram)), float(np.vdot(gram, gram))
+        shrunk = ledoit_wolf_from_sums(n, spec.size, trace, square, quartic)
+        ridge = shrunk.intensity * shrunk.target
+        if shrunk.intensity == 1.0:
+            return cls._shrunk(spec, mean, ridge * scale**2, None, parameters, kinds, shrunk)
+        gram *= (1.0 - shrunk.intensity) / n
+        gram[np.diag_indices_from(gram)] += ridge
+        try:
+            factor = scale[:, None] * cholesky(gram, lower=True)
+        except np.linalg.LinAlgError as error:
+            raise DataError(f"the covariance is singular even after shrinkage: {error}") from error
+        return cls._shrunk(spec, mean, np.zeros(spec.size), factor, parameters, kinds, shrunk)
+
+    @classmethod
+    def _shrunk(
+        cls,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        variance: np.ndarray,
+        factor: np.ndarray | None,
+        parameters: int,
+        kinds: dict[str, str],
+        shrunk: LedoitWolf,
+    ) -> Self:
+        parameters += spec.size * (spec.size + 1) // 2
+        return cls(spec, mean, variance, factor, parameters, {"mean": kinds, "shrinkage": shrunk.intensity})
+
+
+def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:
+    """The root mean square (D,) of each entry's tensor."""
+    scale = np.empty(spec.size)
+    for part in spec.slices.values():
+        scale[part] = np.sqrt(np.mean(squares[part])) if part.stop > part.start else 1.0
+    require_variation(scale, "entries")
+    return scale
+
+
+class _DenseAccumulator(Generic[D]):
+    def __init__(
+        self,
+        spec: WeightSpec,
+        from_rows: Callable[[np.ndarray, WeightSpec], D],
+        from_moments: Callable[[Moments, "_FourthMoments", WeightSpec], D],
+    ) -> None:
+        self._spec, self._from_rows, self._from_moments = spec, from_rows, from_moments
+        self._held: list[np.ndarray] = []
+        self._sums: tuple[Moments, _FourthMoments] | None = None
+
+    def update(self, rows: np.ndarray) -> None:
+        if self._sums is None:
+            self._held.append(rows.copy())
+            if sum(map(len, self._held)) < self._spec.size:
+                return
+            rows, self._held = np.concatenate(self._held), []
+            self._sums = Moments(self._spec.size), _FourthMoments(self._spec, rows.mean(axis=0))
+        for sums in self._sums:
+            sums.update(rows)
+
+    def finish(self) -> D:
+        if self._sums is None:
+            return self._from_rows(np.concatenate(self._held), self._spec)
+        return self._from_moments(*self._sums, self._spec)
+
+
+class _FourthMoments:
+    """Sums that give sum_k |(x_k - c) / s|^4 for any centre c (D,) and one scale s for each of T tensors.
+
+    With z = x - pilot and q_t = |z_t|^2 over the entries of tensor t, these are sum q q^T (T, T), sum q z^T (T, D),
+    sum q (T,) and sum z (D,); sum z z^T comes from the covariance.
+    """
+
+    def __init__(self, spec: WeightSpec, pilot: np.ndarray) -> None:
+        self._pilot, self._n = pilot, 0
+        self._starts = np.array([part.start for part in spec.slices.values() if part.stop > part.start])
+        tensors = len(self._starts)
+        self._qq, self._qz = np.zeros((tensors, tensors)), np.zeros((tensors, spec.size))
+        self._q, self._z = np.zeros(tensors), np.zeros(spec.size)
+
+    def update(self, rows: np.ndarray) -> None:
+        z = rows - self._pilot
+        q = np.add.reduceat(z**2, self._starts, axis=1)
+        self._n += len(rows)
+        self._qq += q.T @ q
+        self._qz += q.T @ z
+        self._q += q.sum(axis=0)
+        self._z += z.sum(axis=0)
+
+    def about(self, centre: np.ndarray, scale: np.ndarray, gram: np.ndarray) -> float:
+        """The sum, from `gram` = sum_k (x_k - centre) (x_k - centre)^T.
+
+        With e = pilot - centre, |x_t - centre_t|^2 = q_t + 2 u_t + |e_t|^2, u_t = z_t . e_t. The columns of E (D, T)
+        are e cut into tensors.
+        """
+        e, n = self._pilot - centre, self._n
+        blocks = np.zeros((len(e), len(self._starts)))
+        owner = np.searchsorted(self._starts, np.arange(len(e)), side="right") - 1
+        blocks[np.arange(len(e)), owner] = e
+        c = np.add.reduceat(e**2, self._starts)
+        total = blocks.T @ self._z  # sum u
+        mixed = self._qz @ blocks  # sum q u^T
+        # sum z z^T = gram - e (sum z)^T - (sum z) e^T - n e e^T
+        cross = np.outer(blocks.T @ e, total)
+        uu = blocks.T @ gram @ blocks - cross - cross.T - n * np.outer(c, c)
+        linear = np.outer(self._q + 2 * total, c)
+        sums = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
+        weight = 1.0 / scale[self._starts] ** 2
+        return float(weight @ sums @ weight)

@@ -1,0 +1,197 @@
+"""Group means: rows, columns and the whole of each matrix share random effects, the stripes of the MLP paper."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
+
+from weightscope.errors import DataError
+from weightscope.fits.structure import (
+    Structure,
+    checked,
+    checked_names,
+    choose_mean,
+    matrix_shapes,
+    require_variation,
+)
+from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import EntryMoments
+
+G = TypeVar("G", bound="GroupMeans")
+
+
+class GroupMeans(Structure):
+    r"""w_ij = mean_ij + g + r_i + c_j + e_ij for each tensor as a matrix (p, n); tensors are independent.
+
+    The covariance s_e I + s_r I (x) 11^T + s_c 11^T (x) I + s_g 11^T (x) 11^T has four eigenspaces, those of the
+    two-way layout: the residual, the rows' and the columns' contrasts and the grand mean, with eigenvalues
+
+        l_e = s_e,   l_r = s_e + n s_r,   l_c = s_e + p s_c,   l_g = s_e + n s_r + p s_c + p n s_g.
+
+    The maximum-likelihood estimate of each is the mean square of the deviations in its space, in closed form and
+    positive: the covariance is always positive definite. The *components* s need not be positive. Where s_c < 0,
+    column means vary less than those of independent entries, which no additive random effect can produce; nothing is
+    clipped, and the diagnostics list all components and the negative ones. A vector counts as one row.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        eigenvalues: for each tensor (l_e, l_r, l_c, l_g), (tensors, 4); zero where the space has no dimension.
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        DataError: if an array has the wrong shape, is not finite, or an eigenvalue is not positive.
+    """
+
+    name = "group_means"
+    form = "group_means"
+    needs_samples = False
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        eigenvalues: np.ndarray,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, mean, parameters, diagnostics)
+        self._shapes = matrix_shapes(spec)
+        self.eigenvalues = checked(eigenvalues, "eigenvalues", (len(spec), 4))
+        self._dimensions = _dimensions(self._shapes)
+        if (self.eigenvalues[self._dimensions > 0] <= 0).any():
+            raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec) -> "_GroupMeansAccumulator[Self]":
+        """Accumulates the entries' moments and the squared length of the deviations in each space."""
+        return _GroupMeansAccumulator(spec, cls.from_sums)
+
+    @classmethod
+    def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
+        """Fit from the entries' moments and the squared lengths (tensors, 4) of all deviations from their mean."""
+        mean, parameters, kinds = choose_mean(moments, spec)
+        shapes = matrix_shapes(spec)
+        dimensions, eigenvalues = _dimensions(shapes), np.zeros((len(spec), 4))
+        for i, (part, shape) in enumerate(zip(spec.slices.values(), shapes, strict=True)):
+            shift = _squares((moments.mean[part] - mean[part]).reshape(1, *shape))[0]
+            eigenvalues[i] = (squares[i] / moments.n + shift) / np.maximum(dimensions[i], 1)
+        require_variation(eigenvalues[dimensions > 0], "group means or residuals")
+        components = {name: _components(eigenvalues[i], shapes[i]) for i, name in enumerate(spec.names)}
+        diagnostics = {
+            "mean": kinds,
+            "components": components,
+            "negative_components": [f"{n}: {k}" for n, c in components.items() for k, v in c.items() if v < 0],
+        }
+        return cls(spec, mean, eigenvalues, parameters + int((dimensions > 0).sum()), diagnostics)
+
+    @property
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(p, n) for each tensor."""
+        return self._shapes
+
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Noise split into the four spaces, each scaled by the root of its eigenvalue."""
+        parts = []
+        for roots, z in zip(np.sqrt(self.eigenvalues), noise, strict=True):
+            residual, row, column, grand = _split(z)
+            part = roots[0] * residual + roots[1] * row + roots[2] * column + roots[3] * grand
+            parts.append(part.reshape(len(z), -1))
+        return np.concatenate(parts, axis=1)
+
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at (..., D)."""
+        deviation = np.asarray(x, dtype=np.float64) - self.mean
+        flat = deviation.reshape(-1, self.spec.size)
+        value = np.full(len(flat), -0.5 * self.spec.size * np.log(2.0 * np.pi))
+        for i, (part, shape) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
+            there = self._dimensions[i] > 0
+            squares = _squares(flat[:, part].reshape(-1, *shape))[:, there]
+            eigenvalues, dimensions = self.eigenvalues[i, there], self._dimensions[i, there]
+            value -= 0.5 * (squares / eigenvalues).sum(axis=1) + 0.5 * float(dimensions @ np.log(eigenvalues))
+        return value.reshape(deviation.shape[:-1])
+
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+        dense = np.zeros((self.spec.size, self.spec.size))
+        for i, (part, (p, n)) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
+            means = [np.full((m, m), 1.0 / m) for m in (p, n)]
+            contrasts = [np.eye(m) - mean for m, mean in zip((p, n), means, strict=True)]
+            pairs = (
+                (contrasts[0], contrasts[1]),
+                (contrasts[0], means[1]),
+                (means[0], contrasts[1]),
+                (means[0], means[1]),
+            )
+            dense[part, part] = sum(
+                value * np.kron(*pair) for value, pair in zip(self.eigenvalues[i], pairs, strict=True)
+            )
+        return dense
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {"eigenvalues": self.eigenvalues}
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`."""
+        checked_names(tensors, ["mean", "eigenvalues"])
+        return cls(spec, tensors["mean"], tensors["eigenvalues"], parameters, diagnostics)
+
+
+class _GroupMeansAccumulator(Generic[G]):
+    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, np.ndarray, WeightSpec], G]) -> None:
+        self._spec, self._fit = spec, fit
+        self._moments, self._squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
+
+    def update(self, rows: np.ndarray) -> None:
+        deviations = self._moments.update(rows)
+        for i, (part, shape) in enumerate(zip(self._spec.slices.values(), matrix_shapes(self._spec), strict=True)):
+            self._squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
+
+    def finish(self) -> G:
+        return self._fit(self._moments, self._squares, self._spec)
+
+
+def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Projections of matrices (N, p, n): residual (N, p, n), row (N, p, 1), column (N, 1, n), grand (N, 1, 1)."""
+    rows, columns = z.mean(axis=2, keepdims=True), z.mean(axis=1, keepdims=True)
+    grand = rows.mean(axis=1, keepdims=True)
+    return z - rows - columns + grand, rows - grand, columns - grand, grand
+
+
+def _squares(z: np.ndarray) -> np.ndarray:
+    """Squared length of matrices (N, p, n) in each of the four spaces, (N, 4)."""
+    _, p, n = z.shape
+    return np.stack(
+        [np.sum(part**2, axis=(1, 2)) * times for part, times in zip(_split(z), (1, n, p, p * n), strict=True)],
+        axis=1,
+    )
+
+
+def _dimensions(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Dimensions of the four spaces, (tensors, 4); all zero for an empty tensor."""
+    rows = [((p - 1) * (n - 1), p - 1, n - 1, 1) if p * n else (0, 0, 0, 0) for p, n in shapes]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def _components(eigenvalues: np.ndarray, shape: tuple[int, int]) -> dict[str, float]:
+    """Variance components of the additive model; those that are not identifiable (one row, one column) are omitted."""
+    p, n = shape
+    residual, row, column, grand = (float(v) for v in eigenvalues)
+    if p == 1 or n == 1:
+        # One of the contrasts is the residual; the other effect is the grand mean's.
+        residual = column if p == 1 else row
+        return {"residual": residual, "grand": (grand - residual) / (p * n)} if p * n > 1 else {"grand": grand}
+    return {
+        "residual": residual,
+        "row": (row - residual) / n,
+        "column": (column - residual) / p,
+        "grand": (grand - row - column + residual) / (p * n),
+    }

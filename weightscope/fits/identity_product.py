@@ -1,0 +1,328 @@
+"""Alpha and beta of `mimetic_attention_` from a network's products of queries and keys, values and outputs."""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from weightscope._util.checks import choice
+from weightscope._util.results import text_table
+from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors, self_attention
+from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.factored_products import FactoredProduct
+from weightscope.errors import DataError
+from weightscope.fits.network_fit import NetworkFit, Numbers, StrictModel
+
+
+class ProductNumbers(StrictModel):
+    """Numbers of `mimetic_attention_` for the product of one layer, mean over its heads.
+
+    Attributes:
+        alpha: of the noise.
+        beta: of the diagonal, with the product's own sign, as `weightscope products` shows it; `beta_vo` of
+            `mimetic_attention_` is minus that of V/O.
+        beta_std: standard deviation of the heads' beta.
+        diagonal: the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank.
+        noise: the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`.
+        r2: `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d.
+        attainable: rank / d.
+        residual: `|s - s'| / |s|` between the singular values of M and those of the initialiser's products.
+    """
+
+    alpha: float = Field(ge=0)
+    beta: float
+    beta_std: float = Field(ge=0)
+    diagonal: float
+    noise: float = Field(ge=0)
+    r2: float = Field(ge=0, le=1)
+    attainable: float = Field(gt=0, le=1)
+    residual: float = Field(ge=0)
+
+
+class ProductLayer(StrictModel):
+    """One self-attention module; `depth` is relative, in [0, 1]."""
+
+    name: str
+    depth: float = Field(ge=0, le=1)
+    width: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    qk: ProductNumbers
+    vo: ProductNumbers
+
+
+class ProductFit(Numbers):
+    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer.
+
+    Attributes:
+        signs: beta has the sign of the product, also for values and outputs.
+        parts: the products that the initialiser sets.
+        layer_scale: whether the network has one after its attention, and whether it was folded into W_V W_O.
+    """
+
+    structure: Literal["identity_product"] = "identity_product"
+    signs: Literal["products"]
+    parts: Literal["both", "qk", "vo"] = "both"
+    layer_scale: Literal["none", "folded", "left out"] = "none"
+    layers: tuple[ProductLayer, ...] = Field(min_length=1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer and product: `name`, `depth`, `width`, `heads`, `part` and the product's numbers."""
+        return [
+            {**layer.model_dump(exclude={"qk", "vo"}), "part": part, **getattr(layer, part).model_dump()}
+            for layer in self.layers
+            for part in ("qk", "vo")
+        ]
+
+    def text(self) -> str:
+        """The numbers layer by layer."""
+        each = ("alpha", "beta", "(std)", "R2", "of", "spectrum")
+        head = ("layer", "depth", *(f"{part} {word}" for part in ("qk", "vo") for word in each))
+        rows = [(x.name, f"{x.depth:.3f}", *_cells(x.qk), *_cells(x.vo)) for x in self.layers]
+        note = (
+            "R2 is the identity's share of the product, 'of' the most that its rank allows, 'spectrum' the relative "
+            "residual of its singular values"
+        )
+        if self.layer_scale == "folded":
+            note += "\nLayerScale is folded into W_V W_O"
+        elif self.layer_scale == "left out":
+            note += (
+                "\nwarning: LayerScale multiplies each channel of W_V W_O and may change its sign; "
+                "the option fold_scales=true includes it"
+            )
+        note = (
+            f"beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n{note}"
+        )
+        return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + text_table(head, rows)
+
+
+def _cells(fit: ProductNumbers) -> tuple[str, ...]:
+    numbers = (f"{fit.alpha:.3f}", f"{fit.beta:+.3f}", f"({fit.beta_std:.3f})")
+    return (*numbers, f"{fit.r2:.4f}", f"{fit.attainable:.4f}", f"{fit.residual:.2f}")
+
+
+_SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
+_DRAWS = 4
+_ANGLES = 33
+_SEED = 0x5EED
+
+
+def fit_identity_product(
+    source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
+) -> NetworkFit:
+    """The alpha and beta of `mimetic_attention_` whose products look like a network's, layer by layer.
+
+        queries and keys     W_Q W_K^T ~ alpha Z + beta I    per head, then the mean over heads
+        values and outputs   sum_h W_V W_O ~ alpha Z + beta I    per layer
+
+    A product of rank r < d cannot be `alpha Z + beta I`; `mimetic_attention_` takes its best part of rank r. So alpha
+    and beta are those for which that part has the product's own diagonal mean `tr M / d` and norm `|M|_F`: two
+    equations in two unknowns, solved by a table of simulated products with the same r / d and number of query heads
+    for each key head. For r = d they are the least-squares ones, `beta = tr M / d` and
+    `alpha = |M - beta I|_F / sqrt(d)`; the artifact holds both kinds.
+
+    Both betas have the sign of the product, as in `weightscope.products`; that of values and outputs is minus
+    `beta_vo` of `mimetic_attention_`, and mostly negative.
+
+    Goodness of fit: `R2 = d (tr M / d)^2 / |M|_F^2`, the share of the squared norm that the identity explains, at
+    most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the
+    initialiser's products.
+
+    Biases, normalisation gains and position rotations are ignored: the numbers describe weights. For rotary models the
+    product is that at relative position 0.
+
+    Args:
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
+        parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
+        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. The scale changes what the layer
+            adds to the residual stream, including its sign; fold it for target networks without LayerScale.
+        config: the model's config, for tensors without one: `{"num_attention_heads": 6}` is enough.
+
+    Raises:
+        AnatomyError: if there is no attention.
+        UsageError: if there is only cross-attention, or `parts` is invalid.
+        DataError: if a weight is not finite, or a product is zero.
+
+    Source: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
+
+    Example:
+        >>> fit_identity_product("hf://facebook/dinov2-small").numbers.layers[0].qk.beta
+        0.9
+    """
+    choice("parts", parts, ("both", "qk", "vo"))
+    network = named_tensors(source, config)
+    found = self_attention(network)
+    scales = [layer_scale(network, part) for part in found]
+    layers = []
+    for i, part in enumerate(found):
+        depth = i / max(1, len(found) - 1)
+        scale = _scale(network, scales[i]) if fold_scales else None
+        qk, vo = _query_key(part), _value_output(part, scale)
+        layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
+    state = "none" if not any(scales) else "folded" if fold_scales else "left out"
+    return NetworkFit(
+        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": tuple(layers)})
+    )
+
+
+def _query_key(part: AttentionPart) -> ProductNumbers:
+    q, k = _finite(part, "q"), _finite(part, "k")  # (H, d, r), (kv, d, r)
+    group = part.heads // part.kv_heads
+    fits = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in range(part.heads)]
+    return _joined(fits)
+
+
+def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
+    v, o = _finite(part, "v"), _finite(part, "o")  # (kv, d, r), (H, r, d)
+    group = part.heads // part.kv_heads
+    values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
+    outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
+    outputs = outputs if scale is None else outputs * scale[:, None]
+    return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")])
+
+
+def _finite(part: AttentionPart, name: Literal["q", "k", "v", "o"]) -> Tensor:
+    return _checked(part.parameters[name][0], part.read(name))
+
+
+def _scale(network: NamedTensors, name: str | None) -> Tensor | None:
+    """LayerScale's numbers (d,)."""
+    return None if name is None else _checked(name, network.get(name)).flatten()
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    value = value.cpu().double()
+    if bad := int((~value.isfinite()).sum()):
+        raise DataError(
+            f"`{name}`: {bad} of {value.numel()} weights are NaN or infinite; "
+            "products need a network that did not diverge"
+        )
+    return value
+
+
+def _joined(fits: list[dict[str, float]]) -> ProductNumbers:
+    """The mean over heads, and the spread of beta."""
+    means = {key: float(np.mean([fit[key] for fit in fits])) for key in fits[0]}
+    spread = float(np.std([fit["beta"] for fit in fits]))
+    return ProductNumbers(**means, beta_std=spread)
+
+
+def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
+    """The numbers of one product `A B^T` of factors (d, r)."""
+    d, r = a.shape[0], min(a.shape)
+    found = FactoredProduct(a, b).statistics()
+    diagonal, noise = float(found["diagonal_mean"]), float(found["alpha"])
+    norm = math.hypot(diagonal, noise)  # |M|_F / sqrt(d)
+    if norm == 0:
+        raise DataError(f"{where}: the product is zero; there is nothing to fit")
+    limits = _limits(group)
+    alpha, beta = limits.solve(diagonal / norm, r / d)
+    spectrum = limits.spectrum(alpha, beta, r, r / d)
+    values = _singular_values(a, b)[:r].numpy() / (norm * math.sqrt(d))
+    return {
+        "alpha": norm * alpha,
+        "beta": norm * beta,
+        "diagonal": diagonal,
+        "noise": noise,
+        "r2": min(1.0, (diagonal / norm) ** 2),
+        "attainable": r / d,
+        "residual": float(np.linalg.norm(values - spectrum) / np.linalg.norm(values)),
+    }
+
+
+def _singular_values(a: Tensor, b: Tensor) -> Tensor:
+    """Of `A B^T`, largest first, without forming it where the rank is small."""
+    if a.shape[1] >= a.shape[0]:
+        return torch.linalg.svdvals(a @ b.T)
+    return torch.linalg.svdvals(torch.linalg.qr(a)[1] @ torch.linalg.qr(b)[1].T)
+
+
+class _Limits:
+    """Best parts of rank r of `cos(t) Z + sin(t) I` for angles t from 0 to 90 degrees, in the limit of large d.
+
+    Args:
+        group: products that are stacked and share a factor (query heads of one key head).
+
+    Attributes:
+        angles: (G,).
+        trace: (G, n + 1), `tr M_r / d` at rank r of n.
+        square: (G, n + 1), `|M_r|_F^2 / d`.
+        size: n.
+    """
+
+    def __init__(self, group: int) -> None:
+        n = _SIZE if group == 1 else _SIZE // 2
+        self.group, self.size = group, n
+        self.angles = np.linspace(0, math.pi / 2, _ANGLES)
+        traces, squares = [], []
+        g = torch.Generator().manual_seed(_SEED)
+        eye = torch.eye(n, dtype=torch.float64).repeat(group, 1)
+        noises = [torch.randn(group * n, n, generator=g, dtype=torch.float64) / math.sqrt(n) for _ in range(_DRAWS)]
+        for angle in self.angles[:-1]:
+            rows = [_ranked(math.cos(angle) * z + math.sin(angle) * eye, eye) for z in noises]
+            trace, square = (np.mean([row[i] for row in rows], axis=0) for i in range(2))
+            # Without an identity the trace is chance.
+            traces.append(trace * (angle > 0))
+            squares.append(square)
+        # Without noise any r directions are as good as any other.
+        share = np.linspace(0, 1, n + 1)
+        self.trace = np.stack([*traces, share])
+        self.square = np.stack([*squares, share])
+
+    def _at(self, table: np.ndarray, share: float) -> np.ndarray:
+        """Columns of a table (G, n + 1) at rank share * n: (G,)."""
+        n = table.shape[1] - 1
+        low = min(int(share * n), n - 1)
+        part = share * n - low
+        return (1 - part) * table[:, low] + part * table[:, low + 1]
+
+    def solve(self, cosine: float, share: float) -> tuple[float, float]:
+        """Alpha and beta whose part of rank share * d has norm sqrt(d) and this cosine with the identity, over 1."""
+        norms = np.sqrt(self._at(self.square, share))
+        cosines = np.maximum.accumulate(self._at(self.trace, share) / norms)
+        # |tr M| <= sqrt(rank) |M|_F, with equality for a projection: the last of the table.
+        angle = float(np.interp(abs(cosine), cosines, self.angles))
+        scale = 1 / float(np.interp(angle, self.angles, norms))
+        return scale * math.cos(angle), math.copysign(scale * math.sin(angle), cosine)
+
+    def spectrum(self, alpha: float, beta: float, rank: int, share: float) -> np.ndarray:
+        """Singular values (rank,) of one product of the recipe, over |M|_F."""
+        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(len(self.angles))))
+        low = min(int(place), len(self.angles) - 2)
+        small = max(1, round(share * self.size))
+        rows = [_block_values(self.group, self.size, float(self.angles[i]), small) for i in (low, low + 1)]
+        row = (low + 1 - place) * rows[0] + (place - low) * rows[1]
+        out = np.interp((np.arange(rank) + 0.5) / rank * small - 0.5, np.arange(small), row)
+        return out / np.linalg.norm(out)
+
+
+@lru_cache(maxsize=1024)
+def _block_values(group: int, size: int, angle: float, rank: int) -> np.ndarray:
+    """Singular values (rank,) of one of `group` products of that rank which share a factor, largest first."""
+    if angle > math.pi / 2 - 1e-9:
+        return np.ones(rank)
+    z = torch.randn(group * size, size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    eye = torch.eye(size, dtype=torch.float64).repeat(group, 1)
+    u, s, _ = torch.linalg.svd(math.cos(angle) / math.sqrt(size) * z + math.sin(angle) * eye, full_matrices=False)
+    # For one product these are s itself; a block of several has others, since a block of u is not orthonormal.
+    return s[:rank].numpy() if group == 1 else torch.linalg.svdvals(u[:size, :rank] * s[:rank]).numpy()
+
+
+@lru_cache(maxsize=8)
+def _limits(group: int) -> _Limits:
+    return _Limits(group)
+
+
+def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Traces and squared norms (n + 1,) of the best parts of each rank, per block and over n."""
+    u, s, vh = torch.linalg.svd(stack, full_matrices=False)
+    n = len(s)
+    group = len(stack) // n
+    overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
+    zero = torch.zeros(1, dtype=s.dtype)
+    traces, squares = (torch.cat([zero, x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
+    return traces.numpy(), squares.numpy()

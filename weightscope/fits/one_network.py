@@ -1,0 +1,130 @@
+"""`fit_network`: numbers of closed-form initialisers, fitted to one network.
+
+filters            the distribution of the filters of every depthwise layer
+conv_schedule      sigma0, v, a and scale of `conv_covariance_`
+identity_product   alpha and beta of `mimetic_attention_`, layer by layer
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from weightscope._util.plugins import Registry, underscored
+from weightscope._version import __version__
+from weightscope.errors import DataError, UsageError
+from weightscope.fits.artifact import checked_header
+from weightscope.fits.filters import FilterFit, FilterHeader, FilterLayer, ScheduleFit, fit_conv_schedule, fit_filters
+from weightscope.fits.identity_product import ProductFit, fit_identity_product
+from weightscope.fits.network_fit import NetworkFit, StrictModel
+from weightscope.population import open_network
+from weightscope.statistics.filters import FilterDistribution
+
+# Functions `f(source, *, ...options) -> NetworkFit`.
+NETWORK_FITS: Registry[Callable[..., NetworkFit]] = Registry("network structure")
+NETWORK_FITS.register("filters", source="thesis 3.1.1")(fit_filters)
+NETWORK_FITS.register("conv_schedule", source="thesis Eq. 3.10-3.11")(fit_conv_schedule)
+NETWORK_FITS.register("identity_product", source="thesis Eq. 3.12-3.18")(fit_identity_product)
+
+
+def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **options: Any) -> NetworkFit:
+    """Fit the numbers of an initialiser to one network; they apply to networks of any width, depth and head count.
+
+    Args:
+        source: a module, a mapping of tensors, a `Checkpoint`, a path, `"PATH.pop::k"`, or `hf://org/name`.
+        structure: "filters", "conv_schedule" or "identity_product"; or a function
+            `f(source, **options) -> NetworkFit` of your own, itself or as `"package.module:function"`.
+        options: named parameters of `fit_filters`, `fit_conv_schedule` or `fit_identity_product`.
+
+    Returns:
+        The artifact: `.text()`, `.to_dict()`, `.save(path)`; `load_init(path)` makes an initialiser of it.
+
+    Raises:
+        UsageError: if the structure or an option is unknown.
+        AnatomyError: if the network has no such part.
+        DataError: if a weight is not finite, the source cannot be read, or nothing can be fitted.
+
+    Example:
+        >>> fit_network("hf://timm/convnext_atto.d2_in1k", "conv_schedule").save("schedule.safetensors")
+    """
+    fit = NETWORK_FITS.find(underscored(structure))
+    parameters = list(inspect.signature(fit).parameters.values())[1:]
+    known = [p.name for p in parameters]
+    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
+    if unknown:
+        raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
+    source = open_network(source)
+    with torch.no_grad():
+        found = fit(source, **options)
+    if not isinstance(found, NetworkFit):
+        raise UsageError(f"{structure}: expected a NetworkFit, found {type(found).__name__}")
+    return NetworkFit(found.numbers, {"weightscope": __version__, **_origin(source)})
+
+
+def _origin(source: Any) -> dict[str, Any]:
+    if isinstance(source, nn.Module):
+        return {"source": type(source).__name__}
+    out = {key: value for key in ("source", "commit") if isinstance(value := getattr(source, key, None), str)}
+    if "source" in out and "://" not in out["source"]:
+        out["source"] = Path(out["source"]).name
+    return out
+
+
+class _Header(StrictModel):
+    format: Literal["weightscope-network-initialiser"]
+    version: Literal[1]
+    numbers: Annotated[FilterHeader | ScheduleFit | ProductFit, Field(discriminator="structure")]
+    provenance: dict[str, Any]
+
+
+def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
+    """The fit that a header and arrays describe.
+
+    Raises:
+        DataError: if a value is invalid, or the arrays do not match the header or are not finite.
+    """
+    header = checked_header(values, _Header)
+    depths = [layer.depth for layer in header.numbers.layers]
+    if any(b < a for a, b in itertools.pairwise(depths)):
+        raise DataError(f"expected layers in the order of their depth, found {depths[:6]}")
+    found = header.numbers
+    expected = dict(_shapes(found.layers)) if isinstance(found, FilterHeader) else {}
+    if odd := sorted(set(expected) ^ set(arrays)):
+        raise DataError(f"its arrays are not those of {len(depths)} layers: {', '.join(odd[:3])}")
+    for name, shape in expected.items():
+        _check_array(name, arrays[name], shape)
+    if isinstance(found, FilterHeader):
+        layers = tuple(
+            FilterDistribution(
+                **layer.model_dump(),
+                mean=arrays[f"{i}.mean"].reshape(layer.kernel, layer.kernel),
+                covariance=arrays[f"{i}.covariance"],
+            )
+            for i, layer in enumerate(found.layers)
+        )
+        return NetworkFit(FilterFit(layers, **found.model_dump(exclude={"structure", "layers"})), header.provenance)
+    return NetworkFit(found, header.provenance)
+
+
+def _shapes(layers: tuple[FilterLayer, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for i, layer in enumerate(layers):
+        yield f"{i}.mean", (layer.kernel**2,)
+        yield f"{i}.covariance", (layer.kernel**2,) * 2
+
+
+def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype != np.float64:
+        raise DataError(f"`{name}`: expected float64 {shape}, found {array.dtype} {array.shape}")
+    if not np.isfinite(array).all():
+        raise DataError(f"`{name}`: expected finite numbers, found NaN or infinity")
+    slack = 1e-9 * float(np.abs(array).max())
+    if len(shape) == 2 and (array.diagonal().min() < 0 or not np.allclose(array, array.T, rtol=0, atol=slack)):
+        raise DataError(
+            f"`{name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
+        )

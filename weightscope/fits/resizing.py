@@ -1,0 +1,331 @@
+"""Fits to a population for networks of other widths and depths."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from itertools import permutations as permutations_of
+from math import floor, prod, sqrt
+
+import numpy as np
+from scipy.linalg import cholesky
+
+from weightscope._util.names import listing
+from weightscope.errors import AnatomyError, SpecError
+from weightscope.fits.exchangeable import Exchangeable, mean_vector
+from weightscope.fits.population_fit import Group, PopulationFit
+from weightscope.spec import WeightSpec
+from weightscope.statistics.exchangeable import invariant_parts
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed
+
+_BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default deviation 1 at any width
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the tensors of the other network are made from.
+
+    Attributes:
+        structure: fitted.
+        permutations: of the other network's tensors.
+        origins: view of the other network -> view of the fitted one.
+        ratios: view -> its default deviation over that of its origin, or 1.
+    """
+
+    structure: Exchangeable
+    permutations: PermutationSpec
+    origins: dict[str, View]
+    ratios: dict[str, float]
+
+
+def default_deviations(network: WeightSpec) -> dict[str, float]:
+    """Standard deviation of the entries of each tensor in torch's default initialisation, or 0 where it is constant.
+
+    Weights of linear and convolutional layers and their biases are uniform in +-1 / sqrt(fan_in), of deviation
+    1 / sqrt(3 fan_in). Norms, LayerScales, positions and tokens count as 0: what they start from does not depend on
+    the width.
+
+    Args:
+        network: all tensors of the network, since the fan-in of a bias is that of its layer's weight.
+    """
+    out = {}
+    for name in network.names:
+        layer, _, kind = name.rpartition(".")
+        weight = f"{layer}.weight"
+        shape = network[weight].shape if kind in ("weight", "bias") and weight in network else ()
+        fan_in = prod(shape[1:]) if len(shape) > 1 and not _EMBEDDING.fullmatch(name) else 0
+        out[name] = 1 / sqrt(3 * fan_in) if fan_in else 0.0
+    return out
+
+
+def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
+    """Tensor of the target -> tensor of the source with the same name, in the block of nearest relative depth.
+
+    Block i of L' takes block i (L - 1) / (L' - 1), rounded, half up; the first takes the first.
+    """
+    mine, theirs = _depths(source), _depths(target)
+    out = {}
+    for name in target.names:
+        found = _BLOCK.fullmatch(name)
+        stack = found["stack"] if found else ""
+        if found and stack in mine:
+            index = floor(int(found["index"]) * (mine[stack] - 1) / max(1, theirs[stack] - 1) + 0.5)
+            origin = f"{stack}{index}{found['rest']}"
+        else:
+            origin = name
+        if origin in source:
+            out[name] = origin
+    return out
+
+
+def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable | None, dict[str, str]]:
+    """The structure's law for the tensors of another network.
+
+    A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
+    (`default_deviations`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of
+    n - 1. The law's mean, one number for each fixed entry of a tensor, is kept in the same units.
+
+    Blocks take the law of the block of nearest relative depth. Where m blocks take that of one block, their normalised
+    sum has its law, and their contrasts have that of one block, independently of everything else:
+
+        T = U C U^T + sum_a (I - u_a u_a^T) (x) C_aa,   u_a = (1, ..., 1) / sqrt(m_a)
+
+    which is positive definite whenever C is: covariances between blocks are divided by sqrt(m_a m_b), those between
+    blocks that took one block's law are zero, and the sum of the branches is as strongly correlated with the rest of
+    the network as it was.
+
+    Args:
+        structure: fitted.
+        network: all tensors of the other network.
+
+    Returns:
+        The structure of the tensors that could be resized, None if there are none, whose diagnostics say under
+        "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
+
+    Raises:
+        SpecError: if the depth differs and the permutation specification is not that of a known architecture.
+    """
+    tensors = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
+    permutations = _permutations(structure, network, tensors)
+    views = {view.name: view for view in structure.permutations.views}
+    found = {v.name: views.get(tensors[v.tensor] + v.name[len(v.tensor) :]) for v in permutations.views}
+    problems = _missing(structure, network, set(tensors.values()))
+    problems |= {v.tensor: p for v in permutations.views if (p := _problem(v, found[v.name])) is not None}
+    spec = WeightSpec(tensor for tensor in network.tensors if tensor.name in tensors and tensor.name not in problems)
+    if not spec.tensors:
+        return None, problems
+    permutations = permutations.restrict(spec.names)
+    origins = {v.name: origin for v in permutations.views if (origin := found[v.name]) is not None}
+    mine, theirs = default_deviations(structure.network), default_deviations(network)
+    ratios = {}
+    for view in permutations.views:
+        before, now = mine[tensors[view.tensor]], theirs[view.tensor]
+        ratios[view.name] = now / before if now and before else 1.0
+    plan = _Plan(structure, permutations, origins, ratios)
+    factors, apart = _factors(plan)
+    notes = [*_scale_notes(plan), *_depth_notes(plan)]
+    if apart:
+        notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
+    diagnostics = structure.diagnostics | {"resized": notes}
+    made = Exchangeable(spec, _mean(plan, spec), permutations, factors, structure.parameters, diagnostics, network)
+    return made, problems
+
+
+def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
+    """The factor of each type, and the pairs of views whose covariance the fitted network does not have."""
+    old = plan.structure.permutations.types
+    factors, apart = [], dict[str, None]()
+    for kind in plan.permutations.types:
+        origins = [plan.origins[view.name] for view in kind.views]
+        sources = [_source(kind, view, origin) for view, origin in zip(kind.views, origins, strict=True)]
+        weights = _weights(kind, origins, sources)
+        matrix = np.zeros((kind.copies, kind.copies))
+        for source in dict.fromkeys(sources):
+            at, theirs = next((i, t) for i, t in enumerate(old) if set(t.groups) == set(source))
+            there = [i for i, s in enumerate(sources) if s == source]
+            rows = np.concatenate([np.r_[kind.slices[kind.views[i].name]] for i in there])
+            copies = np.concatenate([np.r_[theirs.slices[origins[i].name]] for i in there])
+            scale = np.concatenate([np.full(kind.views[i].copies, plan.ratios[kind.views[i].name]) for i in there])
+            times = [kind.views[i].copies for i in there]
+            weight = np.repeat(np.repeat(weights[np.ix_(there, there)], times, 0), times, 1)
+            root = plan.structure.factors[at][copies] * scale[:, None]
+            matrix[np.ix_(rows, rows)] = weight * (root @ root.T)
+        factors.append(cholesky(matrix, lower=True))
+        for (a, one), (b, other) in combinations(zip(kind.views, sources, strict=True), 2):
+            if one != other:
+                apart[f"{a.name} and {b.name}"] = None
+    return factors, list(apart)
+
+
+def _missing(structure: Exchangeable, network: WeightSpec, taken: set[str]) -> dict[str, str]:
+    """The tensors of the fit that the other network lacks, other than those of blocks that its depth leaves out."""
+    mine, theirs = _depths(structure.network), _depths(network)
+    out = {}
+    for name in structure.spec.names:
+        found = _BLOCK.fullmatch(name)
+        left_out = found and mine[found["stack"]] != theirs.get(found["stack"], mine[found["stack"]])
+        if name not in taken and not left_out:
+            out[name] = "is missing"
+    return out
+
+
+def _depths(network: WeightSpec) -> dict[str, int]:
+    """Stack of blocks -> how many there are."""
+    out: dict[str, int] = {}
+    for name in network.names:
+        if found := _BLOCK.fullmatch(name):
+            out[found["stack"]] = max(out.get(found["stack"], 0), int(found["index"]) + 1)
+    return out
+
+
+def _permutations(structure: Exchangeable, network: WeightSpec, tensors: Mapping[str, str]) -> PermutationSpec:
+    """The specification of the other network's tensors: that of its names, or the structure's own axes."""
+    from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
+
+    try:
+        known = permutation_spec(structure.network).restrict(structure.spec.names).views == structure.permutations.views
+    except AnatomyError:
+        known = False
+    if known:
+        return permutation_spec(network).restrict(tensors)
+    if moved := [new for new, old in tensors.items() if new != old]:
+        raise SpecError(
+            f"`{moved[0]}`: another depth needs the permutation specification of a known architecture, found one of "
+            "the user's own; other widths do not"
+        )
+    views = []
+    for view in structure.permutations.views:
+        if view.tensor in tensors:
+            old, new = structure.spec[view.tensor].shape, network[view.tensor].shape
+            if len(new) != len(old):
+                raise SpecError(f"`{view.tensor}`: expected {len(old)} axes, found {new}")
+            share = new[0] / old[0] if new else 1.0  # a view may be some rows of its tensor
+            shape = (round(view.shape[0] * share), *new[1:]) if new else new
+            views.append(replace(view, shape=shape, start=round(view.start * share)))
+    return PermutationSpec(tuple(views), structure.permutations.heads)
+
+
+def _problem(view: View, origin: View | None) -> str | None:
+    """Why a view cannot take the law of another, or None."""
+    if origin is None:
+        return "has no counterpart in the fit"
+    fixed = [[n for n, axis in zip(v.shape, v.axes, strict=True) if axis is None] for v in (origin, view)]
+    kinds = [[axis if axis is None else is_signed(axis) for axis in v.axes] for v in (origin, view)]
+    if fixed[0] == fixed[1] and kinds[0] == kinds[1]:
+        return None
+    return f"expected axes that are not renumbered of {tuple(fixed[0])} as in {origin.shape}, found {view.shape}"
+
+
+def _source(kind: InvariantType, view: View, origin: View) -> tuple[str, ...]:
+    """The groups of the fitted network that stand where a type's groups stand in a view."""
+    there = dict(zip(view.axes, origin.axes, strict=True))
+    return tuple(str(there[group]) for group in kind.groups)
+
+
+def _weights(kind: InvariantType, origins: Sequence[View], sources: Sequence[tuple[str, ...]]) -> np.ndarray:
+    """Factors of the covariances between views, see `resized`."""
+    views = zip(kind.views, origins, sources, strict=True)
+    blocks = [(_block(view.tensor), (_block(origin.tensor), source)) for view, origin, source in views]
+    times = Counter(origin for _, origin in set(blocks))
+    out = np.ones((len(blocks), len(blocks)))
+    for (i, a), (j, b) in permutations_of(enumerate(blocks), 2):
+        if a[0] != b[0]:
+            out[i, j] = 0.0 if a[1] == b[1] else 1 / sqrt(times[a[1]] * times[b[1]])
+    return out
+
+
+def _block(name: str) -> str:
+    found = _BLOCK.fullmatch(name)
+    return f"{found['stack']}{found['index']}" if found else ""
+
+
+def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
+    """The mean (D,): each fixed entry's, times the ratio of deviations."""
+    structure, new = plan.structure, plan.permutations.types[0]
+    old = structure.permutations.types[0]
+    if new.groups:  # signed tensors only
+        return np.zeros(spec.size)
+    part = next(invariant_parts(structure.mean[None], structure.spec, structure.permutations))[0]  # (C,)
+    columns = []
+    for view in new.views:
+        origin = plan.origins[view.name]
+        away, before = (prod(v.shape) / v.copies for v in (view, origin))
+        columns.append(part[old.slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
+    return mean_vector({(): np.concatenate(columns)[None]}, spec, plan.permutations)
+
+
+def _scale_notes(plan: _Plan) -> list[str]:
+    """Which axes and deviations changed, as lines of a report."""
+    sizes, ratios = dict[str, None](), dict[str, list[str]]()
+    for view in plan.permutations.views:
+        ratios.setdefault(f"{plan.ratios[view.name]:.3g}", []).append(view.name)
+        for axis, n, before in zip(view.axes, view.shape, plan.origins[view.name].shape, strict=True):
+            if axis is not None and n != before:
+                sizes[f"{bare(axis)} {before} -> {n}"] = None
+    notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
+    if set(ratios) != {"1"}:
+        notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items() if ratio != "1"]
+        notes += [f"deviations kept: {listing(ratios['1'])}"] if "1" in ratios else []
+    return notes
+
+
+def _depth_notes(plan: _Plan) -> list[str]:
+    """Which block took the law of which, as lines of a report."""
+    moved = {_block(v.tensor): _block(plan.origins[v.name].tensor) for v in plan.permutations.views}
+    moved.pop("", None)
+    times = Counter(moved.values())
+    left = [name for name in dict.fromkeys(map(_block, plan.structure.spec.names)) if name and name not in times]
+    notes = []
+    if any(new != old for new, old in moved.items()):
+        notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in moved.items()))
+    if many := [f"{old} {n} times" for old, n in times.items() if n > 1]:
+        notes.append(
+            f"taken more than once: {', '.join(many)}; covariances across blocks are divided by the square roots of "
+            "these numbers, and dropped between blocks that took the same one"
+        )
+    return notes + ([f"blocks left out: {', '.join(left)}"] if left else [])
+
+
+def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
+    """A fit for a network of another width or depth; see `resized`.
+
+    Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
+    The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
+    and what was rescaled, taken from another depth, and dropped.
+
+    Args:
+        result: fitted to a population.
+        network: all tensors of the other network.
+
+    Raises:
+        SpecError: if the depth differs and the permutation specification is not that of a known architecture.
+
+    Example:
+        >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
+        >>> print(wide.resized)
+    """
+    groups: list[Group] = []
+    problems: dict[str, str] = {}
+    notes: list[str] = []
+    for group in result.groups:
+        structure, made = group.structure, None
+        if isinstance(structure, Exchangeable) and group.varying is None and _differs(structure, network):
+            try:
+                made, why = resized(structure, network)
+                problems |= why
+            except AnatomyError as error:
+                problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
+        groups.append(group if made is None else replace(group, spec=made.spec, structure=made))
+        notes += [] if made is None else made.diagnostics["resized"]
+    tensors = {tensor.name: tensor for group in groups for tensor in group.spec.tensors}
+    order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
+    spec = WeightSpec(tensors[name] for name in order)
+    return replace(result, spec=spec, groups=tuple(groups), problems=problems, resized=tuple(dict.fromkeys(notes)))
+
+
+def _differs(structure: Exchangeable, network: WeightSpec) -> bool:
+    """Whether the network has the fitted tensors in other shapes, or in more blocks."""
+    taken = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
+    return any(new != old or network[new].shape != structure.spec[old].shape for new, old in taken.items())

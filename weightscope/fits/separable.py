@@ -1,0 +1,278 @@
+"""Gaussians whose covariance is a Kronecker product for each array of tensors: matrix normal, tensor normal."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from scipy.linalg import cholesky, solve_triangular
+
+from weightscope.errors import UsageError
+from weightscope.fits.structure import (
+    Standalone,
+    Structure,
+    checked_data,
+    checked_names,
+    checked_root,
+    fit_mean,
+    matrix_shapes,
+    require_variation,
+)
+from weightscope.spec import WeightSpec
+from weightscope.statistics.kronecker import tensor_normal
+
+
+@dataclass(frozen=True)
+class Array:
+    """Entries of a weight vector that form one array.
+
+    Attributes:
+        name: of its first tensor.
+        shape: (d_1, ..., d_K).
+        parts: of the weight vector, one after the other in row-major order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[slice, ...]
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """The array of each of the vectors (N, D): (N, d_1, ..., d_K)."""
+        return np.concatenate([rows[:, part] for part in self.parts], axis=1).reshape(-1, *self.shape)
+
+    def write(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """The inverse of `read`, in place."""
+        flat, start = values.reshape(len(rows), -1), 0
+        for part in self.parts:
+            stop = start + part.stop - part.start
+            rows[:, part] = flat[:, start:stop]
+            start = stop
+
+
+class Separable(Structure):
+    """x = mean + (L_1 (x) ... (x) L_K) z for each array of tensors; arrays are independent of each other.
+
+    A subclass says which arrays there are, and names their axes. Fitted by maximum likelihood
+    (`weightscope.statistics.kronecker.tensor_normal`).
+
+    Attributes:
+        axes: names of the K factors of an array, outermost first.
+        arrays: those of the spec.
+        roots: for each array L_1, ..., L_K, lower triangular, (d_k, d_k).
+    """
+
+    axes: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        spec: WeightSpec,
+        mean: np.ndarray,
+        *factors: Sequence[np.ndarray],
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(spec, mean, parameters, diagnostics)
+        self.arrays = self.arrays_of(spec)
+        self.roots = tuple(
+            tuple(
+                checked_root(root, f"{axis}.{i}", d)
+                for axis, root, d in zip(self.axes, roots, array.shape, strict=True)
+            )
+            for i, (array, roots) in enumerate(zip(self.arrays, zip(*factors, strict=True), strict=True))
+        )
+
+    @classmethod
+    def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
+        """The arrays that the tensors form.
+
+        Raises:
+            UsageError: if the structure is not for these tensors.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def fit(cls, data: np.ndarray, spec: WeightSpec) -> Self:
+        """Fit to (N, D)."""
+        arrays = cls.arrays_of(spec)
+        data = checked_data(data, spec)
+        mean, parameters, kinds = fit_mean(data, spec)
+        deviations, steps = data - mean, {}
+        require_variation(np.mean(deviations**2, axis=0), "entries")
+        factors: list[list[np.ndarray]] = [[] for _ in cls.axes]
+        for array in arrays:
+            fit = tensor_normal(array.read(deviations))
+            for known, factor in zip(factors, fit.factors, strict=True):
+                known.append(cholesky(factor, lower=True))
+            parameters += sum(d * (d + 1) // 2 for d in array.shape) - len(array.shape) + 1
+            steps[array.name] = fit.iterations if fit.converged else f"not converged after {fit.iterations}"
+        notes = {"mean": kinds, "iterations": steps}
+        return cls(spec, mean, *factors, parameters=parameters, diagnostics=notes)
+
+    @property
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(d_1, ..., d_K) for each array."""
+        return tuple(array.shape for array in self.arrays)
+
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """The factors times the noise, array by array."""
+        out = np.empty((len(noise[0]), self.spec.size))
+        for array, roots, z in zip(self.arrays, self.roots, noise, strict=True):
+            array.write(out, _along(roots, z, lambda root, values: root @ values))
+        return out
+
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at (..., D)."""
+        deviation = np.asarray(x, dtype=np.float64) - self.mean
+        flat = deviation.reshape(-1, self.spec.size)
+        value = np.full(len(flat), -0.5 * self.spec.size * np.log(2.0 * np.pi))
+        for array, roots in zip(self.arrays, self.roots, strict=True):
+            white = _along(roots, array.read(flat), lambda root, w: solve_triangular(root, w, lower=True))
+            value -= 0.5 * np.square(white.reshape(len(flat), -1)).sum(axis=1)
+            size = math.prod(array.shape)
+            value -= sum(size // len(root) * np.log(np.diag(root)).sum() for root in roots)
+        return value.reshape(deviation.shape[:-1])
+
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+        dense = np.zeros((self.spec.size, self.spec.size))
+        places = np.arange(self.spec.size)[None]
+        for array, roots in zip(self.arrays, self.roots, strict=True):
+            where = array.read(places).ravel()
+            dense[np.ix_(where, where)] = reduce(np.kron, [root @ root.T for root in roots])
+        return dense
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        columns = zip(self.axes, zip(*self.roots, strict=True), strict=True)
+        return {f"{axis}.{i}": root for axis, roots in columns for i, root in enumerate(roots)}
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`."""
+        keys = [[f"{axis}.{i}" for i in range(len(cls.arrays_of(spec)))] for axis in cls.axes]
+        checked_names(tensors, ["mean", *(key for names in keys for key in names)])
+        factors = ([tensors[key] for key in names] for names in keys)
+        return cls(spec, tensors["mean"], *factors, parameters=parameters, diagnostics=diagnostics)
+
+
+def _along(roots: Sequence[np.ndarray], values: np.ndarray, apply: Any) -> np.ndarray:
+    """Apply `apply(root, matrix)` along each axis of (N, d_1, ..., d_K)."""
+    for axis, root in enumerate(roots, 1):
+        front = np.moveaxis(values, axis, 0)
+        values = np.moveaxis(apply(root, front.reshape(len(root), -1)).reshape(front.shape), 0, axis)
+    return values
+
+
+class Kronecker(Separable):
+    """W = M + A Z B^T for each tensor as a matrix (p, n): Cov(vec W) = A A^T (x) B B^T, row-major vec.
+
+    A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
+    filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
+    maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        factors: for each tensor A (p, p), lower triangular; and for each tensor B (n, n), lower triangular.
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        UsageError: if a tensor has fewer than two axes.
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "kronecker"
+    form = "kronecker"
+    axes = ("rows", "columns")
+
+    @classmethod
+    def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
+        """Each tensor as a matrix."""
+        if flat := [t.name for t in spec.tensors if len(t.shape) < 2 or 0 in t.shape]:
+            raise UsageError(f"a Kronecker structure is for tensors of two or more axes, found `{flat[0]}`")
+        named = zip(spec.slices.items(), matrix_shapes(spec), strict=True)
+        return tuple(Array(name, shape, (part,)) for (name, part), shape in named)
+
+    @property
+    def rows(self) -> tuple[np.ndarray, ...]:
+        """For each tensor A (p, p)."""
+        return tuple(root for root, _ in self.roots)
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """For each tensor B (n, n)."""
+        return tuple(root for _, root in self.roots)
+
+
+_STANDALONE = '''
+
+def _layers(group, a, randn):
+    """One sample of a group: the same tensor of several layers as an array (L, p, n), noise times three factors."""
+    x, stacks, start = a["mean"].clone(), {}, 0
+    for name, shape, _ in group["spec"]:
+        stacks.setdefault((re.sub(r"\\d+", "*", name), tuple(shape)), []).append(start)
+        start += prod(shape)
+    for j, places in enumerate(stacks.values()):
+        layers, rows, columns = (a[f"{key}.{j}"] for key in ("layers", "rows", "columns"))
+        z = rows @ randn(len(layers), len(rows), len(columns)) @ columns.T
+        for start, part in zip(places, torch.tensordot(layers, z, 1).flatten(1)):
+            x[start : start + len(part)] += part
+    return x
+'''
+
+
+class TensorNormal(Separable):
+    """Cov(vec X) = R_L (x) R_p (x) R_n for the tensors of one role and shape, stacked: X (L, p, n), row-major vec.
+
+    The same tensor of several blocks (`blocks.0.mlp.fc2.weight`, `blocks.1.mlp.fc2.weight`, ...) has L layers; each as
+    a matrix (p, n): first axis by all others, a vector as one row. R_L is the covariance between layers, R_p between
+    rows, R_n between columns: a tensor normal of order three, a matrix normal where L = 1. Stacks are independent of
+    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says
+    how many networks are necessary).
+
+    Entries of the same place in two layers have the correlation of R_L. Hidden units of two blocks can be renumbered
+    apart, so that in a population only means over them can be correlated; the structure `exchangeable` has these.
+
+    Args:
+        spec: of the D entries.
+        mean: (D,).
+        factors: for each stack a root of R_L (L, L), lower triangular; the same of R_p (p, p), and of R_n (n, n).
+        parameters: the number of fitted numbers.
+        diagnostics: about the fit.
+
+    Raises:
+        UsageError: if no two tensors have one role and shape.
+        DataError: if an array has the wrong shape, is not finite or is singular.
+    """
+
+    name = "tensor_normal"
+    form = "tensor_normal"
+    summary = "layers of one shape: covariance between layers (x) between rows (x) between columns"
+    axes = ("layers", "rows", "columns")
+    standalone = Standalone("import re\n", "_layers", _STANDALONE)
+
+    @classmethod
+    def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
+        """Tensors whose names differ in numbers only and whose shapes agree, in the spec's order."""
+        stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for i, tensor in enumerate(spec.tensors):
+            stacks.setdefault((re.sub(r"\d+", "*", tensor.name), tensor.shape), []).append(i)
+        if all(len(layers) < 2 for layers in stacks.values()):
+            raise UsageError(
+                "a tensor normal is for tensors of one name and shape in several layers, found no two of them "
+                f"among {len(spec)} tensors"
+            )
+        parts, shapes = list(spec.slices.values()), matrix_shapes(spec)
+        return tuple(
+            Array(spec.tensors[layers[0]].name, (len(layers), *shapes[layers[0]]), tuple(parts[i] for i in layers))
+            for layers in stacks.values()
+        )

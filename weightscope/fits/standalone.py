@@ -1,0 +1,133 @@
+"""A Python file that applies an artifact and needs torch and safetensors only."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightscope._util import atomic
+from weightscope.errors import UsageError
+from weightscope.fits.population_fit import PopulationFit, load_artifact
+from weightscope.fits.structure import STRUCTURES, Structure
+
+_FORMS = ("affine", "kronecker", "group_means")  # what the template samples; others bring a function of their own
+
+_TEMPLATE = '''\
+"""Initialise {touched} from {artifact}, in the folder of this file.
+
+    {module}.init_(network, generator=torch.Generator().manual_seed(0))
+
+{summary}
+"""
+
+import json
+{imports}from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+
+@torch.no_grad()
+def init_(module, generator=None):
+    """Set the artifact's tensors in place and leave all others unchanged."""
+    with safe_open(Path(__file__).with_name({artifact!r}), "pt") as file:
+        groups = json.loads(file.metadata()["weightscope"])["groups"]
+        arrays = {{key: file.get_tensor(key) for key in file.keys()}}
+    own = {{k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}}
+    for i, group in enumerate(groups):
+        a = {{key.removeprefix(f"{{i}}."): value for key, value in arrays.items() if key.startswith(f"{{i}}.")}}
+        sample = _FORMS.get(group["form"], _sample)
+        x = sample(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
+        if "varying" in a:  # entries that are the same in every network
+            x = a["values"].masked_scatter(a["varying"].bool(), x)
+        for name, shape, _ in group["spec"]:
+            own[name].copy_(x[: prod(shape)].reshape(shape))
+            x = x[prod(shape) :]
+    return module
+
+
+def _sample(group, a, randn):
+    """One sample of a group's entries that vary: its mean plus a linear map of standard normal noise."""
+    x = a.get("mean", torch.zeros(0, dtype=torch.float64)).clone()
+    if "variance" in a:
+        x += a["variance"].sqrt() * randn(len(x))
+    if "factor" in a:
+        x += a["factor"] @ randn(a["factor"].shape[1])
+    matrices = group["matrices"] if group["form"] != "affine" else []
+    start = 0
+    for j, (p, n) in enumerate(matrices):
+        z = randn(p, n)
+        if group["form"] == "kronecker":
+            z = a[f"rows.{{j}}"] @ z @ a[f"columns.{{j}}"].T
+        else:  # residual, row, column and grand means, each scaled by its own standard deviation
+            row, column, grand = z.mean(1, keepdim=True), z.mean(0, keepdim=True), z.mean()
+            parts = z - row - column + grand, row - grand, column - grand, grand
+            z = sum(root * part for root, part in zip(a["eigenvalues"][j].sqrt(), parts))
+        x[start : start + p * n] += z.flatten()
+        start += p * n
+    return x
+'''
+
+
+def write_standalone(
+    artifact: PopulationFit | str | Path, file: str | Path, *, structures: Sequence[str | type[Structure]] = ()
+) -> Path:
+    """Write a Python file with one function, `init_(module, generator=None)`, that applies an artifact.
+
+    The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an artifact in
+    another folder is copied, a fit is saved as `file` with the suffix `.safetensors`. For the same generator the
+    weights equal those of `load_init` up to float64 rounding.
+
+    Args:
+        artifact: a `PopulationFit`, or the path of one.
+        file: to write, ending in `.py`.
+        structures: trusted structures of other packages, as in `load_artifact`.
+
+    Returns:
+        the path of the Python file.
+
+    Raises:
+        UsageError: if the name is not one that Python can import, the artifact was fitted to one network, or it has
+            a structure of another package that is sampled in its own way.
+        DataError: if the artifact is invalid.
+        WeightscopeError: if a file cannot be written.
+
+    Example:
+        >>> write_standalone("digits-mlp.safetensors", "digits_mlp.py")
+    """
+    file = Path(file)
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise UsageError(
+            f"a standalone initialiser needs a file name that Python can import (name.py), found {file.name!r}"
+        )
+    result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
+    if not isinstance(result, PopulationFit):
+        raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
+    for group in result.groups:
+        if group.structure is not None and group.structure.form not in _FORMS and group.structure.standalone is None:
+            known = [*_FORMS, *(cls.form for cls in STRUCTURES.values() if cls.standalone is not None)]
+            raise UsageError(f"{group.label}: a standalone initialiser needs one of the forms {', '.join(known)}")
+    if isinstance(artifact, PopulationFit):
+        beside = result.save(file.with_suffix(".safetensors"))
+    else:
+        beside = file.with_name(Path(artifact).name)
+        if beside.resolve() != Path(artifact).resolve():
+            atomic.write(beside, Path(artifact).read_bytes())
+    atomic.write(file, _source(result, file.stem, beside.name).encode())
+    return file
+
+
+def _source(result: PopulationFit, module: str, artifact: str) -> str:
+    names = result.spec.names
+    touched = ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more tensors"
+    kinds = sorted({group.label for group in result.groups})
+    summary = f"Fitted to {result.networks} networks; structures: {', '.join(kinds)}."
+    safe = {
+        key: text.replace("\\", "/").replace('"""', "'''")
+        for key, text in {"touched": touched, "summary": summary}.items()
+    }
+    own = {cls.form: cls.standalone for g in result.groups if g.structure and (cls := type(g.structure)).standalone}
+    needed = {form: own[form] for form in sorted(own)}
+    imports = "".join(sorted((code.imports for code in needed.values()), reverse=True))
+    text = _TEMPLATE.format(module=module, artifact=artifact, imports=imports, **safe)
+    functions = ", ".join(f'"{form}": {code.function}' for form, code in needed.items())
+    return text + "".join(code.text for code in needed.values()) + f"\n\n_FORMS = {{{functions}}}\n"

@@ -1,0 +1,348 @@
+"""The contract of a fitted distribution over weight vectors, and the registry of those that there are."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+
+from weightscope._util.plugins import Registry, reference_to, underscored
+from weightscope.errors import DataError, UsageError
+from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import EntryMoments
+
+S_co = TypeVar("S_co", bound="Structure", covariant=True)
+S = TypeVar("S", bound="Structure")
+
+
+class Accumulator(Protocol[S_co]):
+    """Takes weight vectors in blocks and fits a structure to all of them."""
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take rows (n, D), n >= 1, float64 and finite. They may be overwritten afterwards."""
+
+    def finish(self) -> S_co:
+        """The structure fitted to all rows.
+
+        Raises:
+            UsageError, DataError: as `Structure.fit`.
+        """
+
+
+class Standalone(NamedTuple):
+    """How a Python file that needs torch only samples a form: a function (group, arrays, randn) -> x (D',)."""
+
+    imports: str
+    function: str  # its name
+    text: str
+
+
+class Structure(ABC):
+    """A fitted distribution over vectors of D weights: a mean, and a covariance of some form.
+
+    All structures fit the mean in the same way (see `fit_mean`) and differ in their covariance only. A structure is
+    immutable; its arrays are float64. Sampling is a fixed linear map of standard normal noise, so that any generator,
+    NumPy's or torch's, can drive it.
+
+    A subclass with `needs_samples = True` implements `fit`; one with `needs_samples = False` implements `accumulator`
+    and is fitted from a stream in memory that does not depend on the number of networks.
+
+    Attributes:
+        name: short name in tables; by default that of the class.
+        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which the template of standalone
+            initialisers samples, a name of one's own with `standalone`, or `"custom"`.
+        options: names of the arguments of `fit` after data and spec.
+        needs_samples: whether fitting needs all samples at once.
+        uses_permutations: whether `context` takes a permutation specification of the user's own.
+        standalone: code that samples the form in a standalone file, where its template does not.
+        spec: names and shapes of the tensors that the D entries are.
+        mean: (D,).
+        diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
+        parameters: the number of fitted numbers, mean included.
+    """
+
+    name: ClassVar[str]
+    form: ClassVar[str] = "custom"
+    options: ClassVar[tuple[str, ...]] = ()
+    needs_samples: ClassVar[bool] = True
+    uses_permutations: ClassVar[bool] = False
+    standalone: ClassVar[Standalone | None] = None
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+    def __init__(
+        self, spec: WeightSpec, mean: np.ndarray, parameters: int = 0, diagnostics: Mapping[str, Any] | None = None
+    ) -> None:
+        self.spec = spec
+        self.mean = checked(mean, "mean", (spec.size,))
+        self.parameters = parameters
+        self.diagnostics = dict(diagnostics or {})
+
+    @classmethod
+    def fit(cls, data: np.ndarray, spec: WeightSpec, *args: Any, **options: Any) -> Self:
+        """Fit to vectors.
+
+        Args:
+            data: (N, D) finite numbers, N >= 2; each entry varies.
+            spec: of the D entries.
+            *args: none; subclasses declare their options as keyword arguments.
+            **options: the structure's own.
+
+        Raises:
+            UsageError: if the structure is not for tensors of these shapes, or an option is invalid.
+            DataError: if there are too few networks.
+        """
+        if cls.needs_samples:
+            raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
+        accumulator = cls.accumulator(spec, *args, **options)
+        accumulator.update(checked_data(data, spec))
+        return accumulator.finish()
+
+    @classmethod
+    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator[Self]:
+        """An accumulator that fits the structure to streamed vectors; arguments and errors as `fit`.
+
+        By default it keeps all samples.
+        """
+        return _Samples(lambda data: cls.fit(data, spec, *args, **options))
+
+    @classmethod
+    def context(cls, network: WeightSpec, part: WeightSpec, **own: Any) -> dict[str, Any]:
+        """Arguments of `accumulator` that follow from the network which the fitted tensors are part of.
+
+        Args:
+            network: the spec of all its tensors.
+            part: of the tensors that are fitted.
+            **own: `permutations`, a specification of the user's own, if `uses_permutations`.
+
+        Raises:
+            UsageError, DataError: if the structure does not apply to the network.
+        """
+        return {}
+
+    @classmethod
+    def candidates(cls, networks: int, size: int) -> tuple[dict[str, Any], ...]:
+        """The options to compare when none are given, for N networks and D entries."""
+        return ({},)
+
+    @property
+    @abstractmethod
+    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the standard normal arrays that one sample takes, in the order in which they are drawn."""
+
+    @abstractmethod
+    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Map noise arrays (size, *shape) to deviations from the mean (size, D)."""
+
+    @abstractmethod
+    def log_prob(self, x: np.ndarray) -> np.ndarray:
+        """Natural logarithm of the density at vectors (..., D), shape (...)."""
+
+    @abstractmethod
+    def covariance(self) -> np.ndarray:
+        """The dense covariance (D, D)."""
+
+    def to_tensors(self) -> dict[str, np.ndarray]:
+        """All arrays that sampling and density need; `from_tensors` restores them bit for bit."""
+        return {"mean": self.mean, **self._arrays()}
+
+    @abstractmethod
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """What `to_tensors` stores beside the mean."""
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, np.ndarray],
+        spec: WeightSpec,
+        parameters: int = 0,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The inverse of `to_tensors`.
+
+        Raises:
+            DataError: if an array is missing, unknown, misshapen or not finite.
+        """
+
+    def notes(self) -> list[str]:
+        """What was shrunk, clipped or projected in the fit, as lines of the report."""
+        return []
+
+    def transform(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
+        return self.mean + self.deviation(noise)
+
+    def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """Independent samples (size, D)."""
+        return self.transform([rng.standard_normal((size, *shape)) for shape in self.noise_shapes])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(D={self.spec.size}, parameters={self.parameters})"
+
+
+STRUCTURES: Registry[type[Structure]] = Registry("structure")
+
+
+def structure_class(wanted: str | type[Structure]) -> type[Structure]:
+    """The class for a registered name (hyphens count as underscores), `"package.module:Class"`, or a class itself.
+
+    Raises:
+        UsageError: if the name is unknown, the reference cannot be imported, or it is not a `Structure` subclass.
+    """
+    found = STRUCTURES.find(underscored(wanted))
+    if not (isinstance(found, type) and issubclass(found, Structure)):
+        raise UsageError(f"structure: expected a subclass of weightscope.fits.Structure, found {wanted!r}")
+    return found
+
+
+def structure_reference(cls: type[Structure]) -> str:
+    """The name under which a class is registered, or `"package.module:Class"`."""
+    return next((name for name, known in STRUCTURES.items() if known is cls), None) or reference_to(cls)
+
+
+class _Samples(Generic[S]):
+    """Keeps all rows and fits to them at the end."""
+
+    def __init__(self, fit: Callable[[np.ndarray], S]) -> None:
+        self._fit, self._parts = fit, list[np.ndarray]()
+
+    def update(self, rows: np.ndarray) -> None:
+        self._parts.append(rows.copy())
+
+    def finish(self) -> S:
+        return self._fit(self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts))
+
+
+class EntryAccumulator(Generic[S]):
+    """Accumulates mean and variance of each entry, for structures that follow from these."""
+
+    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, WeightSpec], S]) -> None:
+        self._spec, self._fit, self._moments = spec, fit, EntryMoments(spec.size)
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take rows (n, D)."""
+        self._moments.update(rows)
+
+    def finish(self) -> S:
+        """The fitted structure."""
+        return self._fit(self._moments, self._spec)
+
+
+def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
+    """The mean that all structures share, of data (N, D); see `choose_mean`."""
+    moments = EntryMoments(spec.size)
+    moments.update(data)
+    return choose_mean(moments, spec)
+
+
+def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
+    """The mean that all structures share: for each tensor one number, or one for each entry, by AIC.
+
+    Networks are exchangeable under permutations of their hidden units, so the entries of a hidden tensor have
+    one mean and fitting each of them only adds noise; entries that differ systematically (a bias, a norm's gain,
+    a filter's centre) need their own. Under a diagonal normal model a tensor of d entries takes d means when
+    sum over j of N/2 log(v0_j / v_j) > d - 1, with v_j and v0_j the variances about the entry's mean and about
+    the tensor's.
+
+    Args:
+        moments: of the D entries over N networks.
+        spec: of the D entries.
+
+    Returns:
+        the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
+    """
+    entries = moments.mean
+    own = moments.squares / moments.n
+    mean, parameters, kinds = entries.copy(), 0, {}
+    for name, part in spec.slices.items():
+        size = part.stop - part.start
+        if not size:
+            continue
+        common = entries[part].mean()
+        about = own[part] + (entries[part] - common) ** 2
+        varies = own[part] > 0
+        gain = moments.n / 2 * float(np.log(about[varies] / own[part][varies]).sum())
+        single = gain <= size - 1 and bool(varies.all())
+        kinds[name] = "scalar" if single else "entries"
+        parameters += 1 if single else size
+        if single:
+            mean[part] = common
+    return mean, parameters, kinds
+
+
+def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
+    """The data (N, D) as float64.
+
+    Raises:
+        DataError: if the shape is wrong, there are fewer than 2 rows or a number is not finite.
+    """
+    rows = np.asarray(data, dtype=np.float64)
+    if rows.ndim != 2 or rows.shape[1] != spec.size:
+        raise DataError(f"expected weight vectors (N, {spec.size}), found {rows.shape}")
+    if len(rows) < 2:
+        raise DataError(f"a structure needs at least 2 networks, found {len(rows)}")
+    if not np.isfinite(rows).all():
+        raise DataError("expected finite weights, found NaN or infinity; exclude those networks")
+    return rows
+
+
+def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+    """An array of a structure as read-only float64.
+
+    Args:
+        array: to check.
+        name: for error messages.
+        shape: expected; None for any length.
+
+    Raises:
+        DataError: if the shape differs or a number is not finite.
+    """
+    # One memory order, because BLAS rounds differently in another, and a stored structure must give the same bits.
+    values = np.array(array, dtype=np.float64, order="C")
+    fits = values.ndim == len(shape) and all(e is None or n == e for n, e in zip(values.shape, shape, strict=True))
+    if not fits:
+        raise DataError(f"`{name}`: expected the shape {shape}, found {values.shape}")
+    if not np.isfinite(values).all():
+        raise DataError(f"`{name}`: expected finite numbers, found NaN or infinity")
+    values.flags.writeable = False
+    return values
+
+
+def checked_root(array: Any, name: str, size: int) -> np.ndarray:
+    """A triangular root (n, n) of a covariance, as `checked`.
+
+    Raises:
+        DataError: if it is not lower triangular with a positive diagonal.
+    """
+    root = checked(array, name, (size, size))
+    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
+        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
+    return root
+
+
+def checked_names(tensors: Mapping[str, np.ndarray], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Compare the names of stored arrays with what a structure stores.
+
+    Raises:
+        DataError: if one is missing or unknown.
+    """
+    missing = [name for name in required if name not in tensors]
+    unknown = [name for name in tensors if name not in (*required, *optional)]
+    if missing or unknown:
+        raise DataError(f"unexpected arrays of a structure: missing {missing}, unknown {unknown}")
+
+
+def matrix_shapes(spec: WeightSpec) -> tuple[tuple[int, int], ...]:
+    """Each tensor as a matrix (p, n): first axis by all others; a vector is one row."""
+    return tuple((1, t.size) if len(t.shape) < 2 else (t.shape[0], math.prod(t.shape[1:])) for t in spec.tensors)
+
+
+def require_variation(variance: np.ndarray, what: str) -> None:
+    """Raise UsageError if a variance is zero: a density does not exist."""
+    if not (variance > 0).all():
+        raise UsageError(f"{int((variance == 0).sum())} {what} do not vary between the networks of the fit")

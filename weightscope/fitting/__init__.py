@@ -1,1 +1,0 @@
-"""Fitting initialisers: from a population (`population.fit`), one network (`network.fit_network`), or either."""

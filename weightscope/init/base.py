@@ -1,0 +1,204 @@
+"""What every initialiser uses: the registry, random numbers drawn on the CPU, and writing weights in place."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.names import matching
+from weightscope._util.plugins import Registry, Signature, distribute, label_of
+from weightscope.anatomy.matrices import fans, matrices
+from weightscope.errors import DataError, UsageError, WeightscopeError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Initialiser(Protocol):
+    """A function that sets weights of a module in place and returns the module."""
+
+    def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+        """Initialise the module."""
+        ...
+
+
+def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator, checked to be a CPU generator.
+
+    Numbers are drawn on the CPU and copied, so that a seed gives the same weights on any device.
+    """
+    if generator is None:
+        return None
+    if not isinstance(generator, torch.Generator):
+        raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
+    if generator.device.type != "cpu":
+        raise UsageError(f"generator: expected a CPU generator (torch.Generator()), found one on {generator.device}")
+    return generator
+
+
+def normal(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal numbers on the CPU."""
+    return torch.randn(*shape, generator=cpu_generator(generator), dtype=dtype)
+
+
+def uniform(*shape: int, bound: float, generator: torch.Generator | None) -> Tensor:
+    """Uniform numbers in [-bound, bound) on the CPU, float32."""
+    return torch.rand(*shape, generator=cpu_generator(generator)).mul_(2 * bound).sub_(bound)
+
+
+def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Orthonormal columns, uniform (Haar) among all such frames, (..., rows, columns) with columns <= rows.
+
+    QR of a Gaussian matrix, with the signs that make it unique (Mezzadri 2007).
+    """
+    q, r = torch.linalg.qr(normal(*shape, generator=generator, dtype=dtype))
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(dtype)
+    return q * signs.unsqueeze(-2)
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Copy values into a parameter in place, cast to its data type and device."""
+    if tensor.is_meta:
+        raise DataError("the module is on the meta device and has no values; materialise it first")
+    tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
+
+
+def each_matrix(
+    module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
+) -> M:
+    """Fill every selected weight, matrix by matrix (out, in, ...), and its bias, given its fan in; None keeps it."""
+    found = matrices(module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    for matrix in found:
+        if matrix.name not in wanted:
+            continue
+        blocks = matrix.split(matrix.weight)
+        for block in blocks:
+            put(block, fill(block))
+        if matrix.bias is not None and (new := bias(matrix.bias, fans(blocks[0])[0])) is not None:
+            put(matrix.bias.detach(), new)
+    return module
+
+
+INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
+"""The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""
+
+
+@dataclass(frozen=True)
+class UserInitialiser:
+    """An unregistered initialiser with its parameters bound; checks that it returns the module.
+
+    Attributes:
+        name: of the function, for error messages.
+        function: `f(module, *, generator, **parameters) -> module`.
+        parameters: bound by name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+        """Initialise the module in place."""
+        try:
+            found = self.function(module, **self.parameters, generator=generator)
+        except WeightscopeError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{self.name}: the initialiser raised {type(error).__name__}: {error}") from error
+        if found is not module:
+            what = "another module" if isinstance(found, nn.Module) else repr(found)
+            raise UsageError(
+                f"{self.name}: expected an initialiser to change the module in place and return it, found {what}"
+            )
+        return module
+
+
+def parameters(init: str | Callable[..., Any]) -> dict[str, Any]:
+    """The named parameters of an initialiser and their defaults (`inspect.Parameter.empty` for required ones).
+
+    Args:
+        init: a registered name, a reference `"package.module:function"`, or a function.
+
+    Raises:
+        UsageError: if it does not exist, or is not a function `f(module, *, generator, ...)`.
+
+    Example:
+        >>> parameters("box_filters")
+        {'value': 1.0}
+    """
+    return _signature(init).defaults
+
+
+def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
+    """An initialiser with its named parameters bound, ready for `init(module, generator=g)`.
+
+    Args:
+        init: a registered name, a reference `"package.module:function"`, or a function
+            `f(module, *, generator, **numbers) -> module`. Several names or references are joined by "+":
+            `"mimetic_attention+mimetic_mlp"`; each parameter then goes to the one initialiser that has it.
+        numbers: named parameters.
+
+    Raises:
+        UsageError: if a name or a parameter is unknown (names the nearest one), a required parameter is missing, a
+            parameter belongs to more than one of the joined initialisers, or a function does not take a generator.
+
+    Example:
+        >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
+        >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
+    """
+    steps: list[Any] = [part.strip() for part in init.split("+")] if isinstance(init, str) else [init]
+    signatures = [_signature(step) for step in steps]
+    bound: list[Initialiser] = []
+    for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):
+        signature.require(given)
+        function = INITIALISERS.find(step)
+        registered = function in INITIALISERS.values()
+        bound.append(
+            functools.partial(function, **given) if registered else UserInitialiser(signature.name, function, given)
+        )
+    return bound[0] if len(bound) == 1 else compose(*bound)
+
+
+def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
+    """Several initialisers, one after the other on one module, drawing from one generator.
+
+    Args:
+        initialisers: registered names, references `"package.module:function"`, or functions.
+
+    Raises:
+        UsageError: if there are none, or one is not an initialiser.
+
+    Example:
+        >>> compose("sinusoidal_positions", get("mimetic_attention", beta_qk=0.5), mimetic_mlp_)(vit)
+    """
+    if not initialisers:
+        raise UsageError("compose: expected at least one initialiser, found none")
+    steps = [get(step) for step in initialisers]
+
+    def composed(module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+        for step in steps:
+            module = step(module, generator=generator)
+        return module
+
+    return composed
+
+
+def _signature(init: Any) -> Signature:
+    """An initialiser's signature without its generator."""
+    function = INITIALISERS.find(init)
+    if not callable(function):
+        raise UsageError(
+            f"expected the name of an initialiser, 'package.module:function' or a function, found {init!r}"
+        )
+    found = Signature.of(function, label_of(init))
+    if not found.positional or not (found.open or "generator" in found.defaults):
+        raise UsageError(
+            f"{found.name}: expected an initialiser `f(module, *, generator)`, found `f({found.text})`; "
+            "`generator` is a torch.Generator (or None) to draw from"
+        )
+    found.defaults.pop("generator", None)
+    return found

@@ -1,0 +1,427 @@
+"""Baselines: the constructor's weights, independent entries, and residual branches that start at zero or small."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weightscope._util.checks import choice, flag, number, positive
+from weightscope._util.names import matching
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy.matrices import fans, matrices
+from weightscope.anatomy.mlp import MLPName
+from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.errors import AnatomyError, UsageError
+from weightscope.init.base import INITIALISERS, M, each_matrix, frame, normal, put, uniform
+
+_BIASES = ("uniform", "zero", "keep")
+
+
+@INITIALISERS.register("default", source="the module's constructor", needs="nothing")
+def default_(module: M, *, generator: torch.Generator | None = None) -> M:
+    """Leave the module as its constructor made it; the baseline of every comparison.
+
+    Args:
+        module: returned unchanged.
+        generator: not used.
+
+    Example:
+        >>> default_(vit)
+    """
+    return module
+
+
+def _bias(rule: str, generator: torch.Generator | None) -> Callable[[Tensor, int], Tensor | None]:
+    """The function that sets biases: torch's `U(+-1/sqrt(fan in))`, zero, or none."""
+    choice("bias", rule, _BIASES)
+
+    def fill(old: Tensor, fan_in: int) -> Tensor | None:
+        if rule == "keep":
+            return None
+        if rule == "zero":
+            return torch.zeros(old.shape)
+        return uniform(*old.shape, bound=1 / math.sqrt(fan_in), generator=generator)
+
+    return fill
+
+
+@INITIALISERS.register("kaiming_uniform", source="He et al. 2015", needs="linear or convolutional layers")
+def kaiming_uniform_(
+    module: M,
+    *,
+    slope: float = math.sqrt(5),
+    bias: str = "uniform",
+    select: str = "*",
+    generator: torch.Generator | None = None,
+) -> M:
+    """He initialisation, uniform: `W ~ U(-b, b)` with `b = sqrt(6 / ((1 + slope^2) fan_in))`.
+
+    The default slope gives `b = 1 / sqrt(fan_in)`, torch's default for linear and convolutional layers, which the
+    papers call Kaiming-uniform; `slope=0` is for ReLU.
+
+    Args:
+        module: changed in place: weights and biases of linear and convolutional layers.
+        slope: of the leaky ReLU, >= 0.
+        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
+
+    Source: He et al. 2015, section 2.2; MLP paper, section 3.
+
+    Example:
+        >>> kaiming_uniform_(vit, select="*mlp*", generator=torch.Generator().manual_seed(0))
+    """
+    gain = math.sqrt(6 / (1 + number("slope", slope, least=0) ** 2))
+
+    def fill(block: Tensor) -> Tensor:
+        return uniform(*block.shape, bound=gain / math.sqrt(fans(block)[0]), generator=generator)
+
+    return each_matrix(module, select, fill, _bias(bias, generator))
+
+
+@INITIALISERS.register("xavier", source="Glorot and Bengio 2010", needs="linear or convolutional layers")
+def xavier_(
+    module: M,
+    *,
+    gain: float = 1.0,
+    distribution: str = "uniform",
+    bias: str = "zero",
+    select: str = "*",
+    generator: torch.Generator | None = None,
+) -> M:
+    """Glorot initialisation: variance `gain^2 * 2 / (fan_in + fan_out)`.
+
+    A fused projection of queries, keys and values is treated as three matrices.
+
+    Args:
+        module: changed in place: weights and biases of linear and convolutional layers.
+        gain: factor on the standard deviation, > 0.
+        distribution: "uniform" or "normal".
+        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
+
+    Source: Glorot and Bengio 2010, Eq. 12 and 16.
+
+    Example:
+        >>> xavier_(vit, distribution="normal", generator=torch.Generator().manual_seed(0))
+    """
+    positive("gain", gain)
+    choice("distribution", distribution, ("uniform", "normal"))
+
+    def fill(block: Tensor) -> Tensor:
+        std = gain * math.sqrt(2 / sum(fans(block)))
+        if distribution == "normal":
+            return normal(*block.shape, generator=generator).mul_(std)
+        return uniform(*block.shape, bound=math.sqrt(3) * std, generator=generator)
+
+    return each_matrix(module, select, fill, _bias(bias, generator))
+
+
+@INITIALISERS.register("trunc_normal", source="default of timm's vision models", needs="linear or convolutional layers")
+def trunc_normal_(
+    module: M,
+    *,
+    std: float = 0.02,
+    cut: float = 2.0,
+    bias: str = "zero",
+    select: str = "*",
+    generator: torch.Generator | None = None,
+) -> M:
+    """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
+
+    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing.
+
+    Args:
+        module: changed in place: weights and biases of linear and convolutional layers.
+        std: standard deviation before truncation, > 0.
+        cut: largest absolute value, at least std.
+        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no such layer.
+        UsageError: if an argument is invalid.
+
+    Source: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
+
+    Example:
+        >>> trunc_normal_(vit, generator=torch.Generator().manual_seed(0))
+    """
+    positive("std", std)
+    number("cut", cut, least=std)
+
+    def fill(block: Tensor) -> Tensor:
+        return truncated(*block.shape, std=std, cut=cut, generator=generator)
+
+    return each_matrix(module, select, fill, _bias(bias, generator))
+
+
+def truncated(*shape: int, std: float, cut: float, generator: torch.Generator | None) -> Tensor:
+    """Normal numbers of standard deviation `std` given that they are in [-cut, cut], by the inverse error function."""
+    edge = math.erf(cut / std / math.sqrt(2))
+    # 1 - 2^-24 is the largest float32 below 1; the inverse is infinite at 1 itself.
+    draws = uniform(*shape, bound=min(edge, 1 - 2**-24), generator=generator)
+    return draws.erfinv_().mul_(std * math.sqrt(2)).clamp_(-cut, cut)
+
+
+QKV: tuple[PartName, ...] = ("q", "k", "v")
+QKVO: tuple[PartName, ...] = ("q", "k", "v", "o")
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def zero_matrix(rows: int, columns: int) -> Tensor:
+    """The P x Q matrix of ZerO, float32.
+
+        P = Q    I
+        P < Q    I*, the first P rows of I
+        P > Q    c I* H_m I*,  m = ceil(log2 P), c = 2^(-(m-1)/2), H_m the Hadamard matrix of size 2^m
+
+    Source: Zhao et al. 2022, Algorithm 1.
+    """
+    if rows <= columns:
+        return torch.eye(rows, columns)
+    m = math.ceil(math.log2(rows))
+    signs = torch.ones(1, 1)
+    for _ in range(m):
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])
+    return signs[:rows, :columns] * 2 ** (-(m - 1) / 2)
+
+
+@INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
+def zero_init_(
+    module: M, *, parts: str = "attention", strict: bool = True, generator: torch.Generator | None = None
+) -> M:
+    """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
+
+    Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers zero,
+    their biases zero. So every branch is zero at first.
+
+    Args:
+        module: changed in place: weights and biases of the parts.
+        parts: "attention" (as compared with in the attention paper), "mlp" or "both".
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has no such part.
+        UsageError: if an argument is invalid.
+
+    Source: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
+
+    Example:
+        >>> zero_init_(vit)
+    """
+    choice("parts", parts, ("attention", "mlp", "both"))
+    tensors, caller = named_tensors(module), "zero_init_"
+    every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
+    hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
+    for heads in every:
+        for letter in QKV:
+            n, d, k = heads.read(letter).shape
+            heads.write(letter, zero_matrix(n * k, d).reshape(n, k, d).mT)
+        heads.write("o", torch.zeros_like(heads.read("o")))
+        for letter in QKVO:
+            if (bias := heads.read_bias(letter)) is not None:
+                heads.write_bias(letter, torch.zeros_like(bias))
+    for mlp in hidden:
+        for name in matrices_of(mlp):
+            old = mlp.read(name)
+            mlp.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
+            if (bias := mlp.read_bias(name)) is not None:
+                mlp.write_bias(name, torch.zeros_like(bias))
+    return module
+
+
+@INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
+def t_fixup_(
+    module: M,
+    *,
+    kind: str = "encoder",
+    embeddings: bool = False,
+    strict: bool = True,
+    generator: torch.Generator | None = None,
+) -> M:
+    """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.
+
+        encoder   V, O, W1, W2 times 0.67 N^(-1/4)
+        decoder   V, O, W1, W2 times (9 N)^(-1/4)
+        embeddings   N(0, 1/d), times (9 N)^(-1/4)
+
+    Queries and keys are not scaled. The paper also removes the normalisation layers, which this function does not.
+    For an encoder-decoder, call it on each of the two.
+
+    Args:
+        module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
+        kind: "encoder" or "decoder".
+        embeddings: also initialise token embeddings.
+        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no attention or no MLP; nothing is changed then.
+        UsageError: if an argument is invalid, or `embeddings` is true and the module has none.
+
+    Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
+
+    Example:
+        >>> t_fixup_(vit, generator=torch.Generator().manual_seed(0))
+    """
+    choice("kind", kind, ("encoder", "decoder"))
+    flag("embeddings", embeddings)
+    tensors = named_tensors(module)
+    every = attention(tensors, strict=strict, caller="t_fixup_")
+    hidden = mlps(tensors, strict=strict, caller="t_fixup_")
+    layers = len({part.layer for part in every if part.kind == "self"})
+    if not layers:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{every[0].name}`")
+    small = (9 * layers) ** -0.25
+    scale = small if kind == "decoder" else 0.67 * layers**-0.25
+    for heads in every:
+        for letter in QKVO:
+            shape = heads.read(letter).shape
+            draws = uniform(*shape, bound=math.sqrt(6 / fan_sum(letter, shape)), generator=generator)
+            heads.write(letter, draws * (scale if letter in "vo" else 1.0))
+    for mlp in hidden:
+        for name in matrices_of(mlp):
+            shape = mlp.read(name).shape
+            mlp.write(name, uniform(*shape, bound=math.sqrt(6 / sum(shape)), generator=generator) * scale)
+    if embeddings:
+        tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
+        if not tables:
+            raise UsageError("embeddings: expected token embeddings (nn.Embedding), found none")
+        for table in tables:
+            draws = normal(*table.weight.shape, generator=generator)
+            put(table.weight, draws * (small / math.sqrt(table.embedding_dim)))
+    return module
+
+
+def fan_sum(letter: PartName, shape: Sequence[int]) -> int:
+    """Fan-in plus fan-out of a projection of all heads: q, k, v of shape (heads, d, k), o (heads, k, d)."""
+    heads, rows, columns = shape
+    return heads * rows + columns if letter == "o" else rows + heads * columns
+
+
+def matrices_of(mlp: MLPPart) -> tuple[MLPName, ...]:
+    """The names of the matrices of an MLP, in a fixed order."""
+    return ("fc1", "fc2", "gate") if mlp.kind == "gated" else ("fc1", "fc2")
+
+
+@INITIALISERS.register("delta_orthogonal", source="Xiao et al. 2018", needs="convolutions")
+def delta_orthogonal_(
+    module: M, *, gain: float = 1.0, select: str = "*", generator: torch.Generator | None = None
+) -> M:
+    """Set every convolution to a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
+
+    With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped convolution
+    has its own matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2.
+
+    Args:
+        module: changed in place: the weights of convolutions; biases become zero.
+        gain: factor on the orthogonal matrices, > 0.
+        select: shell patterns of weight names, comma-separated.
+        generator: a CPU generator; None for torch's global one.
+
+    Raises:
+        AnatomyError: if the module has no convolution.
+        UsageError: if an argument is invalid.
+
+    Source: Xiao et al. 2018, Algorithm 1 and section 3.
+
+    Example:
+        >>> delta_orthogonal_(convmixer, generator=torch.Generator().manual_seed(0))
+    """
+    positive("gain", gain)
+    found = [(matrix, matrix.layer) for matrix in matrices(module) if isinstance(matrix.layer, CONVOLUTIONS)]
+    if not found:
+        raise AnatomyError(f"expected convolutions, found none in {type(module).__name__}")
+    wanted = set(matching(select, (matrix.name for matrix, _ in found)))
+    for matrix, layer in found:
+        if matrix.name not in wanted:
+            continue
+        kernel = torch.zeros(matrix.weight.shape)
+        groups, inputs = layer.groups, kernel.shape[1]
+        outputs = kernel.shape[0] // groups
+        blocks = frame(groups, max(outputs, inputs), min(outputs, inputs), generator=generator)
+        centre = (blocks if outputs >= inputs else blocks.mT).reshape(groups * outputs, inputs)
+        centre_tap(kernel).copy_(gain * centre)
+        put(matrix.weight, kernel)
+        if matrix.bias is not None:
+            put(matrix.bias, torch.zeros(matrix.bias.shape))
+    return module
+
+
+def centre_tap(kernel: Tensor) -> Tensor:
+    """The view (out, in) of the centre tap of a convolution's weight (out, in, ...); tap n // 2 along each axis."""
+    for size in kernel.shape[2:]:
+        kernel = kernel.select(2, size // 2)
+    return kernel
+
+
+# timm and ours, DINOv2 and DeiT-III, transformers' ConvNeXt, torchvision's ConvNeXt, CaiT and BEiT
+FACTOR = re.compile(r"(^|\.)(ls\d?\.gamma|gamma(_\d)?|lambda(_)?\d|layer_scale(_parameter|_\d)?|layer_scale\w*\.\w+)$")
+
+
+@INITIALISERS.register("layer_scale_identity", source="Touvron et al. 2021", needs="residual branches")
+def layer_scale_identity_(
+    module: M, *, value: float = 0.1, where: str = "auto", generator: torch.Generator | None = None
+) -> M:
+    """Scale the output of every residual branch by a small number, `x + value f(x)`: blocks start near the identity.
+
+    In a network with LayerScale, its factors are set. In one without, the last matrix and bias of each branch are
+    multiplied by `value`, which gives the same function.
+
+    Args:
+        module: changed in place: LayerScale's factors, or weights and biases of attention's output projections and
+            MLPs' second layers.
+        value: > 0; published are 0.1 for up to 18 layers, 1e-5 for up to 24, 1e-6 beyond.
+        where: "factors", "matrices", or "auto": factors if the module has any, else matrices.
+        generator: not used.
+
+    Raises:
+        AnatomyError: if the module has neither, or none of the kind given by `where`.
+        UsageError: if an argument is invalid.
+
+    Source: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
+
+    Example:
+        >>> layer_scale_identity_(vit, value=1e-5)
+    """
+    number("value", value)
+    positive("value", value)
+    choice("where", where, ("auto", "factors", "matrices"))
+    factors = [parameter for name, parameter in module.named_parameters() if FACTOR.search(name)]
+    if where == "factors" and not factors:
+        raise AnatomyError(
+            "expected LayerScale factors, found none; use where='matrices' to scale the last matrices of the branches"
+        )
+    if factors and where != "matrices":
+        for factor in factors:
+            put(factor, torch.full(factor.shape, float(value)))
+        return module
+    named = named_tensors(module)
+    heads, hidden = find_attention(named), find_mlps(named)
+    if not heads and not hidden:
+        raise AnatomyError("expected residual branches (attention or MLPs), found none")
+    for part in heads:
+        part.write("o", part.read("o") * value)
+        if (bias := part.read_bias("o")) is not None:
+            part.write_bias("o", bias * value)
+    for mlp in hidden:
+        mlp.write("fc2", mlp.read("fc2") * value)
+        if (bias := mlp.read_bias("fc2")) is not None:
+            mlp.write_bias("fc2", bias * value)
+    return module

@@ -1,0 +1,644 @@
+"""Comparisons of initialisers: a metric against training length, epochs, a parameter, sequence length or gain.
+
+Functions take the rows of a benchmark's `results.json`. A row with `variant_of` looks like the row that this names,
+with open markers and a dotted line.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+
+from weightscope._util.divergence import count_range, divergence
+from weightscope.data.metrics import ACCURACY, Metric
+from weightscope.errors import UsageError
+from weightscope.plots import theme
+from weightscope.plots.text import LABEL, p_value, places, signed, wrap
+
+LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
+_DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
+_FAINT = "#c3c9d1"  # edges that show points near zero, which are white
+_ROW = 0.34  # inches
+_WITHOUT = "without the parameter"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and line of an initialiser; a variant has those of its counterpart, with open markers."""
+
+    colour: str
+    marker: str
+    line: Any
+    open: bool = False
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Keyword arguments of `errorbar` and `Line2D`."""
+        face = "white" if self.open else self.colour
+        return {"color": self.colour, "ls": self.line, "marker": self.marker, "mfc": face, "mew": 1.2, "lw": 1.5} | more
+
+
+def styles_of(rows: Sequence[Row]) -> dict[str, Style]:
+    """The style of each initialiser, in order."""
+    bases = {row["init"]: row.get("variant_of", row["init"]) for row in rows}
+    order = list(dict.fromkeys(bases.values()))
+    return {
+        init: Style(theme.colour(i), theme.marker(i), theme.line(i) if init == base else (0, (1, 1.5)), init != base)
+        for init, base in bases.items()
+        for i in [order.index(base)]
+    }
+
+
+def row_height(names: Sequence[str]) -> float:
+    """Height of a row in inches."""
+    return max(_ROW, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
+
+
+def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
+
+    The interval of a paired difference is drawn around the mean of its arm, and the reference has none; means that are
+    compared with nothing have their own.
+    """
+    compared = any(row.get("difference") is not None for row in everything)
+    found = []
+    for row in rows:
+        shift, interval = row["mean"] - row["difference"] if row.get("difference") is not None else 0.0, row.get("ci95")
+        if compared:
+            interval = row.get("difference_ci95")
+        if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
+            found.append((row["mean"], row["mean"]))
+        else:
+            found.append(tuple(np.clip(np.asarray(interval) + shift, *metric.bounds)))
+    low, high = np.array(found).T
+    return low, high
+
+
+def seeds_note(rows: Sequence[Row]) -> str:
+    """How many seeds a mean has, what its bar is (see `ends`), and how many networks diverged."""
+    counts, lost = [row["n"] for row in rows], divergence(rows)
+    compared = [row for row in rows if row.get("difference") is not None]
+    if set(counts) == {1}:
+        text = "1 seed, so no interval"
+    elif not compared:
+        text = f"mean of {count_range(counts)} seeds with 95 % CI"
+    else:
+        references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
+        text = f"mean of {count_range(counts)} seeds; bars: 95 % CI of the paired difference from {references}"
+        if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
+            text += seeds_text([row.get("pairs") for row in compared]) + " of both"
+    return f"{text}; {lost}" if lost else text
+
+
+def seeds_text(pairs: Sequence[int | None]) -> str:
+    """`, 2 to 8 seeds`: how many differences are over; empty if rows do not have `pairs`."""
+    known = [n for n in pairs if n is not None]
+    return f", {count_range(known)} seed{'s' * (max(known) != 1)}" if known else ""
+
+
+def epochs_text(epochs: float) -> str:
+    """`1 epoch`, `3 epochs`."""
+    return f"{epochs:g} epoch{'s' * (epochs != 1)}"
+
+
+def value_axis(axis: Any, metric: Metric) -> None:
+    """Tick labels of an axis of stored values, in the unit of the axis label."""
+    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    if metric.unit == "%":
+        span = 100 * float(np.ptp(axis.get_view_interval()))
+        axis.set_major_formatter(PercentFormatter(1.0, 0 if span >= 4 else 1 if span >= 0.4 else 2, symbol=""))
+    else:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
+
+
+def difference_axis(axis: Any) -> None:
+    """Tick labels of an axis of differences as they are shown."""
+    axis.set_major_locator(MaxNLocator(6))
+    axis.set_major_formatter(theme.plain)
+
+
+def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
+    """`accuracy minus that of default (points), 8 seeds` for arms, where lower is better, and how many diverged."""
+    unit = metric.difference_unit.removeprefix("percentage ")
+    text = f"{metric.label} minus that of {rows[0]['reference']}" + (f" ({unit})" if unit else "")
+    lost = divergence(rows)
+    return f"{text}{seeds_text([row.get('pairs') for row in rows])}{metric.direction}" + (f"; {lost}" if lost else "")
+
+
+def _line(
+    ax: Axes, x: Sequence[float], rows: Sequence[Row], everything: Sequence[Row], metric: Metric, **style: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """A line of means with the bars of their intervals, whose ends are returned."""
+    mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
+    options = {"ms": 5.5, "elinewidth": 1.1, "capsize": 2.5, **style}
+    ax.errorbar(np.asarray(x, dtype=float), mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], **options)
+    return low, high
+
+
+def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | None = None) -> None:
+    """Ticks at the values that were run, with labels where they do not touch."""
+    place = np.log2 if ax.get_xscale() == "log" else np.asarray
+    low, high = place(np.array(ax.get_xlim()))
+    shown = [values[-1]]
+    for value in reversed(values[:-1]):
+        if place(np.float64(shown[-1])) - place(np.float64(value)) >= 0.055 * (high - low):
+            shown.append(value)
+    names = {value: (text or {}).get(value, f"{value:g}") for value in shown}
+    ax.xaxis.set_major_locator(FixedLocator(list(values)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: names.get(value, "").replace("-", "−")))
+    ax.xaxis.set_minor_locator(NullLocator())
+
+
+def _log2(ax: Axes, values: Sequence[float]) -> None:
+    """A logarithmic horizontal axis with margins."""
+    margin = (values[-1] / values[0]) ** 0.055
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(values[0] / margin, values[-1] * margin)
+
+
+@theme.themed()
+def convergence(
+    summary: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """The test metric against training length with paired 95 % intervals, one line for each initialiser.
+
+    Every point is a full schedule of its length, so the ticks are the lengths that were run; the axis is
+    logarithmic (base 2) if they span a factor of 4. With a single length the initialisers are rows, with the
+    difference from the first. The interval around a mean is that of the paired difference from the first initialiser,
+    which has none itself; a single initialiser has that of its mean. No interval leaves the metric's bounds.
+
+    Args:
+        summary: rows of a benchmark's `results.json`: `init`, `epochs`, `n`, `mean` and `ci95` (fractions for
+            accuracies), `difference` and `p` (None for the reference).
+        ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if there are no rows, or a pair of initialiser and length is duplicated.
+        DataError: if a mean is outside the metric's bounds.
+
+    Example:
+        >>> save(convergence(json.load(open("results.json"))["summary"]), "convergence.png")
+    """
+    rows = list(summary)
+    if not rows or len({(row["init"], row["epochs"]) for row in rows}) < len(rows):
+        raise UsageError("convergence: expected rows that differ in init or epochs, found none or a repeated one")
+    for row in rows:
+        metric.check([row["mean"]], f"`{row['init']}` after {row['epochs']} epochs, mean")
+    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(rows)
+    if len(lengths) == 1:
+        return _single_length(rows, styles, ax, metric, title)
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
+    ax = canvas.ax
+    for order, (init, style) in enumerate(styles.items()):
+        mine = sorted((row for row in rows if row["init"] == init), key=lambda row: row["epochs"])
+        epochs, over = [row["epochs"] for row in mine], 0.01 * order
+        low, high = _line(ax, epochs, mine, rows, metric, label=init, zorder=3 + over, **style.options())
+        ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + over, gid="band")
+    if lengths[-1] >= 4 * lengths[0]:
+        _log2(ax, lengths)
+    _value_ticks(ax, lengths)
+    ax.grid(axis="both")
+    value_axis(ax.yaxis, metric)
+    ax.set_xlabel("training length (epochs" + (", log scale)" if ax.get_xscale() == "log" else ")"))
+    ax.set_ylabel(metric.title + metric.direction)
+    canvas.legend([Line2D([], [], label=init, **style.options()) for init, style in styles.items()], seeds_note(rows))
+    canvas.finish(title)
+    return ax
+
+
+def _single_length(
+    rows: Sequence[Row], styles: Mapping[str, Style], ax: Axes | None, metric: Metric, title: str | None
+) -> Axes:
+    """Initialisers as rows: the mean with its interval, and the difference from the first as text."""
+    names = [wrap(row["init"], 2.3) for row in rows]
+    canvas = theme.Canvas.on(ax, 7.4, 1.0 + row_height(names) * (len(rows) + 0.75))
+    ax = canvas.ax
+    low, high = ends(rows, rows, metric)
+    for y, row in enumerate(rows):
+        style, error = styles[row["init"]], [[row["mean"] - low[y]], [high[y] - row["mean"]]]
+        ax.errorbar([row["mean"]], [y], xerr=error, capsize=3, label=row["init"], **style.options(ms=6.5, ls="none"))
+        if row.get("difference") is None and len(rows) > 1:
+            ax.axvline(row["mean"], color=style.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+    theme.list_axis(ax, range(len(rows)), names, len(rows))
+    heads = [("mean", [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows])]
+    heads += [("difference", [_difference(row, metric) for row in rows])] if len(rows) > 1 else []
+    theme.columns(ax, range(len(rows)), -0.8, heads)
+    value_axis(ax.xaxis, metric)
+    label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {seeds_note(rows)}"
+    ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
+    canvas.finish(title)
+    return ax
+
+
+def _difference(row: Row, metric: Metric) -> str:
+    if row.get("difference") is None:
+        return "reference"
+    interval = row.get("difference_ci95")
+    width = metric.factor * (interval[1] - interval[0]) if interval else 0.0
+    text = signed(metric.factor * row["difference"], places(width))
+    p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
+    return text if p is None else f"{text}, {p_value(p)}"
+
+
+@theme.themed()
+def gain_curve(
+    curve: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """The metric of candidate gains relative to the smallest, with standard errors of the paired differences.
+
+    Candidates stand at equal distances; the chosen one is marked.
+
+    Args:
+        curve: rows with `gain`, `difference` and `difference_se` (fractions for accuracies; None is not drawn), `n` and
+            `chosen`.
+        ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: unless exactly one row is chosen.
+
+    Example:
+        >>> gain_curve(choose_gain("digits.pop").rows())
+    """
+    rows = list(curve)
+    chosen = [i for i, row in enumerate(rows) if row["chosen"]]
+    if len(chosen) != 1:
+        raise UsageError(f"gain curve: expected one chosen gain, found {len(chosen)}")
+    canvas = theme.Canvas.on(ax, 5.6, 3.8)
+    ax = canvas.ax
+    columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
+    y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
+    style = Style(theme.colour(0), "o", "-", open=True).options(ms=5.5)
+    ax.errorbar(np.arange(len(rows)), y, yerr=error, capsize=2.5, elinewidth=1.1, zorder=3, **style)
+    best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": theme.colour(0), "ls": "none"}
+    ax.plot(chosen, y[chosen], ms=8, zorder=4, gid="chosen", **best)
+    theme.reference(ax, 0, upright=False)
+    ax.set_xticks(range(len(rows)), [f"{row['gain']:g}" for row in rows])
+    ax.grid(axis="y")
+    difference_axis(ax.yaxis)
+    ax.set_xlabel("gain of the correlations")
+    unit = f"({metric.difference_unit})" if metric.difference_unit else ""
+    ax.set_ylabel(f"{metric.label} minus that at gain {rows[0]['gain']:g}\n{unit}{metric.direction}".strip("\n; "))
+    label = f"{rows[0]['n']} paired seeds, ± SE"
+    canvas.legend([Line2D([], [], label=label, **style), Line2D([], [], label="chosen", **best)])
+    canvas.finish(title)
+    return ax
+
+
+@theme.themed()
+def metric_curves(
+    curves: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
+
+    A band is the 95 % interval of the difference from the first initialiser, on the seeds of both, around the mean of
+    its own; the first one has none. Bands are of single epochs and initialisers: the more there are, the more often one
+    does not reach the first one's line by chance.
+
+    Args:
+        curves: rows of `weightscope.benchmarking.mean_curves`: `init`, `n`, `networks`, `mean` (E,), and `band`, the
+            lower and upper ends (2, E), or None.
+        ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if there is no curve.
+
+    Example:
+        >>> metric_curves(mean_curves(json.load(open("results.json"))["runs"]))
+    """
+    if not curves:
+        raise UsageError("curves: expected at least one initialiser, found none")
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
+    ax = canvas.ax
+    epochs, handles = np.arange(1, len(curves[0]["mean"]) + 1), []
+    for order, row in enumerate(curves):
+        style: dict[str, Any] = {"color": theme.colour(order), "ls": theme.line(order), "ms": 4.5}
+        style["marker"] = theme.marker(order) if len(epochs) <= 30 else None
+        if row["band"] is not None:
+            ax.fill_between(epochs, *row["band"], color=style["color"], alpha=0.18, lw=0, gid="band")
+        ax.plot(epochs, row["mean"], zorder=3, label=row["init"], **style)
+        handles.append(Line2D([], [], label=row["init"], **style))
+    ax.set_xlabel("epoch")
+    ticks = FixedLocator([1]) if len(epochs) == 1 else MaxNLocator(8, integer=True, min_n_ticks=2)
+    ax.xaxis.set_major_locator(ticks)
+    ax.grid(axis="both")
+    value_axis(ax.yaxis, metric)
+    ax.set_ylabel(metric.title + metric.direction)
+    note = f"mean of {count_range([row['n'] for row in curves])} seeds"
+    if left_out := sum(row["networks"] - row["n"] for row in curves):
+        note += f", {left_out} diverged networks left out"
+    note += f"; bands: 95 % CI of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
+    canvas.legend(handles, note)
+    canvas.finish(title)
+    return ax
+
+
+@theme.themed()
+def accuracy_by_length(
+    by_length: Mapping[int, Sequence[Row]], ax: Axes | None = None, *, title: str | None = None
+) -> Axes:
+    """Test accuracy against the length of the sequences, one line for each initialiser, with paired intervals.
+
+    Bars are the 95 % interval of the difference from the reference on the same seeds at the same length, drawn around
+    the mean and not beyond 0 and 100 %; a single initialiser has the interval of its mean. An initialiser is drawn at
+    the lengths that it has rows for.
+
+    Args:
+        by_length: multiple of the training length -> rows of `summarise` with that length's metric, of one cell and
+            one number of epochs: `init`, `n`, `mean`, `ci95`, `difference`, `difference_ci95` (fractions), `reference`.
+        ax: axes to draw on; a new figure if None.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if there is only one length, or an initialiser occurs twice at one.
+        DataError: if a mean is not a fraction.
+
+    Example:
+        >>> accuracy_by_length({length: summarise(result.runs, accuracy_at(length)) for length in (1, 2, 4)})
+    """
+    lengths, found = sorted(by_length), dict[str, dict[int, Row]]()
+    for length in lengths:
+        for row in by_length[length]:
+            mine = found.setdefault(row["init"], {})
+            if length in mine:
+                raise UsageError(f"accuracy by length: `{row['init']}` occurs twice at {length}x; expected one cell")
+            ACCURACY.check([row["mean"]], f"`{row['init']}` at {length}x, mean")
+            mine[length] = row
+    if len(lengths) < 2 or not found:
+        raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
+    everything = [row for length in lengths for row in by_length[length]]
+    styles = styles_of([row for rows in found.values() for row in rows.values()])
+    canvas = theme.Canvas.on(ax, 6.0, 4.4)
+    ax = canvas.ax
+    for order, (init, rows) in enumerate(found.items()):
+        style = styles[init].options(label=init, zorder=3 + 0.01 * order)
+        _line(ax, [*rows], [*rows.values()], everything, ACCURACY, **style)
+    _log2(ax, lengths)
+    _value_ticks(ax, lengths, {length: f"{length:g}x" for length in lengths})
+    ax.grid(axis="both")
+    value_axis(ax.yaxis, ACCURACY)
+    ax.set_xlabel("length of the sequences, relative to training (log scale)")
+    ax.set_ylabel(ACCURACY.title)
+    handles = [Line2D([], [], label=init, **style.options()) for init, style in styles.items()]
+    canvas.legend(handles, seeds_note(everything))
+    canvas.finish(title)
+    return ax
+
+
+@theme.themed()
+def metric_along(
+    summary: Sequence[Row], axis: str, ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+) -> Axes:
+    """The test metric against a parameter, one line for each initialiser, with paired intervals.
+
+    The parameter is a field of the recipe or a number of an initialiser. Bars are the 95 % interval of the difference
+    from the reference on the same seeds, drawn around the mean, inside the metric's bounds; a single initialiser has
+    the intervals of its means. An initialiser without the parameter is a horizontal line.
+
+    Args:
+        summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`,
+            `difference`, `difference_ci95` (fractions for accuracies), `reference`.
+        axis: the parameter, such as `"network.kernel_size"` or `"mimetic_mlp.sigma"`.
+        ax: axes to draw on; a new figure if None.
+        metric: that is drawn.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if no row has the parameter.
+
+    Example:
+        >>> metric_along(result.arms, "network.kernel_size")
+    """
+    lines = _lines(summary, axis)
+    values: list[Any] = []
+    for row in summary:
+        values += [place[axis]] if axis in (place := _place(row)) and place[axis] not in values else []
+    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    values = sorted(values) if numeric else values
+    at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
+    canvas = theme.Canvas.on(ax, 6.8, 4.4)
+    ax, handles = canvas.ax, []
+    inits = list(dict.fromkeys(init for init, _ in lines))
+    others = list(dict.fromkeys(rest for _, rest in lines))
+    for (init, rest), rows in lines.items():
+        order = inits.index(init) if len(others) == 1 else others.index(rest)
+        style = Style(theme.colour(inits.index(init)), theme.marker(order), theme.line(order)).options(ms=5)
+        if axis not in _place(rows[0]):
+            style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
+            ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
+        else:
+            rows = sorted(rows, key=lambda row: at[repr(_place(row)[axis])])
+            _line(ax, [at[repr(_place(row)[axis])] for row in rows], rows, summary, metric, zorder=3, **style)
+        handles.append(Line2D([], [], label=", ".join(filter(None, [init, rest])), **style))
+    places = [at[repr(value)] for value in values]
+    if numeric and min(places) > 0 and max(places) >= 16 * min(places):
+        ax.set_xscale("log", base=2)
+    _value_ticks(ax, places, {at[repr(value)]: _text(value, axis) for value in values})
+    ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
+    ax.grid(axis="both")
+    value_axis(ax.yaxis, metric)
+    lengths = sorted({row["epochs"] for row in summary})
+    after = f" after {epochs_text(lengths[0])}" if len(lengths) == 1 else ""
+    ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
+    canvas.legend(handles, seeds_note(summary))
+    canvas.finish(title)
+    return ax
+
+
+def _place(row: Row) -> dict[str, Any]:
+    """The fields of the recipe and the numbers of the initialiser that vary."""
+    return {**row.get("cell", {}), **row.get("numbers", {})}
+
+
+def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]]:
+    """(initialiser without its number on the axis, what else varies) -> rows; arms without the parameter come first."""
+    lines: dict[tuple[str, str], list[Row]] = {}
+    several = len({row["epochs"] for row in summary}) > 1
+    for row in sorted(summary, key=lambda row: axis in _place(row)):
+        others = [f"{k.rpartition('.')[2]}={_text(v, k)}" for k, v in row.get("cell", {}).items() if k != axis]
+        others += [epochs_text(row["epochs"])] * several
+        lines.setdefault((label_without(row["init"], axis), ", ".join(others)), []).append(row)
+    if not any(axis in _place(row) for row in summary):
+        known = ", ".join(sorted({key for row in summary for key in _place(row)}))
+        raise UsageError(f"axis: expected one of {known or 'a benchmark with --vary or --grid'}, found {axis!r}")
+    return lines
+
+
+def label_without(label: str, *numbers: str) -> str:
+    """The label of an initialiser without some of its numbers: `a (x=1, y=2)` without `a.x` is `a (y=2)`."""
+    for name in numbers:
+        label = re.sub(rf"(?<=[(\s]){re.escape(name.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
+    return label.replace(", )", ")").replace(" ()", "")
+
+
+def _text(value: Any, name: str) -> str:
+    if value is None:
+        return "all" if name.startswith("data.") else "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@theme.themed()
+def difference_map(
+    summary: Sequence[Row],
+    axes: tuple[str, str],
+    ax: Axes | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    title: str | None = None,
+) -> Axes:
+    """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
+
+    Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
+    the best is framed. Combinations that were not run are grey.
+
+    Args:
+        summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
+            (a fraction for accuracies; rows without one are left out), `p_holm`, `reference`, `pairs`.
+        axes: the parameters along x and y.
+        ax: axes to draw on; a new figure if None.
+        metric: what the differences are of.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if no row has both parameters, or two have the same values of them.
+
+    Example:
+        >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in summary:
+        if row.get("difference") is not None and set(axes) <= set(_place(row)):
+            key = repr(_place(row)[axes[0]]), repr(_place(row)[axes[1]])
+            if key in found:
+                both = f"{found[key]['init']} and {row['init']}"
+                raise UsageError(f"difference map: expected one row at {', '.join(key)}, found {both}")
+            found[key] = row
+    if not found:
+        raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
+    columns, rows = (_in_order([_place(row)[axis] for row in found.values()]) for axis in axes)
+    grid = np.full((len(rows), len(columns)), np.nan)  # as shown
+    width, height = max(0.5 * len(columns), 2.0), max(0.36 * len(rows), 1.8)
+    canvas = theme.Canvas.on(ax, width + 1.9, height + 0.8)
+    ax = canvas.ax
+    for i, j in np.ndindex(grid.shape):
+        if (key := (repr(columns[j]), repr(rows[i]))) in found:
+            grid[i, j] = metric.factor * found[key]["difference"]
+    limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
+    image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            p = found[repr(columns[j]), repr(rows[i])].get("p_holm")
+            weight = "bold" if p is not None and p < LEVEL else "normal"
+            colour = "white" if abs(value) > 0.65 * limit else theme.INK
+            text = signed(value, metric.decimals - 1)
+            ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
+    best = np.unravel_index(np.nanargmax(metric.sign * grid), grid.shape)
+    corner = float(best[1]) - 0.5, float(best[0]) - 0.5
+    ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
+    for axis, values, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
+        axis.set_ticks(range(len(values)), [_text(value, name) for value in values])
+        axis.set_label_text(name)
+        axis.set_tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    theme.colour_bar(ax, image, limit, difference_label(metric, list(found.values())), height=height, beyond=False)
+    canvas.finish(title)
+    return ax
+
+
+def _in_order(values: Sequence[Any]) -> list[Any]:
+    """Distinct values, numbers first and in order."""
+    distinct = [value for i, value in enumerate(values) if value not in values[:i]]
+    return sorted(distinct, key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
+
+
+@theme.themed()
+def alpha_beta_frontier(
+    points: Sequence[Row],
+    ax: Axes | None = None,
+    *,
+    part: str = "qk",
+    metric: Metric = ACCURACY,
+    title: str | None = None,
+) -> Axes:
+    """The diagonal beta of products of attention weights against their noise alpha, for each construction.
+
+    Points of a construction whose ratio of beta and alpha is constant are joined by a line. With differences of a
+    benchmark, points are coloured by them; those that differ from zero at an adjusted level of 0.05 have a dark edge,
+    and the best is framed.
+
+    Args:
+        points: rows with `construction`, `alpha`, `beta` and perhaps `difference` (a fraction for accuracies),
+            `p_holm`, `reference` and `n`.
+        ax: axes to draw on; a new figure if None.
+        part: "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
+        metric: what the differences are of.
+        title: title of the figure, or of the axes given.
+
+    Raises:
+        UsageError: if there is no point.
+
+    Example:
+        >>> alpha_beta_frontier([svd_point(192, 64, 0.1 * i, 0.7, None) for i in range(11)])
+    """
+    if not points:
+        raise UsageError("alpha-beta frontier: expected at least one product, found none")
+    canvas = theme.Canvas.on(ax, 5.6, 5.2)
+    ax = canvas.ax
+    groups: dict[str, list[Row]] = {}
+    for row in points:
+        groups.setdefault(row["construction"], []).append(row)
+    handles = []
+    for order, (name, rows) in enumerate(groups.items()):
+        alpha, beta = (np.array([row[key] for row in rows]) for key in ("alpha", "beta"))
+        style: dict[str, Any] = {"color": theme.colour(order)}
+        compared = [row for row in rows if row.get("difference") is not None]
+        if compared:
+            _coloured(ax, compared, metric)
+            style = {"color": theme.MUTED, "marker": "o", "ls": ""}
+            name += "; dark edge: p < 0.05"
+        elif _on_a_line(alpha, beta):
+            ax.plot([0, *np.sort(alpha)], [0, *beta[np.argsort(alpha)]], lw=1.6, zorder=2, **style)
+            style["ls"] = "-"
+        else:
+            style |= {"marker": theme.marker(order), "ls": ""}
+            ax.plot(alpha, beta, ms=3.4, alpha=0.8, zorder=3, **style)
+        handles.append(Line2D([], [], **style, label=name))
+    ax.set_xlabel("alpha (noise)")
+    ax.set_ylabel("beta (diagonal)" if part == "qk" else "beta (minus the diagonal)")
+    ax.grid(axis="both")
+    ax.margins(0.04)
+    canvas.legend(handles)
+    canvas.finish(title)
+    return ax
+
+
+def _on_a_line(alpha: np.ndarray, beta: np.ndarray) -> bool:
+    """Whether the ratio of beta and alpha is the same everywhere, to 10 %."""
+    if (np.abs(alpha) < 1e-9).any() or len(alpha) < 2:
+        return False
+    ratio = beta / alpha
+    return bool(np.ptp(ratio) < 0.1 * np.abs(ratio).max())
+
+
+def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
+    """Points in the colours of their differences, as they are shown."""
+    values = metric.factor * np.array([row["difference"] for row in rows])
+    limit = theme.colour_limit(values, 1.0)
+    sure = [row.get("p_holm") is not None and row["p_holm"] < LEVEL for row in rows]
+    edges = [theme.INK if one else _FAINT for one in sure]
+    alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
+    drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
+    best = int(np.argmax(metric.sign * values))
+    ax.scatter(alpha[best], beta[best], s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
+    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), height=3.4, beyond=False)

@@ -1,0 +1,139 @@
+"""Text in figures: line breaks, numbers, and tensor names shortened for labels."""
+
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+
+FONT = "DejaVu Sans"  # ships with matplotlib, so figures do not depend on installed fonts
+TITLE, LABEL, SMALL = 10.5, 9.0, 8.0  # points
+_WIDTH = 0.56  # of a mean character, relative to the font size; bold ones are 1.13 times as wide
+
+_LONG = 22  # characters; longer names are abbreviated, then cut in the middle
+_CUT = 30
+_NUMBERED = re.compile(r"\b([A-Za-z_]+)\.(\d+)(?=\.)")
+
+
+def inches(text: str, size: float = SMALL) -> float:
+    """About how wide a text is; layout engines do the rest."""
+    return max(map(len, text.split("\n"))) * _WIDTH * size / 72
+
+
+def wrap(text: str, width: float, size: float = SMALL) -> str:
+    """Break a text into lines of about `width` inches; `size` TITLE is bold."""
+    characters = int(width * 72 / (_WIDTH * size * (1.13 if size == TITLE else 1)))
+    lines = [textwrap.fill(line, max(8, characters), break_on_hyphens=False) for line in text.split("\n")]
+    return "\n".join(lines)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number as text: 0.0012, 1.5, 12,300, 1.2×10⁻⁷, with a typographic minus sign."""
+    if not math.isfinite(value):
+        return "not finite" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e6:
+        text = f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+    else:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        text = f"{mantissa}×10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return text.replace("-", "−")
+
+
+def signed(value: float, places: int) -> str:
+    """A difference with its sign: +2.1, −0.4, 0.0."""
+    text = f"{value:+,.{places}f}"
+    return text[1:] if round(value, places) == 0 else text.replace("-", "−")
+
+
+def places(width: float) -> int:
+    """The number of decimals that shows an interval of this width to two digits."""
+    return min(6, max(0, 1 - math.floor(math.log10(width)))) if width > 0 and math.isfinite(width) else 1
+
+
+def interval(low: float, high: float) -> str:
+    """`+0.4 to +2.1`, to two digits of its width."""
+    return f"{signed(low, places(high - low))} to {signed(high, places(high - low))}"
+
+
+def p_value(p: float) -> str:
+    """A p-value: `p = 0.012`, `p = 2×10⁻⁹`, `p < 10⁻³⁰⁰`."""
+    if p < 1e-300:
+        return "p < 10⁻³⁰⁰"
+    return f"p = {p:.2g}" if p >= 1e-3 else f"p = {number(p, 1)}"
+
+
+def rounded_up(limit: float) -> float:
+    """The limit of a colour scale, rounded up to two digits so that the printed value is exact."""
+    if limit <= 0:
+        return limit
+    step = 10.0 ** (math.floor(math.log10(limit)) - 1)
+    return float(f"{math.ceil(limit / step * (1 - 1e-12)) * step:.2g}")
+
+
+def short_names(names: Sequence[str]) -> tuple[list[str], str]:
+    """Names without the parts that they all share.
+
+    `stages.0.blocks.0.mlp.fc1.weight` and `stages.0.blocks.1.mlp.fc2.weight` become `blocks.0.mlp.fc1` and
+    `blocks.1.mlp.fc2`: a numbered word keeps its number. If names are still long, numbered words are abbreviated,
+    `b0.mlp.fc1`. Distinct names stay distinct.
+
+    Returns:
+        The short names, and a remark that explains them, empty if nothing was shortened.
+    """
+    names = list(names)
+    parts = [name.split(".") for name in names]
+    first = last = 0
+    if len(names) > 1 and not any("(" in name for name in names):
+        first = _shared(parts, min(map(len, parts)) - 1)
+        last = _shared([p[first:][::-1] for p in parts], min(len(p) - first for p in parts) - 1)
+    while first and any(p[first].isdigit() for p in parts):
+        first -= 1
+    short = [".".join(p[first : len(p) - last]) for p in parts]
+    remarks = [f"{short[0]} is {names[0]}"] if first or last else []
+    if any(len(name) > _LONG for name in short):
+        prefixes = _prefixes(short)
+        abbreviated = [_NUMBERED.sub(lambda m: f"{prefixes[m[1]]}{m[2]}", name) for name in short]
+        if len(set(abbreviated)) == len(set(short)) and prefixes:
+            remarks.append(", ".join(f"{prefix} = {word}" for word, prefix in prefixes.items() if word != prefix))
+            short = abbreviated
+    cut = [name if len(name) <= _CUT else f"{name[: _CUT // 2 - 1]}…{name[-_CUT // 2 :]}" for name in short]
+    return (cut if len(set(cut)) == len(set(short)) else short), "; ".join(filter(None, remarks))
+
+
+def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
+    """The number of leading parts that all have in common."""
+    count = 0
+    while count < most and len({p[count] for p in parts}) == 1:
+        count += 1
+    return count
+
+
+def _prefixes(names: Sequence[str]) -> dict[str, str]:
+    """For each numbered word, the shortest prefix that no other such word begins with."""
+    words = sorted({m[1] for name in names for m in _NUMBERED.finditer(name)})
+    return {
+        word: next((word[:n] for n in range(1, len(word)) if sum(w.startswith(word[:n]) for w in words) == 1), word)
+        for word in words
+    }
+
+
+def merged(names: Sequence[str], most: int) -> list[tuple[str, int, int]]:
+    """Neighbouring names grouped under their common parent until at most `most` groups remain, if possible.
+
+    Returns:
+        (label, index of the first name, index after the last). `a.0.w`, `a.0.b`, `a.1.w` become `a.0 (2)`, `a.1.w`.
+    """
+    groups = [(name, i, i + 1) for i, name in enumerate(names)]
+    depth = max(name.count(".") for name in names)
+    while len(groups) > most and depth > 0:
+        joined: list[tuple[str, int, int]] = []
+        for name, start, stop in ((".".join(names[g[1]].split(".")[:depth]), *g[1:]) for g in groups):
+            if joined and joined[-1][0] == name:
+                joined[-1] = (name, joined[-1][1], stop)
+            else:
+                joined.append((name, start, stop))
+        groups, depth = joined, depth - 1
+    return [(names[a] if b - a == 1 else f"{label} ({b - a})", a, b) for label, a, b in groups]

@@ -1,0 +1,517 @@
+"""Kronecker factorisations of covariances: sums of products exactly, matrix and tensor normals by maximum likelihood.
+
+Order throughout: the covariance is of vec(W), row-major, for matrices W (p, n), and A (x) B means `np.kron(A, B)` with
+A (p, p) between rows and B (n, n) between columns: `Cov(W_ij, W_kl) = A_ik B_jl`. For filters this is Sigma' of thesis
+Eq. 3.1, whose row `k*i + j` belongs to pixel (i, j), not the block form of its figures.
+
+The rearrangement of Van Loan and Pitsianis (1993), `R[(i, k), (j, l)] = Sigma[(i, j), (k, l)]` (p^2, n^2), turns
+A (x) B into vec(A) vec(B)^T, and preserves the Frobenius norm. A symmetric Sigma maps symmetric matrices to symmetric
+and antisymmetric to antisymmetric ones, so R splits into two blocks of about half its size, decomposed separately.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from scipy.linalg import cholesky, solve_triangular
+from scipy.sparse.linalg import LinearOperator, eigsh, svds
+
+from weightscope.errors import DataError, UsageError
+
+_DENSE = 400  # rows up to which a block is decomposed fully; beyond it by Lanczos if few terms are needed
+_EQUAL = 1e-10  # relative distance of singular values that are treated as equal
+_ZERO = 1e-13  # singular values below this share of |Sigma|_F are rounding errors
+_POWERS, _CONVERGED = 40, 3e-15
+_SYMMETRY = 1e-6  # largest difference across the diagonal, as a share of the largest entry
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerSum:
+    """A covariance as a sum of r Kronecker products, `sum over i of A_i (x) B_i`.
+
+    Attributes:
+        rows: A_i, (r, p, p), each symmetric or antisymmetric.
+        columns: B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` if `same`.
+        values: (r,), the norms of the terms, `|A_i|_F |B_i|_F`, descending. Terms are orthogonal to each other.
+        norm: |Sigma|_F.
+        same: whether each term is A_i (x) A_i.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    values: np.ndarray
+    norm: float
+    same: bool
+
+    @property
+    def terms(self) -> int:
+        """r; smaller than requested if fewer terms are exact (or, for A (x) A, no further term reduces the error)."""
+        return len(self.values)
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Explained variance of each term (r,): `values^2 / |Sigma|_F^2`."""
+        return (self.values / self.norm) ** 2
+
+    @property
+    def explained(self) -> float:
+        """Explained variance, `1 - |Sigma - sum|_F^2 / |Sigma|_F^2 = sum of values^2 / |Sigma|_F^2`."""
+        return min(1.0, float(self.shares.sum()))
+
+    def matrix(self) -> np.ndarray:
+        """The sum, (p n, p n). Only the first term is guaranteed to be positive semi-definite."""
+        p, n = self.rows.shape[1], self.columns.shape[1]
+        return np.einsum("rik,rjl->ijkl", self.rows, self.columns).reshape(p * n, p * n)
+
+    def text(self) -> str:
+        """One line for each term, and one for their sum."""
+        kind = "A (x) A" if self.same else "A (x) B"
+        p, n = self.rows.shape[1], self.columns.shape[1]
+        lines = [f"{kind}, A {p} x {p} between rows, B {n} x {n} between columns:"]
+        lines += [f"  term {i}: {share:8.3%} of the squared norm" for i, share in enumerate(self.shares)]
+        return "\n".join([*lines, f"  together {self.explained:.3%}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, without the matrices."""
+        return {
+            "same": self.same,
+            "terms": self.terms,
+            "rows": self.rows.shape[1],
+            "columns": self.columns.shape[1],
+            "norm": self.norm,
+            "values": self.values.tolist(),
+            "shares": self.shares.tolist(),
+            "explained": self.explained,
+        }
+
+
+def kronecker_sum(
+    covariance: np.ndarray, p: int | None = None, n: int | None = None, *, terms: int = 1, same: bool = False
+) -> KroneckerSum:
+    """The sum of r Kronecker products nearest to a covariance in the Frobenius norm, without iteration.
+
+    `same=False`: `min |Sigma - sum_i A_i (x) B_i|_F` over all A_i (p, p) and B_i (n, n). The optimum is the truncated
+    singular value decomposition of the rearrangement R (Eckart and Young 1936; Van Loan and Pitsianis 1993); no choice
+    of r terms leaves a smaller residual, and min(p^2, n^2) terms leave none.
+
+    `same=True`: `min |Sigma - sum_i A_i (x) A_i|_F` over all A_i (p, p). With a_i = vec(A_i) this is
+    `min |R - sum_i a_i a_i^T|_F`, of which only the symmetric part of R takes part, and the optimum is its positive
+    semi-definite truncation: a_i = sqrt(lambda_i) v_i with the r largest positive eigenvalues. It is the global
+    optimum, over factors that need not be symmetric; the part of Sigma that is odd under transposition of W remains.
+
+    For a positive semi-definite Sigma the A and B of the first term are positive semi-definite: R and its symmetric
+    part preserve positive semi-definite matrices, so a leading singular vector is one (Krein and Rutman 1948); if it is
+    not unique, the projection of the identity is taken. Signs are chosen so that traces are not negative.
+
+    Args:
+        covariance: (p n, p n), symmetric; it need not be positive semi-definite.
+        p: rows of the matrices W whose row-major vec has this covariance; None for square W, the filters' case.
+        n: columns; None for (size of the covariance) / p.
+        terms: r, at most min(p^2, n^2).
+        same: one factor for rows and columns, for square W (thesis 3.1.1).
+
+    Raises:
+        DataError: if the covariance is not square, finite and symmetric, has no such factors, or is zero.
+        UsageError: if `terms` is out of range, or `same` is given for W that are not square.
+
+    Source: thesis section 3.1.1 (Fig. 3.5), which minimises the same error by gradient descent.
+
+    Example:
+        >>> fit = kronecker_sum(np.kron(A, A), same=True)
+        >>> np.allclose(fit.rows[0], A), fit.explained
+        (True, 1.0)
+    """
+    sigma = _checked(covariance)
+    p, n = _sizes(len(sigma), p, n)
+    if same and p != n:
+        raise UsageError(f"same: A (x) A needs square matrices, found {p} x {n}; use same=False for A (x) B")
+    if isinstance(terms, bool) or not isinstance(terms, int | np.integer) or not 1 <= terms <= min(p, n) ** 2:
+        raise UsageError(f"terms: expected an integer from 1 to {min(p, n) ** 2} for {p} x {n} matrices, found {terms}")
+    norm = float(np.linalg.norm(sigma))
+    if norm == 0:
+        raise DataError("expected a covariance other than zero for its Kronecker factors")
+    even, odd = _blocks(sigma / norm, p, n)
+    found = _matrices(_decomposed(even, terms, same, _identity(p), _identity(n)), p, n, 1)
+    last = found[0][terms - 1] if len(found[0]) >= terms else 0.0
+    if odd.size and np.linalg.norm(odd) > max(last, _ZERO):  # its singular values are not larger than its norm
+        found = _merged(found, _matrices(_decomposed(odd, terms, same, None, None), p, n, -1), terms)
+    kept = found[0] > _ZERO
+    values, left, right = found[0][kept] * norm, found[1][kept], found[2][kept]
+    if same:
+        rows = columns = left * np.sqrt(values)[:, None, None]
+    else:
+        rows, columns = left * (values / math.sqrt(n))[:, None, None], right * math.sqrt(n)
+    return KroneckerSum(rows, columns, values, norm, same)
+
+
+def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, diagonal: bool = True) -> float:
+    """`1 - |Sigma - S|_F^2 / |Sigma|_F^2`: 1 where S is exact, 0 for S = 0, negative where S is worse than that.
+
+    Args:
+        covariance: Sigma (D, D).
+        approximation: S (D, D).
+        diagonal: include the variances. Without them the number describes the dependence alone: a large part of any
+            diagonal Sigma is a Kronecker product.
+
+    Raises:
+        DataError: if the shapes differ, or all entries of Sigma in question are zero.
+
+    Example:
+        >>> explained_variance(sigma, kronecker_sum(sigma).matrix(), diagonal=False)
+        0.83
+    """
+    sigma, other = np.asarray(covariance, dtype=np.float64), np.asarray(approximation, dtype=np.float64)
+    if sigma.ndim != 2 or sigma.shape != other.shape or sigma.shape[0] != sigma.shape[1]:
+        raise DataError(f"expected two covariances of one size, found {sigma.shape} and {other.shape}")
+    counted = np.ones(sigma.shape, dtype=bool) if diagonal else ~np.eye(len(sigma), dtype=bool)
+    total = float(np.sum(sigma[counted] ** 2))
+    if not total > 0:
+        raise DataError(
+            "expected a covariance with entries other than zero, found none" + " off the diagonal" * (not diagonal)
+        )
+    return 1.0 - float(np.sum((sigma - other)[counted] ** 2)) / total
+
+
+_Triples = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (r,), left (r, ...), right (r, ...)
+
+
+def _matrices(triples: _Triples, p: int, n: int, sign: int) -> _Triples:
+    """Vectors as matrices, left (r, p, p) and right (r, n, n), with their common sign fixed."""
+    values, left, right = triples[0], _unpacked(triples[1], p, sign), _unpacked(triples[2], n, sign)
+    flat = right.reshape(len(right), n * n)
+    deciding = np.take_along_axis(flat, np.abs(flat).argmax(axis=1)[:, None], axis=1)[:, 0]
+    traces = np.trace(right, axis1=1, axis2=2)
+    deciding = np.where(np.abs(traces) > 1e-12, traces, deciding)  # vectors have norm 1
+    signs = np.where(deciding < 0, -1.0, 1.0)[:, None, None]
+    return values, left * signs, right * signs
+
+
+def _merged(one: _Triples, other: _Triples, terms: int) -> _Triples:
+    """The largest `terms` triples of both, those of `one` first among equals."""
+    order = np.argsort(-np.concatenate([one[0], other[0]]), kind="stable")[:terms]
+    values, left, right = (np.concatenate(pair)[order] for pair in zip(one, other, strict=True))
+    return values, left, right
+
+
+def _checked(covariance: np.ndarray) -> np.ndarray:
+    sigma = np.asarray(covariance, dtype=np.float64)
+    if sigma.ndim != 2 or sigma.shape[0] != sigma.shape[1] or sigma.size == 0:
+        raise DataError(f"expected a covariance (D, D), found {sigma.shape}")
+    largest = float(np.abs(sigma).max())
+    if not math.isfinite(largest):
+        raise DataError(f"the covariance has {int((~np.isfinite(sigma)).sum())} non-finite entries")
+    asymmetry = float(np.abs(sigma - sigma.T).max())
+    if asymmetry > _SYMMETRY * largest:
+        raise DataError(f"expected a symmetric covariance, found an asymmetry of {asymmetry:.3g}")
+    return sigma if asymmetry == 0 else 0.5 * (sigma + sigma.T)
+
+
+def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
+    for name, value in (("p", p), ("n", n)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+            raise UsageError(f"{name}: expected an integer >= 1, found {value!r}")
+    if p is None and n is None:
+        p = math.isqrt(size)
+        if p * p != size:
+            raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
+    if p is None and n is not None:
+        p = size // n
+    assert p is not None  # given, or derived above
+    p, n = int(p), int(size // p if n is None else n)
+    if p * n != size:
+        raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {(size, size)}")
+    return p, n
+
+
+@lru_cache(maxsize=32)
+def _pairs(p: int, n: int, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Flat indices in Sigma of (ik, jl) and (ik, lj) for pairs i <= k, j <= l (i < k, j < l), and the weights."""
+    shift = 0 if sign > 0 else 1
+    (i, k), (j, l) = np.triu_indices(p, shift), np.triu_indices(n, shift)  # noqa: E741 - the formula's letter
+    size = p * n
+    straight = (i[:, None] * n + j) * size + k[:, None] * n + l
+    crossed = (i[:, None] * n + l) * size + k[:, None] * n + j
+    weights = np.outer(np.where(i == k, math.sqrt(0.5), 1.0), np.where(j == l, math.sqrt(0.5), 1.0))
+    return straight, crossed, weights
+
+
+def _blocks(sigma: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """R between symmetric matrices (p (p+1)/2, n (n+1)/2) and between antisymmetric ones, in orthonormal bases."""
+    flat = np.ascontiguousarray(sigma).reshape(-1)
+    straight, crossed, weights = _pairs(p, n, 1)
+    even = (flat[straight] + flat[crossed]) * weights
+    straight, crossed, _ = _pairs(p, n, -1)
+    return even, flat[straight] - flat[crossed]
+
+
+@lru_cache(maxsize=32)
+def _identity(p: int) -> np.ndarray:
+    """The identity in the basis of symmetric matrices."""
+    i, k = np.triu_indices(p)
+    return (i == k).astype(np.float64)
+
+
+def _unpacked(vectors: np.ndarray, p: int, sign: int) -> np.ndarray:
+    """Rows (r, ...) in the basis of symmetric (antisymmetric) matrices as matrices (r, p, p)."""
+    places, signs = _places(p, sign)
+    return (np.take(vectors, places, axis=1) * signs).reshape(len(vectors), p, p)
+
+
+@lru_cache(maxsize=32)
+def _places(p: int, sign: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry of a (p, p) matrix its index in the basis, and its weight there, both (p^2,)."""
+    i, k = np.triu_indices(p, 0 if sign > 0 else 1)
+    places, weights = np.zeros((p, p), dtype=np.intp), np.zeros((p, p))
+    places[i, k] = places[k, i] = np.arange(len(i))
+    weights[k, i] = sign * math.sqrt(0.5)
+    weights[i, k] = np.where(i == k, 1.0, math.sqrt(0.5))
+    return places.reshape(-1), weights.reshape(-1)
+
+
+def _decomposed(
+    block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
+) -> _Triples:
+    """The leading singular triples (eigenpairs with positive values if `same`), vectors in rows."""
+    if terms == 1 and right_identity is not None:
+        found = _dominant(0.5 * (block + block.T) if same else block, right_identity, same)
+        if found is not None:
+            return found
+    lanczos = min(block.shape) > _DENSE and 10 * terms < min(block.shape)
+    if lanczos:
+        values, left, right = _lanczos(block, terms, same, left_identity, right_identity)
+    elif same:
+        values, vectors = np.linalg.eigh(0.5 * (block + block.T))
+        left = right = vectors.T
+    else:
+        vectors, values, right = np.linalg.svd(block, full_matrices=False)
+        left = vectors.T
+    order = np.argsort(-values, kind="stable")
+    order = order[values[order] > 0]
+    values, left, right = values[order], left[order], right[order]
+    if left_identity is not None and not lanczos:
+        left, right = _aligned(values, left, right, left_identity)
+    return values[:terms], left[:terms], right[:terms]
+
+
+def _dominant(block: np.ndarray, identity: np.ndarray, same: bool) -> _Triples | None:
+    """The leading triple by power iteration, if it has more than half of the squared norm: no other can be larger.
+
+    This holds for most covariances of filters. For a symmetric block it is the eigenpair, if its value is positive.
+    None if it is uncertain, or converges slowly.
+    """
+    right = identity / np.linalg.norm(identity)
+    for _ in range(_POWERS):
+        left = block @ right
+        value = math.sqrt(left @ left)
+        if value == 0:
+            return None
+        left /= value
+        new = left @ block
+        new /= math.sqrt(new @ new)
+        change = new - right
+        right = new
+        if change @ change < _CONVERGED**2:
+            left = block @ right
+            value = math.sqrt(left @ left)
+            left /= value
+            left = right if same and left @ right > 0 else left
+            certain = 2.0 * value**2 > float(np.vdot(block, block)) * (1 + 1e-12)
+            return (np.array([value]), left[None], right[None]) if certain and (left is right or not same) else None
+    return None
+
+
+def _lanczos(
+    block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
+) -> _Triples:
+    """By Lanczos from the identity, which finds its projection if the leading vector is not unique."""
+    start = left_identity if block.shape[0] <= block.shape[1] else right_identity
+    if start is None:
+        start = np.random.default_rng(0).standard_normal(min(block.shape))
+    if same:
+        values, vectors = eigsh(0.5 * (block + block.T), k=terms, which="LA", v0=start)
+        return values, vectors.T, vectors.T
+    operator = LinearOperator(block.shape, matvec=block.dot, rmatvec=block.T.dot, dtype=np.float64)
+    vectors, values, right = svds(operator, k=terms, v0=start, tol=0)
+    return values, vectors.T, right
+
+
+def _aligned(
+    values: np.ndarray, left: np.ndarray, right: np.ndarray, identity: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """If the leading value is not simple, rotate its vectors so that the first is the identity's projection."""
+    equal = int((values >= values[:1].max(initial=0.0) * (1 - _EQUAL)).sum())
+    weights = left[:equal] @ identity
+    if equal < 2 or np.linalg.norm(weights) < 1e-8 * np.linalg.norm(identity):
+        return left, right
+    turn = np.linalg.qr(np.column_stack([weights, np.eye(equal)]))[0].T  # (equal, equal), first row ~ the weights
+    left, right = (np.concatenate([turn @ v[:equal], v[equal:]]) for v in (left, right))
+    return left, right
+
+
+@dataclass(frozen=True)
+class MatrixNormal:
+    """A matrix-normal covariance R (x) C.
+
+    Attributes:
+        rows: R, (p, p).
+        columns: C, (n, n), with trace n, which fixes the scale between R and C.
+        iterations: of the flip-flop algorithm.
+        converged: whether the tolerance was reached.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    iterations: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class TensorNormal:
+    """A tensor-normal covariance S_1 (x) ... (x) S_K.
+
+    Attributes:
+        factors: S_k, (d_k, d_k); all but the first have trace d_k, which fixes their scales.
+        iterations: of the flip-flop algorithm.
+        converged: whether the tolerance was reached.
+    """
+
+    factors: tuple[np.ndarray, ...]
+    iterations: int
+    converged: bool
+
+
+def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> MatrixNormal:
+    """The maximum-likelihood matrix normal by the flip-flop algorithm (Dutilleul 1999), without a pn x pn matrix.
+
+    `tensor_normal` for K = 2: R <- sum over k of W_k C^-1 W_k^T / (N n), C <- sum over k of W_k^T R^-1 W_k / (N p).
+
+    Args:
+        matrices: (N, p, n), already centred.
+        tolerance: on the log-likelihood per number, in nats.
+        max_iterations: limit, after which `converged` is False.
+
+    Raises:
+        DataError: if there are too few matrices for an estimate (a factor becomes singular).
+
+    Example:
+        >>> fit = matrix_normal(w - w.mean(axis=0))
+        >>> covariance = np.kron(fit.rows, fit.columns)
+    """
+    fit = tensor_normal(matrices, tolerance=tolerance, max_iterations=max_iterations)
+    rows, columns = fit.factors
+    return MatrixNormal(rows, columns, fit.iterations, fit.converged)
+
+
+def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> TensorNormal:
+    """The maximum-likelihood tensor normal of order K by the flip-flop algorithm, without the dense covariance.
+
+    Cov(vec X) = S_1 (x) ... (x) S_K for X (d_1, ..., d_K) in row-major order. In turn, for each axis k,
+
+        S_k <- d_k / (N D) sum over samples of X_(k) (S_1 (x) .. without k .. (x) S_K)^-1 X_(k)^T,   D = d_1 ... d_K,
+
+    with X_(k) the matrix of axis k against all others, until the log-likelihood per number changes by less than the
+    tolerance. S_k has full rank only if N D / d_k >= d_k, which is checked for every axis. This is necessary but not
+    sufficient for a maximum to exist (Manceur and Dutilleul 2013; the exact thresholds are in Derksen, Makam and Walter
+    2022); where there is none, a factor becomes singular, which is an error, too. Means of entries that were estimated
+    from the same N samples take one of them.
+
+    Args:
+        arrays: (N, d_1, ..., d_K), already centred.
+        tolerance: on the log-likelihood per number, in nats.
+        max_iterations: limit, after which `converged` is False.
+
+    Raises:
+        DataError: if there are too few samples for an estimate.
+
+    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011;
+    for matrices Dutilleul 1999.
+
+    Example:
+        >>> fit = tensor_normal(w - w.mean(axis=0))  # w (N, L, p, n)
+        >>> covariance = np.kron(np.kron(fit.factors[0], fit.factors[1]), fit.factors[2])
+    """
+    x = np.asarray(arrays, dtype=np.float64)
+    samples, shape = len(x), x.shape[1:]
+    kind = "matrix" if len(shape) == 2 else "tensor"
+    if fewest := [-(-d * d // math.prod(shape)) for d in shape if samples * math.prod(shape) < d * d]:
+        things = "matrices" if kind == "matrix" else "samples"
+        raise DataError(
+            f"{kind} normal of shape {shape}: expected more {things}, found {samples}; "
+            f"at least {max(fewest)} are necessary for factors of full rank"
+        )
+    factors, logs = [np.eye(d) for d in shape], [0.0] * len(shape)
+    previous, converged, steps = np.inf, False, 0
+    while steps < max_iterations and not converged:
+        steps += 1
+        for axis, size in enumerate(shape):
+            white = x
+            for other, factor in enumerate(factors):
+                if other != axis:
+                    white, logs[other] = _whiten(factor, white, other, kind)
+            flat = np.moveaxis(white, axis + 1, 0).reshape(size, -1)
+            factors[axis] = flat @ flat.T / flat.shape[1]
+        logs[-1] = _log_determinant(_factor(factors[-1], kind))
+        # With the last factor matched to the others the quadratic term is constant; only determinants change.
+        value = sum(log / size for log, size in zip(logs, shape, strict=True))
+        converged = abs(previous - value) < tolerance
+        previous = value
+    scales = [np.trace(factor) / len(factor) for factor in factors[1:]]
+    scaled = [factor / scale for factor, scale in zip(factors[1:], scales, strict=True)]
+    return TensorNormal((factors[0] * math.prod(scales), *scaled), steps, converged)
+
+
+def _whiten(matrix: np.ndarray, x: np.ndarray, axis: int, kind: str) -> tuple[np.ndarray, float]:
+    """Samples (N, d_1, ..., d_K) times L^-1 along an axis, for `matrix` = L L^T, and its log determinant."""
+    factor = _factor(matrix, kind)
+    front = np.moveaxis(x, axis + 1, 0)
+    white = solve_triangular(factor, front.reshape(len(factor), -1), lower=True)
+    return np.moveaxis(white.reshape(front.shape), 0, axis + 1), _log_determinant(factor)
+
+
+def _log_determinant(factor: np.ndarray) -> float:
+    return 2.0 * float(np.log(np.diag(factor)).sum())
+
+
+def _factor(matrix: np.ndarray, kind: str) -> np.ndarray:
+    try:
+        factor = cholesky(matrix, lower=True)
+    except np.linalg.LinAlgError:
+        factor = None
+    # A rank-deficient factor can pass with rounding errors on its diagonal.
+    if factor is None or np.diag(factor).min() ** 2 < 1e-13 * np.trace(matrix) / len(matrix):
+        raise DataError(
+            f"{kind} normal: too few {'matrices' if kind == 'matrix' else 'samples'} for an estimate, "
+            "or linearly dependent slices of an axis"
+        )
+    return factor
+
+
+def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """The R (p, p) and C (n, n) that minimise |covariance - R (x) C|_F (Van Loan and Pitsianis 1993).
+
+    One term of `kronecker_sum`, scaled as in `MatrixNormal`. For a positive semi-definite covariance both factors are
+    positive semi-definite.
+
+    Args:
+        covariance: (p n, p n).
+        p: rows of the matrix whose row-major vec has this covariance.
+        n: its columns.
+
+    Returns:
+        R, C with trace n, and the relative error |covariance - R (x) C|_F / |covariance|_F.
+
+    Raises:
+        DataError: if the covariance does not have shape (p n, p n), is not finite or symmetric, or is zero.
+
+    Example:
+        >>> rows, columns, error = nearest_kronecker(np.kron(R, C), len(R), len(C))
+    """
+    fit = kronecker_sum(covariance, p, n)
+    columns = fit.columns[0]
+    trace = np.trace(columns)
+    # A covariance has a positive diagonal, and so has the optimal C; another symmetric matrix can have trace 0.
+    scale = trace / n if abs(trace) > 1e-12 * np.linalg.norm(columns) else 1.0
+    left = float(np.linalg.norm(np.asarray(covariance) - fit.matrix())) / fit.norm
+    return fit.rows[0] * scale, columns / scale, left

@@ -1,0 +1,183 @@
+"""MLP matrices over networks: stripes (variances of group means), and the correlation of W1 with the transposed W2."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics.moments import finite_rows
+
+
+@dataclass(frozen=True)
+class StripeRatio:
+    """The variance of group means over networks, relative to that of independent entries.
+
+    Attributes:
+        value: 1 in expectation under independence.
+        ci95: 95 % confidence interval.
+        p: two-sided p-value of the hypothesis that the ratio is 1.
+    """
+
+    value: float
+    ci95: tuple[float, float]
+    p: float
+
+
+@dataclass(frozen=True)
+class StripeResult:
+    """Stripes of a matrix W (p, n) over N networks.
+
+    Attributes:
+        column: of the n column means (for fc1, over the p hidden units, one for each input channel).
+        row: of the p row means (over the n columns).
+        grand: of the mean of all entries.
+        networks: N, without the excluded ones.
+        excluded: networks left out because they contain a non-finite number.
+        shape: (p, n).
+    """
+
+    column: StripeRatio
+    row: StripeRatio
+    grand: StripeRatio
+    networks: int
+    excluded: int
+    shape: tuple[int, int]
+
+    @property
+    def ratios(self) -> dict[str, StripeRatio]:
+        """Kind of mean -> its ratio."""
+        return {"column": self.column, "row": self.row, "grand": self.grand}
+
+
+def stripes(matrices: Any) -> StripeResult:
+    r"""Variance over networks of column, row and grand means, relative to independent entries.
+
+    Each entry's mean over networks is subtracted first, E = W - mean, which removes fixed patterns. The
+    column ratio is
+
+        R = [sum over k, j of (mean over i of E_kij)^2 / n] / [sum over k, i, j of E_kij^2 / (p n) / p]
+
+    and its expectation is 1 (up to a term of order 1/N, as both parts have expectation proportional to
+    N - 1) when the entries are uncorrelated, even if their variances differ: then
+    Var(mean over i of E_ij) = sum over i of v_ij / p^2. The row ratio swaps the axes; the grand ratio compares
+    the mean of all entries with v / (p n). Networks are independent of each other, so the jackknife over
+    networks of log R gives the standard error, with Student's t on N - 1 degrees of freedom; leaving
+    network k out multiplies its squares by N / (N - 1) before they are subtracted, which is exact.
+
+    Args:
+        matrices: (N, p, n), or (N, p, ...) whose trailing axes are flattened to columns. Non-finite networks
+            are left out and counted.
+
+    Raises:
+        DataError: if there are fewer than 3 usable networks, the shape is wrong or nothing varies.
+
+    Example:
+        >>> fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
+        >>> stripes(fc1).column.value
+        1.52
+    """
+    array = np.asarray(matrices)
+    if array.ndim < 3 or array.size == 0:
+        raise DataError(f"stripes: expected matrices (N, p, n), found {array.shape}")
+    array = array.reshape(len(array), array.shape[1], -1)
+    usable = finite_rows(array.reshape(len(array), -1))
+    centred = array[usable].astype(np.float64)
+    networks, p, n = centred.shape
+    if networks < 3:
+        raise DataError(f"stripes: expected at least 3 finite networks, found {networks}")
+    centred -= centred.mean(axis=0)
+    total = np.einsum("kij,kij->k", centred, centred) / (p * n)  # (N,)
+    if not total.sum() > 0:
+        raise DataError("stripes: expected matrices that vary over networks, found constant ones")
+    columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
+    return StripeResult(
+        column=_ratio(np.einsum("kj,kj->k", columns, columns) / n * p, total),
+        row=_ratio(np.einsum("ki,ki->k", rows, rows) / p * n, total),
+        grand=_ratio(columns.mean(axis=1) ** 2 * (p * n), total),
+        networks=networks,
+        excluded=int(len(array) - networks),
+        shape=(p, n),
+    )
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
+    """`sum(above) / sum(below)` with a jackknife interval over networks, on the logarithm; inputs (N,)."""
+    n = len(above)
+    value = above.sum() / below.sum()
+    if value <= 1e-20:  # group means that are zero in every network, such as after centring
+        return StripeRatio(float(value), (float(value), float(value)), 0.0)
+    scale = n / (n - 1)
+    left_out = np.log((above.sum() - scale * above) / (below.sum() - scale * below))  # (N,)
+    error = np.sqrt((n - 1) / n * np.sum((left_out - left_out.mean()) ** 2))
+    half = stats.t.ppf(0.975, n - 1) * error
+    low, high = value * np.exp(-half), value * np.exp(half)
+    p = 2.0 * stats.t.sf(abs(np.log(value)) / error, n - 1) if error > 0 else float(value == 1.0)
+    return StripeRatio(float(value), (float(low), float(high)), float(p))
+
+
+@dataclass(frozen=True)
+class TransposedCorrelation:
+    """The mean over i, j of the correlation of W1[i, j] with W2[j, i] over networks.
+
+    Attributes:
+        value: the mean.
+        ci95: its 95 % interval.
+        p: two-sided, of a mean of 0.
+        entries: number of pairs (i, j) that vary.
+        n: number of networks.
+    """
+
+    value: float
+    ci95: tuple[float, float]
+    p: float
+    entries: int
+    n: int
+
+
+def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedCorrelation:
+    """The mean correlation of W1[i, j] with W2[j, i], that is of each hidden unit's input and output weights.
+
+        r_ij = sum_n z1_ij(n) z2_ji(n) / (N - 1),   value = mean over i, j of r_ij
+
+    with z the deviations from the mean over networks in units of the standard deviation. The value is the sum over
+    networks of s(n) = mean_ij z1_ij(n) z2_ji(n), over N - 1; networks are independent, so the interval is that of a
+    mean of N numbers s(n), by Student's t. The correlation of different entries of one network does not matter.
+
+    Args:
+        first: W1 (N, p, d).
+        second: W2 (N, d, p).
+
+    Raises:
+        UsageError: if the shapes are not transposed.
+        DataError: if there are fewer than 3 networks or no entry varies.
+
+    Source: MLP paper, section 3 (anticorrelated W1 and W2 in ViTs, Fig. 1b).
+    """
+    if first.ndim != 3 or second.shape != (len(first), first.shape[2], first.shape[1]):
+        raise UsageError(f"expected W1 (N, p, d) and W2 (N, d, p), found {first.shape} and {second.shape}")
+    n = len(first)
+    if n < 3:
+        raise DataError(f"expected at least 3 networks, found {n}")
+    z1 = _standardised(first.reshape(n, -1))
+    z2 = _standardised(second.transpose(0, 2, 1).reshape(n, -1))
+    varies = (z1 != 0).any(0) & (z2 != 0).any(0)
+    if not varies.any():
+        raise DataError("expected weights that vary over the networks, found none")
+    shares = np.einsum("ne,ne->n", z1[:, varies], z2[:, varies]) / varies.sum()
+    value = float(shares.sum() / (n - 1))
+    error = float(shares.std(ddof=1)) / math.sqrt(n)
+    half = float(stats.t.isf(0.025, n - 1)) * error
+    p = float(2 * stats.t.sf(abs(value) / error, n - 1)) if error > 0 else 0.0
+    return TransposedCorrelation(value, (max(-1.0, value - half), min(1.0, value + half)), p, int(varies.sum()), n)
+
+
+def _standardised(rows: np.ndarray) -> np.ndarray:
+    """Columns of mean 0 and variance 1 (divisor N - 1), float64; zero where a column does not vary."""
+    centred = rows.astype(np.float64)
+    varies = np.ptp(centred, axis=0) > 0
+    centred -= centred.mean(0)
+    deviation = centred.std(0, ddof=1)
+    return np.divide(centred, deviation, out=np.zeros_like(centred), where=varies)

@@ -1,0 +1,290 @@
+"""Covariances beyond memory: the matrix panel by panel on disk, or its leading eigenpairs only."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from scipy.linalg import blas, eigh
+
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics.gram import add_gram
+from weightscope.statistics.moments import BLOCK, finite_rows
+
+# The passes hold about this many arrays of BLOCK rows: read ahead, waiting, centred in float64, rounded, cut.
+_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Mean and variance of every coordinate, from one pass over rows.
+
+    Attributes:
+        mean: (D,) float64.
+        variance: (D,) float64, divisor n - 1.
+        n: number of finite rows.
+        excluded: number of rows left out because they contain a non-finite number.
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    n: int
+    excluded: int
+
+
+def margins(chunks: Iterable[np.ndarray], size: int) -> Margins:
+    """Means and variances in one pass, merged block by block (Chan, Golub and LeVeque 1983, Eq. 2.1).
+
+    Args:
+        chunks: rows (n, D), float32 or float64.
+        size: D.
+
+    Raises:
+        DataError: if fewer than 2 rows are finite.
+    """
+    mean, squares, n, excluded = np.zeros(size), np.zeros(size), 0, 0
+    for rows in chunks:
+        good = rows[finite_rows(rows)]
+        excluded += len(rows) - len(good)
+        if not len(good):
+            continue
+        # About its first row: a constant column has a sum of squares of exactly zero.
+        z = np.subtract(good, good[0], dtype=np.float64)
+        shift = z.mean(axis=0)
+        z -= shift
+        distance = good[0] + shift - mean if n else np.zeros(size)
+        mean = mean + distance * (len(good) / (n + len(good))) if n else good[0] + shift
+        squares += np.einsum("ij,ij->j", z, z) + distance**2 * (n * len(good) / (n + len(good)))
+        n += len(good)
+    if n < 2:
+        raise DataError(f"expected at least 2 finite rows, found {n} ({excluded} excluded as not finite)")
+    return Margins(mean, squares / (n - 1), n, excluded)
+
+
+def write_covariance(
+    passes: Callable[[], Iterable[np.ndarray]],
+    size: int,
+    file: BinaryIO,
+    *,
+    dtype: Any = np.float32,
+    correlation: bool = False,
+    memory: int = 2 << 30,
+) -> Margins:
+    """Write the (D, D) covariance of rows as a `.npy` file, in memory independent of N and D^2.
+
+        C[p, :] = sum over rows of (x - mean)_p (x - mean)^T / (n - 1)   for panels p of consecutive coordinates
+
+    The first pass computes the means; each further one fills as many rows of C as fit into `memory`, from the diagonal
+    on, and their transpose. Products are exact to the precision's rounding: rows are centred in float64.
+
+    Args:
+        passes: called for every pass; yields the same rows (n, D) each time, in blocks of at most 256.
+        size: D.
+        file: open for writing, at its start.
+        dtype: float32 or float64, of the sums and of the file.
+        correlation: divide by both standard deviations; rows of constant coordinates are NaN.
+        memory: bytes for the panel and for blocks of rows.
+
+    Returns:
+        Means, variances and counts.
+
+    Raises:
+        UsageError: if the memory does not suffice for one row of C and the blocks.
+        DataError: if fewer than 2 rows are finite, or two passes differ.
+    """
+    dtype = np.dtype(dtype)
+    left = memory - _BLOCKS * BLOCK * size * 8
+    step = min(size, left // (size * dtype.itemsize))
+    if step < 1:
+        need = (_BLOCKS * BLOCK * 8 + dtype.itemsize) * size
+        raise UsageError(f"memory: {size} coordinates need at least {need} bytes, found {memory}")
+    known = margins(passes(), size)
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (size, size)})
+    file.flush()
+    start = file.tell()
+    os.ftruncate(file.fileno(), start + size * size * dtype.itemsize)
+    with np.errstate(divide="ignore"):
+        scale = np.where(known.variance > 0, 1 / np.sqrt(known.variance), np.nan) if correlation else None
+    for top in range(0, size, step):
+        bottom = min(size, top + step)
+        panel = _panel(passes(), known, top, bottom, dtype)
+        panel /= known.n - 1
+        if scale is not None:
+            panel *= scale[top:bottom, None].astype(dtype)
+            panel *= scale[top:].astype(dtype)
+            panel[np.arange(bottom - top), np.arange(bottom - top)] = np.where(
+                known.variance[top:bottom] > 0, 1, np.nan
+            )
+        _put(file, start, size, top, panel)
+    return known
+
+
+def _panel(rows: Iterable[np.ndarray], known: Margins, top: int, bottom: int, dtype: np.dtype) -> np.ndarray:
+    """Sums of products of coordinates top to bottom with those from top on, (bottom - top, D - top)."""
+    gemm = blas.dgemm if dtype == np.float64 else blas.sgemm
+    out = np.zeros((bottom - top, len(known.mean) - top), dtype)
+    n, centre = 0, known.mean[top:]
+    for block in _pieces(rows):
+        z = np.subtract(block[:, top:], centre, dtype=np.float64).astype(dtype, copy=False)
+        n += len(z)
+        # out.T is (D - top, panel) in Fortran order: one call adds in place.
+        gemm(1.0, z.T, np.ascontiguousarray(z[:, : bottom - top]).T, beta=1.0, c=out.T, trans_b=1, overwrite_c=1)
+    if n != known.n:
+        raise DataError(f"expected {known.n} finite rows in every pass, found {n}; did the data change?")
+    return out
+
+
+def _pieces(chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The finite rows, at most BLOCK at a time."""
+    for rows in chunks:
+        good = finite_rows(rows)
+        rows = rows if good.all() else rows[good]
+        for first in range(0, len(rows), BLOCK):
+            yield rows[first : first + BLOCK]
+
+
+def _put(file: BinaryIO, start: int, size: int, top: int, panel: np.ndarray) -> None:
+    """Write a panel's rows, and the part right of the diagonal block transposed as columns."""
+    width, item = len(panel), panel.itemsize
+
+    def write(row: int, column: int, values: np.ndarray) -> None:
+        data = np.ascontiguousarray(values).data.cast("B")
+        position = start + (row * size + column) * item
+        while data:
+            done = os.pwrite(file.fileno(), data, position)
+            data, position = data[done:], position + done
+
+    for i in range(width):
+        panel[i, :i] = panel[:i, i]  # symmetric to the bit
+    for i, row in zip(count(top), panel, strict=False):
+        write(i, top, row)
+    for first in range(width, panel.shape[1], BLOCK):
+        block = np.ascontiguousarray(panel[:, first : first + BLOCK].T)
+        for i, row in zip(count(top + first), block, strict=False):
+            write(i, top, row)
+
+
+_COLUMNS = 2048  # columns of the data that are centred at once
+_OVERSAMPLING = 16
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """The leading eigenpairs of the covariance of n rows.
+
+    Attributes:
+        values: (r,), descending; variances along the vectors.
+        vectors: (r, D), orthonormal rows; the largest entry of each is positive.
+        mean: (D,).
+        total: the trace of the covariance.
+        n: number of finite rows.
+        excluded: number of rows left out because they contain a non-finite number.
+        method: "gram" (exact) or "randomised".
+    """
+
+    values: np.ndarray
+    vectors: np.ndarray
+    mean: np.ndarray
+    total: float
+    n: int
+    excluded: int
+    method: Literal["gram", "randomised"]
+
+    @property
+    def explained(self) -> np.ndarray:
+        """The share of the total variance along each vector, (r,)."""
+        return self.values / self.total if self.total else np.zeros_like(self.values)
+
+
+def top_eigenpairs(
+    passes: Callable[[], Iterable[np.ndarray]],
+    size: int,
+    rank: int,
+    *,
+    memory: int = 2 << 30,
+    power: int = 4,
+    seed: int = 0,
+) -> Eigenpairs:
+    """The `rank` leading eigenpairs of C = X^T X / (n - 1), X the centred rows (n, D).
+
+    If the rows fit into `memory` and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives `V = S^-1 U^T X`
+    (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace iteration (Halko,
+    Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are then lower
+    bounds, and close if the spectrum decays.
+
+    Args:
+        passes: called for every pass; yields the same rows (n, D) each time.
+        size: D.
+        rank: r, at most n - 1 and D.
+        memory: bytes that the rows may take.
+        power: passes of the randomised method.
+        seed: of its start.
+
+    Raises:
+        UsageError: if the rank is not between 1 and min(n - 1, D).
+        DataError: if fewer than 2 rows are finite.
+    """
+    held = _held(passes(), memory)
+    known = margins(passes() if held is None else held, size)
+    if not 1 <= rank <= min(known.n - 1, size):
+        raise UsageError(f"rank: expected 1 to {min(known.n - 1, size)} for {known.n} rows of {size}, found {rank}")
+    method: Literal["gram", "randomised"]
+    if held is not None and known.n <= size:
+        method, (values, vectors) = "gram", _by_gram(held, known, rank)
+    else:
+        again = passes if held is None else lambda: held
+        method, (values, vectors) = "randomised", _randomised(again, known, rank, power=power, seed=seed)
+    vectors *= np.sign(vectors[np.arange(rank), np.abs(vectors).argmax(axis=1)])[:, None]
+    return Eigenpairs(values, vectors, known.mean, float(known.variance.sum()), known.n, known.excluded, method)
+
+
+def _held(chunks: Iterable[np.ndarray], memory: int) -> list[np.ndarray] | None:
+    """All rows in memory, or None if they take more than that."""
+    out, size = [], 0
+    for chunk in chunks:
+        size += chunk.nbytes
+        if size > memory:
+            return None
+        out.append(chunk)
+    return out
+
+
+def _by_gram(held: list[np.ndarray], known: Margins, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    good = [chunk[finite_rows(chunk)] for chunk in held] if known.excluded else held
+    parts = [slice(a, a + _COLUMNS) for a in range(0, len(known.mean), _COLUMNS)]
+
+    def centred(part: slice) -> np.ndarray:
+        return np.concatenate([np.subtract(rows[:, part], known.mean[part], dtype=np.float64) for rows in good])
+
+    gram = np.zeros((known.n, known.n), order="F")
+    for part in parts:
+        add_gram(gram, np.ascontiguousarray(centred(part).T))
+    squares, u = eigh(
+        gram, lower=False, subset_by_index=(known.n - rank, known.n - 1), overwrite_a=True, check_finite=False
+    )
+    squares, u = squares[::-1], u[:, ::-1]
+    varying = int((squares > known.n * np.finfo(float).eps * squares[0]).sum())
+    if varying < rank:
+        raise UsageError(f"rank: expected at most {varying}, the rank of the rows, found {rank}")
+    vectors = np.concatenate([u.T @ centred(part) for part in parts], axis=1)
+    return squares / (known.n - 1), vectors / np.sqrt(squares)[:, None]
+
+
+def _randomised(
+    passes: Callable[[], Iterable[np.ndarray]], known: Margins, rank: int, *, power: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    size = len(known.mean)
+    width = min(rank + _OVERSAMPLING, size)
+    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((size, width)))[0]
+    image = basis
+    for _ in range(max(1, power)):
+        basis = np.linalg.qr(image)[0]
+        image = np.zeros_like(basis)
+        for rows in passes():
+            z = np.subtract(rows[finite_rows(rows)], known.mean, dtype=np.float64)
+            image += z.T @ (z @ basis)
+        image /= known.n - 1
+    values, turn = np.linalg.eigh(basis.T @ image)  # Rayleigh-Ritz
+    return values[::-1][:rank].clip(0), np.ascontiguousarray((basis @ turn[:, ::-1][:, :rank]).T)

@@ -1,0 +1,269 @@
+"""The batches of images: random numbers, augmentation, mixing, labels, a teacher, and the evaluation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weightscope._util.seeding import Purpose, numpy_generator
+from weightscope.data import Dataset
+from weightscope.data.augment import augment, draws_needed, erase, normalise
+from weightscope.data.config import AugmentConfig
+from weightscope.recipe import Recipe
+from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.batches import hits
+from weightscope.training.distillation import Distillation
+from weightscope.training.kernels import functions
+from weightscope.training.loop_networks import LoopNetworks
+
+EVALUATION_IMAGES = 250
+CALIBRATION_BATCHES = 8
+_PURPOSES = (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP, Purpose.CUTMIX, Purpose.DROP_PATH)
+
+
+class ImageBatches:
+    """The `Batches` of a data set of images.
+
+    Args:
+        recipe: batch size, augmentation, mixup, CutMix, label smoothing and precision.
+        ids: the indices of T networks.
+        data: the images.
+        device: of all tensors.
+        nets: the networks.
+        distillation: the teacher's term of the losses, if there is one.
+    """
+
+    reported = ("train_loss", "train_accuracy")
+    evaluated = ("test_accuracy", "test_loss")
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        ids: Sequence[int],
+        data: Dataset,
+        device: torch.device,
+        nets: BatchedNetworks | LoopNetworks,
+        distillation: Distillation | None = None,
+    ) -> None:
+        self.recipe, self.nets, self.distillation, self.device = recipe, nets, distillation, device
+        self.augment = recipe.images.augment
+        self.dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
+        self.images, self.labels = data.train_images.to(device), data.train_labels.to(device)
+        self.test_images, self.test_labels = data.test_images.to(device), data.test_labels.to(device)
+        self.mean, self.std = data.mean.to(device), data.std.to(device)
+        self.classes = data.info.classes
+        self.batch = min(recipe.training.batch_size, len(self.images))
+        self.steps = len(self.images) // self.batch
+        self.random = RandomNumbers(
+            recipe,
+            ids,
+            images=len(self.images),
+            size=self.images.shape[-1],
+            batch=self.batch,
+            drop_paths=nets.drop_paths,
+        )
+
+    def draw(self) -> dict[str, Tensor]:
+        """See `RandomNumbers.draw`."""
+        return self.random.draw()
+
+    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Losses and accuracies (T,) of a batch of training images, augmented and mixed."""
+        labels = self.labels[numbers["order"]]  # (T, B)
+        targets = smooth(labels, self.recipe.training.label_smoothing, self.classes)  # (T, B, K)
+        if "shares" in numbers:  # each image is mixed with the one at the mirrored place of its batch
+            share = label_shares(numbers["shares"], numbers.get("boxes"), self.images.shape[-1])[:, None, None]
+            targets = share * targets + (1 - share) * targets.flip(1)
+        if "paths" in numbers:
+            self.nets.drop(numbers["paths"])
+        logits = self._logits(numbers).float()  # (T, B, K)
+        losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
+        if self.distillation is not None:
+            losses = losses + self.distillation.losses(logits)
+        return losses, hits(logits.detach(), labels).mean(1)
+
+    def _logits(self, numbers: dict[str, Tensor]) -> Tensor:
+        """Logits (T, B, K) of the training images `order` (T, B), augmented and mixed."""
+        index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
+        assert index is not None
+        moments = (self.mean, self.std)
+        plain = self.distillation is None and fused(self.recipe)  # a teacher sees the images, too
+        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and plain:
+            load = functions.backend("triton").load_images
+            return self.nets.of_channels(load(self.images, index, draws, shares, moments, self.augment, self.dtype))
+        found = load_images(self.images, index, draws, shares, moments, self.augment, numbers.get("boxes"))
+        if self.distillation is not None:
+            self.distillation.observe(found)
+        return self.nets(found.to(self.dtype))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Tensor]:
+        """Return `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm."""
+        calibration = self.images[: self.batch * CALIBRATION_BATCHES].split(self.batch)
+        self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
+        self.nets.eval()
+        loss = torch.zeros(self.nets.count, device=self.device)
+        correct = torch.zeros_like(loss)
+        for start in range(0, len(self.test_images), EVALUATION_IMAGES):
+            part = slice(start, start + EVALUATION_IMAGES)
+            images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
+            logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
+            loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
+            correct += hits(logits, labels).sum(1)
+        count = len(self.test_images)
+        return {"test_loss": loss / count, "test_accuracy": correct / count}
+
+
+def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
+    """Target distributions (..., K) of labels (...): 1 - s + s/K at the label and s/K elsewhere."""
+    off = smoothing / classes
+    targets = torch.full((*labels.shape, classes), off, device=labels.device)
+    return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)
+
+
+class RandomNumbers:
+    """Draws one epoch's numbers after the other.
+
+    Args:
+        recipe: batch order, augmentation, mixup and CutMix.
+        ids: the indices of T networks.
+        images: number of training images.
+        size: S, side of an image.
+        batch: B.
+        drop_paths: L, how many DropPath layers a network has.
+    """
+
+    def __init__(
+        self, recipe: Recipe, ids: Sequence[int], *, images: int, size: int, batch: int, drop_paths: int
+    ) -> None:
+        self.recipe, self.images, self.size, self.batch, self.drop_paths = recipe, images, size, batch, drop_paths
+        self.steps = images // batch
+        root = recipe.population.seed
+        self.streams = {purpose: [numpy_generator(root, k, purpose) for k in ids] for purpose in _PURPOSES}
+
+    def draw(self) -> dict[str, Tensor]:
+        """The numbers of the next epoch, a row for each step.
+
+        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
+        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
+        `shares` (steps, T): the share of each image in its mixture, if mixup or CutMix is used: a draw from
+        Beta(mixup, mixup), or 1 where the batch has CutMix.
+        `boxes` (steps, T, 4): the rectangles of CutMix, if it is used; empty where the batch has mixup.
+        `paths` (steps, T, B, L): uniform numbers of the DropPath layers, if any.
+        """
+        steps, training = self.steps, self.recipe.training
+        needed = draws_needed(self.recipe.images.augment)
+        numbers: dict[str, list[np.ndarray]] = {"order": [self._order(s) for s in self.streams[Purpose.ORDER]]}
+        if needed:
+            numbers["draws"] = self._uniform(Purpose.AUGMENT, needed)
+        if training.mixup:
+            alpha = training.mixup
+            numbers["shares"] = [s.beta(alpha, alpha, steps).astype(np.float32) for s in self.streams[Purpose.MIXUP]]
+        if training.cutmix:
+            mixup = numbers.get("shares", [None] * len(self.streams[Purpose.CUTMIX]))
+            found = [self._cutmix(s, shares) for s, shares in zip(self.streams[Purpose.CUTMIX], mixup, strict=True)]
+            numbers["shares"], numbers["boxes"] = [shares for shares, _ in found], [boxes for _, boxes in found]
+        if self.drop_paths:
+            numbers["paths"] = self._uniform(Purpose.DROP_PATH, self.drop_paths)
+        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
+
+    def _order(self, stream: np.random.Generator) -> np.ndarray:
+        return stream.permutation(self.images)[: self.steps * self.batch].reshape(self.steps, self.batch)
+
+    def _uniform(self, purpose: Purpose, each: int) -> list[np.ndarray]:
+        shape = (self.steps, self.batch, each)
+        return [stream.random(shape, dtype=np.float32) for stream in self.streams[purpose]]
+
+    def _cutmix(self, stream: np.random.Generator, mixup: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Shares (steps,) and boxes (steps, 4) of one network, whose batches have either mixup or CutMix."""
+        training, steps = self.recipe.training, self.steps
+        chance, kept = stream.random(steps), stream.beta(training.cutmix, training.cutmix, steps)
+        boxes = cutmix_boxes(kept, stream.random((steps, 2)), self.size)
+        if mixup is None:
+            return np.ones(steps, np.float32), boxes
+        cut = chance < training.mixup_switch
+        return np.where(cut, np.float32(1), mixup), boxes * cut[:, None]
+
+
+def fused(recipe: Recipe) -> bool:
+    """Whether Triton's `load_images` covers what the recipe does to its images."""
+    config = recipe.images.augment
+    other = config.operations or config.resized_crop or config.erasing or recipe.training.cutmix
+    return not other
+
+
+def load_images(
+    images: Tensor,
+    index: Tensor,
+    draws: Tensor | None,
+    shares: Tensor | None,
+    moments: tuple[Tensor, Tensor],
+    config: AugmentConfig,
+    boxes: Tensor | None = None,
+) -> Tensor:
+    """Augmented, normalised and mixed images.
+
+    Args:
+        images: uint8 (n, C, H, W), the whole training set.
+        index: (T, B), the images of each network's batch.
+        draws: (T, B, P) uniform numbers for `augment`, or None without augmentation.
+        shares: (T,), the mixup coefficients, or None without mixup and CutMix.
+        moments: mean and standard deviation of the channels, (C,) each.
+        config: the augmentation.
+        boxes: (T, 4), the rectangles of CutMix, or None without CutMix; see `cutmix_boxes`.
+
+    Returns:
+        (T, B, C, H, W), float.
+    """
+    raw = images[index.reshape(-1)]
+    if draws is not None:
+        raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
+    found = normalise(raw, *moments)
+    if draws is not None:
+        found = erase(found, draws.reshape(-1, draws.shape[-1]), config)
+    found = found.view(*index.shape, *raw.shape[1:])
+    if shares is not None:  # each image is mixed with the one at the mirrored place of its batch
+        share = shares[:, None, None, None, None]
+        other = found.flip(1)
+        found = share * found + (1 - share) * other
+        if boxes is not None:
+            found = torch.where(_inside(boxes, found.shape[-1])[:, None, None], other, found)
+    return found
+
+
+def cutmix_boxes(shares: np.ndarray, centres: np.ndarray, size: int) -> np.ndarray:
+    """Rectangles of CutMix: sides `floor(S sqrt(1 - share))` around a random pixel, clipped at the border.
+
+    Args:
+        shares: (steps,), of the image that is kept.
+        centres: (steps, 2), uniform numbers in [0, 1) for row and column.
+        size: S, side of the images.
+
+    Returns:
+        (steps, 4) int64: first row, row after the last, first column, column after the last.
+
+    Source: Yun et al., CutMix, 2019, section 3.1; timm's Mixup in mode "batch".
+    """
+    side = np.floor(size * np.sqrt(1 - shares)).astype(np.int64)[:, None]
+    first = np.floor(size * centres).astype(np.int64) - side // 2  # (steps, 2)
+    edges = np.stack([first, first + side], axis=2).clip(0, size)
+    return edges.reshape(-1, 4)
+
+
+def label_shares(shares: Tensor, boxes: Tensor | None, size: int) -> Tensor:
+    """The weight (T,) of an image's own label: its share of the mixture, less the part of the area that is pasted."""
+    if boxes is None:
+        return shares
+    top, bottom, left, right = boxes.unbind(1)
+    return shares - (bottom - top) * (right - left) / size**2
+
+
+def _inside(boxes: Tensor, size: int) -> Tensor:
+    """Whether each pixel is in the box, (T, S, S)."""
+    position = torch.arange(size, device=boxes.device)
+    rows, columns = (
+        (position >= boxes[:, at, None]) & (position < boxes[:, at + 1, None]) for at in (0, 2)
+    )  # (T, S) each
+    return rows[:, :, None] & columns[:, None, :]
