@@ -29,7 +29,7 @@ from weightscope._util.environment import environment, usable_cores
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
-from weightscope.population.shard_format import seeds_of
+from weightscope.population.shards import seeds_of
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.moments import Moments

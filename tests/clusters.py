@@ -20,6 +20,10 @@ import pytest
 from weightscope.training.workers import Workers
 
 HERE = Path(__file__).parent
+TORTURE = bool(os.environ.get("TORTURE"))
+"""Whether to run what takes minutes, too: `make torture`."""
+
+torture = pytest.mark.skipif(not TORTURE, reason="takes minutes; set TORTURE=1")
 
 
 def _python_path() -> str:

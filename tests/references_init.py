@@ -61,20 +61,15 @@ def impulse_map(rows, columns, dy, dx):
     return out
 
 
-def impulse_adam(codes, target, k, steps, rate, generator=None, decay=False, start=None):
-    """Algorithm 1 of the impulse paper: Adam on Q and K (d, k) for one head. Returns Q, K."""
+def impulse_adam(codes, target, k, steps, rate, start):
+    """Algorithm 1 of the impulse paper: Adam on Q and K (d, k) for one head, from a start. Returns Q, K."""
     x = torch.nn.functional.layer_norm(codes.float(), codes.shape[1:])
-    d = x.shape[1]
-    start = start or [torch.randn(d, k, generator=generator) / math.sqrt(d) for _ in range(2)]
     q, key = (value.clone().requires_grad_() for value in start)
     adam = torch.optim.Adam([q, key], lr=rate)
-    for step in range(steps):
-        if decay:
-            adam.param_groups[0]["lr"] = rate * (1 - step / steps)
+    for _ in range(steps):
         found = torch.softmax((x @ q) @ (x @ key).T / math.sqrt(k), dim=-1)
-        loss = torch.nn.functional.mse_loss(found, target.float())
         adam.zero_grad()
-        loss.backward()
+        torch.nn.functional.mse_loss(found, target.float()).backward()
         adam.step()
     return q.detach(), key.detach()
 

@@ -19,7 +19,6 @@ import weightscope
 from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
-from weightscope.benchmarking import run as training
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import Chance, above_chance, chance_of, holm, mean_interval, paired
 from weightscope.data.metrics import ACCURACY
@@ -31,7 +30,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.training import request
+from weightscope.training import collection, request
 from weightscope.training.initial_weights import resolve
 
 RECIPE = Recipe.parse(
@@ -246,12 +245,11 @@ def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkey
     request.weight_hashes(plan)
     assert read[-1] == "teacher", "what was passed does not outlive the benchmark"
 
-    def changing(task: Any, options: dict[str, Any]) -> None:
-        train(task, options)
+    def changing(*arguments: Any, **options: Any) -> None:
+        collection.train(*arguments, **options)
         save_file(build_for(plan).state_dict(), names[0])
 
-    train = training.train
-    monkeypatch.setattr(training, "train", changing)
+    monkeypatch.setattr("weightscope.benchmarking.run.train", changing)
     with pytest.raises(DataError, match=r"weights .*a\.safetensors has changed while networks were trained"):
         bench(plan, inits[:2], tmp_path / "other", seeds=2, device="cpu", progress=False, workers=1)
 

@@ -19,15 +19,15 @@ from weightscope import plots
 from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
 from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
-from weightscope.benchmarking.plan import _makespan, _seconds_of
-from weightscope.benchmarking.run import planned
+from weightscope.benchmarking.plan import _makespan
+from weightscope.benchmarking.run import Design
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import devices
-from weightscope.training.engine import TileRun
+from weightscope.training.planning import TileCost, tile_costs
 
 PLAIN: dict[str, Any] = {
     "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
@@ -181,7 +181,7 @@ def test_workers_change_nothing_and_a_sweep_stays_in_its_table(tmp_path: Path) -
     two = bench(recipe, out=tmp_path / "two", **{**OPTIONS, "workers": 2})
     assert len(one.runs) == 8
     assert [r["accuracy"] for r in one.runs] == [r["accuracy"] for r in two.runs]
-    fewer = planned(recipe, init=["default"], seeds=3)[1]
+    fewer = Design.of(recipe, ["default"], seeds=3).arms
     assert [(arm.init, arm.recipe.population.networks) for arm in fewer] == [("default", 3)] * 2, "arguments come first"
     with pytest.raises(RecipeError, match=r"bench\.seedz: unknown key"):
         Recipe.parse({**PLAIN, "bench": {"seedz": 2}})
@@ -247,43 +247,37 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
 
 def test_the_plan_holds_validation_images_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a batch is smaller than they are."""
-    steps: list[int] = []
-
-    def timed(run: TileRun, few: int) -> tuple[float, float]:
-        steps.append(run.steps_per_epoch)
-        return _seconds_of(run, few)
-
-    monkeypatch.setattr(plans, "_seconds_of", timed)
+    found: list[TileCost] = []
+    monkeypatch.setattr(plans, "tile_costs", lambda *given: found.extend(tile_costs(*given)) or found)
     recipe = RECIPE.replace({"data.validation": 30})
     plan = plan_bench(recipe, ["default"], tmp_path, seeds=2, workers=1, device="cpu")
     assert plan.seconds is not None
-    assert steps == [(64 - 30) // 16]
+    assert [cost.steps for cost in found] == [(64 - 30) // 16]
 
 
 def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length: 10 epochs with one evaluation were planned with five of those of 2 epochs."""
-    monkeypatch.setattr(plans, "_seconds_of", lambda run, few: (0.0, 100.0))
+    monkeypatch.setattr(plans, "tile_costs", lambda requests, _: [TileCost(0.0, 0.0, 4, 100.0)] * len(requests))
     given: dict[str, Any] = {"epochs": (2, 10), "seeds": 2, "workers": 1, "device": "cpu"}
     for evaluate, evaluations in (("end", 2), ("epoch", 12)):
         plan = plan_bench(RECIPE.replace({"training.evaluate": evaluate}), ["default"], tmp_path, **given)
-        assert plan.cells[0]["seconds"] == pytest.approx(100 * evaluations, abs=50)
+        assert plan.cells[0]["seconds"] == 100 * evaluations
 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a worker does; the comparison is not a part of each tile."""
+    """The comparison is not a part of each tile, nor of each arm."""
     checked, asked = devices._checked, []
 
-    def slow(recipe: Recipe, *rest: Any) -> Any:
+    def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
-        time.sleep(2)
         return checked(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_checked", slow)
+    monkeypatch.setattr(devices, "_checked", counted)
     monkeypatch.setattr(devices, "_choices", {})
-    recipe = RECIPE.replace({"data.test": 39})  # not measured in another test
-    plan = plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, epochs=(1, 2, 3), seeds=2, workers=1, device="cpu")
+    recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
+    given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
+    plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)
     assert len(asked) == 1
-    assert 2 <= plan.cells[0]["seconds"] < 8, "6 tiles with a comparison each take 12 s"
 
 
 def test_the_time_of_workers_is_that_of_the_one_that_ends_last() -> None:
@@ -303,20 +297,20 @@ def fitted(tmp_path: Path) -> tuple[PopulationFit, Path]:
 def test_a_benchmark_shares_no_seed_with_the_population_of_its_artifact(fitted: tuple[PopulationFit, Path]) -> None:
     result, path = fitted
     assert result.provenance["recipe"]["population"]["seed"] == 0
-    recipe, arms = planned(path.parent / "old.pop", init=["default", path], seeds=4)
-    assert recipe.population.seed == 1_000_000
-    assert {arm.recipe.population.seed for arm in arms} == {1_000_000}
+    design = Design.of(path.parent / "old.pop", ["default", path], seeds=4)
+    assert design.recipe.population.seed == 1_000_000
+    assert {arm.recipe.population.seed for arm in design.arms} == {1_000_000}
     for seed in (7, 0):
         if seed:
-            assert planned(RECIPE, init=["default", path], seed=seed)[0].population.seed == seed
+            assert Design.of(RECIPE, ["default", path], seed=seed).recipe.population.seed == seed
             continue
         with pytest.raises(UsageError, match="seed: expected one that no artifact was fitted to, found 0"):
-            planned(RECIPE, init=["default", path], seed=seed)
-    assert planned(RECIPE, init=["default"], seed=0)[0].population.seed == 0
+            Design.of(RECIPE, ["default", path], seed=seed)
+    assert Design.of(RECIPE, ["default"], seed=0).recipe.population.seed == 0
     # a recipe whose own seed is 1,000,000 below that of the population
     result.provenance["recipe"]["population"]["seed"] = 1_000_000
     result.save(path)
-    assert planned(RECIPE, init=["default", path])[0].population.seed == 2_000_000
+    assert Design.of(RECIPE, ["default", path]).recipe.population.seed == 2_000_000
 
 
 def runs_of(init: str, cell: dict[str, Any], numbers: dict[str, Any], accuracies: np.ndarray) -> list[dict[str, Any]]:

@@ -1,8 +1,5 @@
 """Covariances on disk and leading eigenpairs: equal to NumPy's in float64, from several passes over the same rows."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +11,8 @@ from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.moments import BLOCK
-from weightscope.statistics.out_of_core import _BLOCKS, margins, top_eigenpairs, write_covariance
+from weightscope.statistics.moments import BLOCK, EntryMoments
+from weightscope.statistics.out_of_core import _BLOCKS, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightArray
 
 
@@ -91,9 +88,9 @@ def test_data_that_change_between_passes_are_refused(tmp_path: Path) -> None:
 
 def test_margins_count_constant_columns_as_exactly_constant() -> None:
     data = rows(900, 20)
-    found = margins(iter(np.array_split(data, 7)), 20)
-    assert found.variance[1] == 0
-    np.testing.assert_allclose(found.variance, data.astype(np.float64).var(axis=0, ddof=1), rtol=1e-11)
+    found = EntryMoments(20, np.array_split(data, 7))
+    assert found.variance()[1] == 0
+    np.testing.assert_allclose(found.variance(), data.astype(np.float64).var(axis=0, ddof=1), rtol=1e-11)
 
 
 def check_pairs(found, data: np.ndarray, tolerance: float) -> None:
@@ -154,11 +151,3 @@ def test_a_rank_that_the_data_do_not_have_is_refused() -> None:
     flat = np.outer(np.arange(10), np.ones(50))
     with pytest.raises(UsageError, match="rank: expected at most 1, the rank of the rows, found 3"):
         eigenpairs(source(flat), 3)
-
-
-def test_the_benchmark_runs_at_its_smallest_size(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "covariance_large.py"
-    out = tmp_path / "results.json"
-    command = [sys.executable, script, "--tall", "80", "30", "--wide", "40", "90", "--rounds", "1", "--json", out]
-    subprocess.run(command, check=True, capture_output=True)
-    assert [bool(r["peer"]) for r in json.loads(out.read_text())["rows"]] == [True, False, True]

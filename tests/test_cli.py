@@ -426,25 +426,6 @@ def test_a_damaged_population_exits_3(folder: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "c.png").exists()
 
 
-def test_former_names_of_options_are_accepted_with_a_note(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def found(*arguments: str) -> tuple[dict[str, object], str]:
-        table, figure = folder / "options.json", folder / "options.png"
-        common = ("--select", "*.mlp.fc1.weight", "-o", figure, "--json", table)
-        code, _, err = run("covariance", folder / "tiny.pop", *common, *arguments, capsys=capsys)
-        assert code == 0, err
-        return json.loads(table.read_text()), err
-
-    expression = "diag(stages.0.blocks.0.mlp.fc2.weight @ stages.0.blocks.0.mlp.fc1.weight)"
-    new, silent = found("--kind", "correlation", "--computed", expression)
-    assert "deprecated" not in silent
-    assert new["kind"] == "correlation"
-    for old in (("--correlation", "--compute", expression), ("--correlation", f"--compute={expression}")):
-        values, note = found(*old)
-        assert values == new
-        assert "--compute is deprecated, use --computed" in note
-        assert "--correlation is deprecated, use --kind=correlation" in note
-
-
 def test_list_shows_every_kind_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("list", "--json", tmp_path / "all.json", capsys=capsys)
     assert code == 0

@@ -74,30 +74,6 @@ def is_drawn_from(x, covariance, mean):
 # --- the rules of resizing --------------------------------------------------------------------------------------------
 
 
-def test_one_pixel_to_nine_and_back_by_hand():
-    # 1 -> 3: the only block is padded with its mean, which is itself; all blocks are alike.
-    assert np.array_equal(resized_covariance(np.array([[2.0]]), 1, 3), np.full((9, 9), 2.0))
-    # 3 -> 1: the centre of the central block.
-    matrix = np.arange(81.0).reshape(9, 9)
-    matrix = matrix + matrix.T
-    assert np.array_equal(resized_covariance(matrix, 3, 1), matrix[4:5, 4:5])
-
-
-def test_three_to_five_by_hand():
-    """The identity: block (i, j) is 1 at pixel (i, j), its mean is 1/9."""
-    out = resized_covariance(np.eye(9), 3, 5).reshape(5, 5, 5, 5)
-    # Block (0, 0) of 5 x 5 is block (0, 0) of 3 x 3, padded by 1: its 1 is at (1, 1), the border is 1/9. The other
-    # half of the symmetric part is entry (0, 0) of block (1, 1): a corner, where all padded blocks are 1/9.
-    assert out[0, 0, 1, 1] == pytest.approx((1 + 1 / 9) / 2)
-    assert out[0, 0, 0, 0] == pytest.approx(1 / 9)
-    # Block (2, 2) stays the central one, with its 1 at the centre.
-    assert out[2, 2, 2, 2] == 1
-    # Block (1, 1) is the mean of the blocks (0, 0), (0, 1), (1, 0), (1, 1): pixel (1, 1) is the 1 of the first.
-    assert out[1, 1, 1, 1] == pytest.approx(1 / 4)
-    # Entries ((1, 1), (2, 2)) and ((2, 2), (1, 1)): 1/4 from the block (1, 1), whose share it is, and 0.
-    assert out[1, 1, 2, 2] == pytest.approx((1 / 4 + 0) / 2)
-
-
 @pytest.mark.parametrize(("k", "size"), [(1, 5), (3, 5), (3, 7), (5, 3), (5, 7), (7, 5), (9, 3), (3, 1), (5, 5)])
 def test_resizing_equals_the_naive_version_and_torchs_interpolation(k, size):
     root = np.random.default_rng(k * 10 + size).normal(size=(k * k, k * k))
@@ -117,30 +93,6 @@ def test_resizing_equals_the_naive_version_and_torchs_interpolation(k, size):
     if size > 1:  # torch takes the first corner for a single target, not the centre
         matrix = bilinear.reshape(size * size, size * size).T.numpy()
         np.testing.assert_allclose(found, (matrix + matrix.T) / 2, atol=1e-12 * np.abs(covariance).max())
-
-
-def test_a_constant_covariance_stays_constant_at_any_size():
-    for k, size in ((3, 7), (7, 3), (5, 9)):
-        np.testing.assert_allclose(resized_covariance(np.full((k * k, k * k), 3.0), k, size), 3.0, rtol=1e-14)
-
-
-def test_flips_and_transposition_commute_with_resizing():
-    """The rules treat rows and columns alike and know no direction."""
-    rng = np.random.default_rng(0)
-    root = rng.normal(size=(25, 25))
-    covariance = root @ root.T
-    for order in (
-        np.arange(25).reshape(5, 5)[::-1],
-        np.arange(25).reshape(5, 5)[:, ::-1],
-        np.arange(25).reshape(5, 5).T,
-    ):
-        moved = covariance[np.ix_(order.reshape(-1), order.reshape(-1))]
-        grid = np.arange(49).reshape(7, 7)
-        small = np.arange(25).reshape(5, 5)
-        target = grid[::-1] if np.array_equal(order, small[::-1]) else grid[:, ::-1]
-        target = grid.T if np.array_equal(order, small.T) else target
-        found, wanted = resized_covariance(moved, 5, 7), resized_covariance(covariance, 5, 7)
-        np.testing.assert_allclose(found, wanted[np.ix_(target.reshape(-1), target.reshape(-1))], atol=1e-12)
 
 
 def test_a_mean_filter_is_padded_with_its_mean_or_clipped():

@@ -21,7 +21,6 @@ from weightscope.init import (
     zero_init_,
 )
 from weightscope.init.baselines import zero_matrix
-from weightscope.init.mlp import anticorrelated
 from weightscope.networks import ConvNeXt, ViT
 
 
@@ -83,23 +82,6 @@ def test_after_a_layer_norm_the_scalar_mean_changes_gradients_only():
     assert (one - other).norm() > 0.1 * one.norm()
 
 
-def test_rows_keep_the_grand_mean_and_sigma_is_a_deviation():
-    net = nn.TransformerEncoderLayer(4096, 8, 4)
-    nn.init.zeros_(net.linear1.weight)
-    mimetic_mlp_(net, mode="rows", sigma=0.1 * math.sqrt(3 * 4096), generator=seeded())
-    means = net.linear1.weight.detach()[0]
-    assert abs(means.std() - 0.1) < 0.1 * 6 / math.sqrt(2 * 4096)
-    assert abs(means.mean()) < 6 * 0.1 / 64
-
-
-def test_anticorrelation_of_alike_layers_is_minus_the_root_of_a_half():
-    w1, w2 = torch.randn(400, 300, generator=seeded()), torch.randn(300, 400, generator=seeded(1))
-    new = anticorrelated(w1, w2)
-    correlation = torch.corrcoef(torch.stack([new.reshape(-1), w2.T.reshape(-1)]))[0, 1]
-    assert abs(correlation + math.sqrt(0.5)) < 6 / math.sqrt(w1.numel())
-    assert abs(new.var() - 0.5) < 0.01
-
-
 def test_gates_get_a_vector_of_their_own():
     model = FAMILIES["hf-llama"].build()
     before = copy.deepcopy(model)
@@ -117,47 +99,6 @@ def test_gates_get_a_vector_of_their_own():
 def convnext(width, depth=2):
     torch.manual_seed(0)
     return ConvNeXt(width, depth, kernel_size=3, patch_size=2, expansion=2, layer_scale=None)
-
-
-def z_of(x, y, wanted):
-    """Fisher's transform of a correlation, in standard errors 1 / sqrt(n - 3) from that of what was asked for."""
-    found = torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1].item()
-    return (math.atanh(found) - math.atanh(wanted)) * math.sqrt(x.numel() - 3)
-
-
-@pytest.mark.parametrize("width", [32, 96, 256])
-@pytest.mark.parametrize("correlation", [-0.5, 0.9])
-def test_central_pixels_get_the_correlation_with_the_product(width, correlation):
-    """Six standard errors at three sizes; an untouched network is more than six away where the size can tell."""
-    before = convnext(width)
-    after = mimetic_conv_mlp_(copy.deepcopy(before), correlation=correlation)
-    for old, new in zip(before.stages[0].blocks, after.stages[0].blocks, strict=True):
-        product = (new.mlp.fc2.weight @ new.mlp.fc1.weight).diagonal().detach()
-        pixels = new.conv_dw.weight.detach()[:, 0, 1, 1]
-        assert abs(z_of(product, pixels, correlation)) < 6
-        if width == 256:
-            assert abs(z_of(product, old.conv_dw.weight.detach()[:, 0, 1, 1], correlation)) > 6
-        deviation = old.conv_dw.weight.detach()[:, 0, 1, 1].std()
-        assert abs(pixels.std() / deviation - 1) < 6 / math.sqrt(width)
-        assert torch.equal(old.mlp.fc1.weight, new.mlp.fc1.weight)
-
-
-@pytest.mark.parametrize("width", [32, 96, 256])
-@pytest.mark.parametrize("mode", ["entries", "rows"])
-def test_the_last_fc2_gets_the_correlation_with_the_first(width, mode):
-    before = convnext(width, depth=3)
-    after = mimetic_first_last_mlp_(copy.deepcopy(before), correlation=-0.6, mode=mode)
-    first, middle, last = (block.mlp.fc2.weight.detach() for block in after.stages[0].blocks)
-    old = [block.mlp.fc2.weight.detach() for block in before.stages[0].blocks]
-    assert abs(z_of(first.mean(1), last.mean(1), -0.6)) < 6
-    if mode == "entries":
-        assert abs(z_of(first, last, -0.6)) < 6
-        assert abs(z_of(first, old[2], -0.6)) > 6
-    else:  # nothing but row means moves
-        assert abs(z_of(first, last, -0.6)) > 6
-        torch.testing.assert_close(last - last.mean(1, keepdim=True), old[2] - old[2].mean(1, keepdim=True))
-    assert torch.equal(first, old[0])
-    assert torch.equal(middle, old[1])
 
 
 def test_layers_of_different_shapes_and_equal_weights_are_refused():
@@ -190,41 +131,6 @@ class EvenBlock(nn.Module):
 
 
 # --- state-space layers -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["hf-mamba", "hf-mamba2"])
-def test_each_component_has_its_switch(name):
-    components = {
-        "a": {"A_log"},
-        "delta": {"dt_weight", "dt_bias"},
-        "cb": {"C"},
-        "convolution": {"conv_weight", "conv_bias"},
-    }
-    base = FAMILIES[name].build()
-    for switch, wanted in components.items():
-        model = mimetic_ssm_(copy.deepcopy(base), **{s: s == switch for s in components}, layers=1)
-        first, second = anatomy.ssms(model)
-        old_first, old = anatomy.ssms(base)
-        changed = {part for part in second.parts if not torch.equal(second.read(part), old.read(part))}
-        assert changed == wanted
-        assert all(torch.equal(first.read(part), old_first.read(part)) for part in first.parts)
-
-
-def test_states_decay_slowly_and_steps_are_one():
-    """Delta = 1 and A = -exp(-c A_log) keep exp(Delta A) near 1 for all states but the first (A_log = log 1)."""
-    model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), c=8.0)
-    for part in anatomy.ssms(model):
-        kept = torch.exp(torch.nn.functional.softplus(part.read("dt_bias"))[:, None] * -torch.exp(part.read("A_log")))
-        assert kept[:, 0].max() < 0.4  # A_log = 0 there: A = -1 for every c
-        assert kept[:, 1:].min() > 0.99
-
-
-def test_readout_and_write_are_correlated():
-    """(W_C + W_B) / 2 against W_B, independent and alike: correlation 1/sqrt(2)."""
-    model = mimetic_ssm_(FAMILIES["hf-mamba2"].build())
-    for part in anatomy.ssms(model):
-        both = torch.stack([part.read("C").reshape(-1), part.read("B").reshape(-1)])
-        assert abs(torch.corrcoef(both)[0, 1] - math.sqrt(0.5)) < 0.15
 
 
 def test_the_identity_convolution_passes_the_current_token():

@@ -10,10 +10,7 @@ from torch import nn
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.init._trained import end_to_end, spaced
-from weightscope.init.selection import squeezed
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-
-CONSISTENT = ["uniform", "linspace", "consecutive", "random"]
 
 
 def seeded(seed=0):
@@ -44,11 +41,6 @@ def test_spacing_is_that_of_the_papers_example():
     assert end_to_end(6, 1).tolist() == [0]
 
 
-def test_squeezing_keeps_the_largest_in_their_order():
-    w = torch.tensor([[1.0, -5.0, 0.1], [4.0, 0.2, -3.0]])
-    assert squeezed(w, (2, 2)).tolist() == [[1.0, -5.0], [4.0, -3.0]]
-
-
 # --- whole networks ---------------------------------------------------------------------------------------------------
 
 
@@ -70,70 +62,6 @@ def test_layers(rule, wanted):
     for mine, theirs in enumerate(wanted):
         for name, value in small.blocks[mine].named_parameters():
             assert torch.equal(value, teacher.blocks[theirs].get_parameter(name))
-
-
-def test_first_layers_of_every_stage():
-    torch.manual_seed(0)
-    teacher, small = ConvNeXt((16, 32), (3, 5)), ConvNeXt((8, 16), (2, 3))
-    select_weights_(small, teacher, components="all", exclude="head*")
-    names = [name for name, _ in small.named_parameters() if "stages" in name]
-    assert any(".1.blocks.2." in name for name in names)
-    for name in names:
-        value, theirs = small.get_parameter(name), teacher.get_parameter(name)
-        assert torch.equal(value, select_uniform(theirs, value.shape)), name
-
-
-@pytest.mark.parametrize("elements", CONSISTENT)
-def test_the_residual_stream_is_selected_consistently(elements):
-    """A teacher whose stream carries nothing outside the kept channels is reproduced by the student's products.
-
-    Writing matrices zeroed outside the kept rows: then what every reading matrix of the student sees equals what the
-    teacher's sees, so W_read W_write agrees for any pair. It needs one index set for the whole stream.
-    """
-    teacher, small = vit(), student()
-    select_weights_(small, teacher, elements=elements, generator=seeded(3))
-    kept = _kept(teacher.norm.weight if hasattr(teacher.norm, "weight") else teacher.fc_norm.weight, small)
-    for i in range(2):
-        write, read = teacher.blocks[i].mlp.fc2.weight, teacher.blocks[1 - i].mlp.fc1.weight
-        mine, other = small.blocks[i].mlp.fc2.weight, small.blocks[1 - i].mlp.fc1.weight
-        hidden = _rows(write[kept], mine)
-        units = _rows(read[:, kept].T, other.T)
-        wanted = read[:, kept] @ write[kept]
-        torch.testing.assert_close(other @ mine, wanted[units][:, hidden], atol=1e-5, rtol=1e-4)
-
-
-def _kept(theirs, small):
-    mine = small.fc_norm.weight
-    return torch.tensor([int((theirs == value).nonzero()[0]) for value in mine])
-
-
-def _rows(theirs, mine):
-    """Columns of the teacher's matrix that are the student's columns, found by value."""
-    found = [int((theirs == column[:, None]).all(0).nonzero()[0]) for column in mine.T]
-    return torch.tensor(found)
-
-
-def test_without_consistency_the_streams_differ():
-    teacher, small = vit(), student()
-    select_weights_(small, teacher, elements="random-inconsistent", generator=seeded(3))
-    kept = _kept(teacher.fc_norm.weight, small)
-    matches = (teacher.blocks[0].mlp.fc2.weight[kept] == small.blocks[0].mlp.fc2.weight[:, :1]).all(0)
-    assert not matches.any()
-
-
-@pytest.mark.parametrize(("elements", "whole"), [("consecutive", True), ("uniform", False)])
-def test_consecutive_takes_whole_heads_and_uniform_some_of_all(elements, whole):
-    teacher, small = vit(), student()
-    select_weights_(small, teacher, elements=elements)
-    theirs = teacher.blocks[0].attn.qkv.weight.reshape(3, 4, 16, 64)  # q/k/v, heads, k, d
-    mine = small.blocks[0].attn.qkv.weight.reshape(3, 2, 16, 32)
-    columns = torch.arange(32) if whole else torch.arange(32) * 2
-    wanted = (
-        theirs[:, :2][..., columns] if whole else theirs.reshape(3, 64, 64)[:, ::2][..., columns].reshape(mine.shape)
-    )
-    assert torch.equal(mine, wanted)
-    bias = teacher.blocks[0].attn.qkv.bias.reshape(3, 64)
-    assert torch.equal(small.blocks[0].attn.qkv.bias.reshape(3, 32), bias[:, :32] if whole else bias[:, ::2])
 
 
 def test_structured_pruning_keeps_the_largest_slices():
@@ -245,16 +173,6 @@ def test_transfer_is_all_or_nothing():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 
 
-def test_transfer_reads_a_checkpoint_by_path(tmp_path):
-    pytest.importorskip("weightscope.checkpoint", reason="the checkpoint reader is not there")
-    from safetensors.torch import save_file
-
-    source, model = vit(), vit(seed=1)
-    save_file(source.state_dict(), tmp_path / "source.safetensors")
-    transfer_(model, tmp_path / "source.safetensors")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
-
-
 def test_top_directions_of_each_packed_matrix():
     source, model = vit(), vit(seed=1)
     bias = model.blocks[0].attn.qkv.bias.clone()
@@ -303,14 +221,6 @@ def test_permutations_keep_what_they_say(mode):
     if mode == "columns":
         torch.testing.assert_close(new @ new.T, old @ old.T, atol=1e-4, rtol=1e-4)
     assert torch.equal(before.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-
-
-def test_queries_keys_and_values_are_permuted_apart():
-    model = vit()
-    before = copy.deepcopy(model)
-    permute_(model, components="attention", generator=seeded())
-    pairs = zip(before.blocks[0].attn.qkv.weight.chunk(3), model.blocks[0].attn.qkv.weight.chunk(3), strict=True)
-    assert all(torch.equal(a.reshape(-1).sort().values, b.reshape(-1).sort().values) for a, b in pairs)
 
 
 def test_permutation_refusals():

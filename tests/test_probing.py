@@ -123,7 +123,7 @@ def test_the_arms_of_the_papers_table(tmp_path: Path) -> None:
     assert len({arm["mean"] for arm in arms}) > 1
     assert [arm["init"].split(" ")[0] for arm in arms] == ["default", *["select_weights"] * 4]
     assert (tmp_path / "out/table.md").exists()
-    with pytest.raises(UsageError, match="--plan: not available with --probe"):
+    with pytest.raises(UsageError, match="--plan cannot be combined with --probe"):
         CliRunner().invoke(cli, [*arguments, str(tmp_path / "out"), "--plan"], catch_exceptions=False)
 
 

@@ -27,11 +27,17 @@ from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, W
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
 
-@pytest.fixture(params=["loky", "dask", "ray"], scope="module")
+@pytest.fixture(scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Workers]:
     """Two worker processes; clusters are skipped where their packages are missing."""
     with clusters.two_workers(request.param) as found:
         yield found
+
+
+on_every_backend = pytest.mark.parametrize("backend", ["loky", "dask", "ray"], indirect=True)
+on_this_machine_and_in_torture_on_clusters = pytest.mark.parametrize(
+    "backend", ["loky", *(pytest.param(name, marks=clusters.torture) for name in ("dask", "ray"))], indirect=True
+)
 
 
 def attempts(folder: Path, tile: int) -> int:
@@ -42,6 +48,7 @@ def attempts(folder: Path, tile: int) -> int:
 
 
 @pytest.mark.slow
+@on_every_backend
 def test_all_tiles_with_their_results_and_progress(backend: Workers, tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
     task = partial(fake.work, tmp_path, "none")
@@ -51,7 +58,7 @@ def test_all_tiles_with_their_results_and_progress(backend: Workers, tmp_path: P
     assert {done for _, done in seen} <= {0.5}
 
 
-@pytest.mark.slow
+@on_this_machine_and_in_torture_on_clusters
 def test_a_tile_that_raises_does_not_stop_the_others(backend: Workers, tmp_path: Path) -> None:
     with pytest.raises(TilesFailed) as error:
         list(spread(partial(fake.work, tmp_path, "raises"), range(4), backend))
@@ -63,13 +70,14 @@ def test_a_tile_that_raises_does_not_stop_the_others(backend: Workers, tmp_path:
     assert str(error.value.errors[1]) == "tile 1 is broken"
 
 
-@pytest.mark.slow
+@on_this_machine_and_in_torture_on_clusters
 @pytest.mark.parametrize("trouble", ["dies", "stops", "hangs"])
 def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
     backend: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    monkeypatch.setattr(workers, "HANGS_SECONDS", 4.0)
-    monkeypatch.setattr(workers, "SILENT_SECONDS", 15.0 if trouble == "stops" else 60.0)
+    short = 4.0 if backend.backend == "loky" else 15.0
+    monkeypatch.setattr(workers, "HANGS_SECONDS", 2.0 if backend.backend == "loky" else 4.0)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", short if trouble == "stops" else 60.0)
     try:
         found = dict(spread(partial(fake.work, tmp_path, trouble), range(4), backend))
     finally:
@@ -78,7 +86,7 @@ def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
     assert attempts(tmp_path, 1) >= 2
 
 
-@pytest.mark.slow
+@on_this_machine_and_in_torture_on_clusters
 def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_path: Path) -> None:
     found: list[int] = []
     with pytest.raises(TilesFailed) as error:
@@ -88,21 +96,22 @@ def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_p
     assert [attempts(tmp_path, tile) for tile in range(5)] == [1, ATTEMPTS, 1, 1, 1]
 
 
-@pytest.mark.slow
+@on_this_machine_and_in_torture_on_clusters
 def test_all_workers_can_be_asked_at_once(backend: Workers, tmp_path: Path) -> None:
     assert sorted(on_each(partial(fake.work, tmp_path, "raises"), backend, most=1)) == [0]
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.slow
+@on_this_machine_and_in_torture_on_clusters
 def test_workers_that_are_killed_at_random_change_no_byte(backend: Workers, tmp_path: Path) -> None:
-    """A short version of tests/torture/kill_workers.py: 64 real networks in 16 tiles, four workers killed."""
-    wanted = kill_workers.recipe(networks=64, epochs=4)
+    """A short version of tests/torture/kill_workers.py: real networks in tiles of four, some workers killed."""
+    networks, kills = (64, 4) if clusters.TORTURE else (24, 2)
+    wanted = kill_workers.recipe(networks=networks, epochs=4)
     collect(wanted, tmp_path / "whole.pop", workers=1, progress=False)
-    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=4, seed=1)
+    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=kills, seed=1)
     assert found["kills"] >= 1
     assert kill_workers.shards_of(tmp_path / "a.pop") == kill_workers.shards_of(tmp_path / "whole.pop")
-    assert len(Population(tmp_path / "a.pop")) == 64
+    assert len(Population(tmp_path / "a.pop")) == networks
 
 
 # -- this machine -------------------------------------------------------------------------------------------------
@@ -117,6 +126,7 @@ def test_a_process_that_is_used_again_has_the_new_task(tmp_path: Path) -> None:
     assert ids["a"] & ids["b"]
 
 
+@clusters.torture
 def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path: Path) -> None:
     """joblib's executor ends workers whose memory grows, warns in a thread, and hangs if warnings are errors."""
     with warnings.catch_warnings():
@@ -195,7 +205,7 @@ def test_a_task_that_works_is_not_taken_for_one_that_hangs() -> None:
 # -- clusters -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@clusters.torture
 def test_a_dead_dask_scheduler_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, or stopped, in which case connections stay open."""
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
@@ -215,7 +225,7 @@ def test_a_dead_dask_scheduler_is_an_error(tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.undo()
 
 
-@pytest.mark.slow
+@clusters.torture
 def test_a_dask_cluster_that_loses_all_workers_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with clusters.dask_processes(tmp_path, workers=2) as (address, _, there):
@@ -236,6 +246,9 @@ class _Ray:
         self.exceptions = type("exceptions", (), {"RayError": RuntimeError, "RayTaskError": KeyError})
         self.actor = type("actor", (), {"remote": lambda *_, **__: self.actor, "read": None})
         self.actor.read = self.actor.beat = self.actor
+
+    def is_initialized(self) -> bool:
+        return True
 
     def put(self, value: object) -> object:
         return value
@@ -259,23 +272,25 @@ class _Ray:
 
 
 def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightscope.training import ray_workers
+    def pool_of(cpus: float) -> lookouts.RayPool:
+        monkeypatch.setattr(lookouts, "_package", lambda *_: _Ray(cpus))
+        return lookouts.RayPool(print, None, False, print)
 
     monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
     monkeypatch.setattr(lookouts, "_LOOK_SECONDS", 0.02)
-    pool = ray_workers._Ray(_Ray(0.0), print, False, print)
+    pool = pool_of(0.0)
     pool.start(0)
     with pytest.raises(ClusterLost, match="has had no CPU for"):  # noqa: PT012
         while True:
             assert pool.poll() == []
     pool.close()
-    with_workers = ray_workers._Ray(_Ray(2.0), print, False, print)
+    with_workers = pool_of(2.0)
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         assert with_workers.poll() == []
     with_workers.close()
     monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(3))
-    gone = ray_workers._Ray(_Ray(2.0), print, False, print)
+    gone = pool_of(2.0)
     with pytest.raises(ClusterLost, match="the ray cluster has not answered"):  # noqa: PT012
         while True:
             gone.poll()

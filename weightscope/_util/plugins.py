@@ -9,9 +9,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from weightscope._util.names import unknown
@@ -166,7 +165,7 @@ def source_hash(item: Any, reference: str = "") -> str:
     notebook, only the function.
 
     Raises:
-        UsageError: if the source cannot be read, or has changed since it was imported.
+        UsageError: if the source cannot be read.
     """
     if reference in _hashes:
         return _hashes[reference]
@@ -176,32 +175,11 @@ def source_hash(item: Any, reference: str = "") -> str:
         file = getattr(module, "__file__", None)
         if module is not None and module.__name__ != "__main__" and file is not None:
             source = Path(file).read_bytes()
-            if _changed(item, module, source):
-                raise UsageError(f"{file} has changed since it was imported; restart Python, or reload the module")
         else:
             source = textwrap.dedent(inspect.getsource(item)).encode()
     except (OSError, TypeError, SyntaxError) as error:
         raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
     return hashlib.sha256(source).hexdigest()[:16]
-
-
-def _changed(item: Any, module: ModuleType, source: bytes) -> bool:
-    """Whether a function, or a method of a class, differs from the one in the source of its module."""
-    if type(module.__loader__) is not SourceFileLoader:  # others, such as pytest's, may rewrite the code
-        return False
-    found, todo = set(), [compile(source, str(module.__file__), "exec", dont_inherit=True)]
-    while todo:
-        code = todo.pop()
-        found.add(_code_key(code))
-        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    members = vars(item).values() if inspect.isclass(item) else [item]
-    functions = [inspect.unwrap(m) for m in members if inspect.isfunction(m)]
-    return any(_code_key(f.__code__) not in found for f in functions if f.__module__ == module.__name__)
-
-
-def _code_key(code: CodeType) -> tuple[Any, ...]:
-    constants = tuple(_code_key(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
-    return code.co_name, code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _captured(item: Any) -> list[str]:

@@ -367,7 +367,7 @@ def _on_disk(
     passes, size = _Passes(source, coordinates), coordinates.spec.size
     with atomic.replacing(file) as out:
         known = write_covariance(passes, size, out, dtype=dtype, correlation=kind == "correlation", memory=memory)
-    diagnostics = _diagnostics(dtype, coordinates.folded, known.variance, known.n)
+    diagnostics = _diagnostics(dtype, coordinates.folded, known.variance(), known.n)
     matrix = np.load(file, mmap_mode="r")
     return PopulationCovariance(
         matrix, known.mean, known.n, known.excluded + passes.diverged, coordinates.spec, kind, diagnostics

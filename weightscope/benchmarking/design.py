@@ -292,6 +292,17 @@ class Arm:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def place(self) -> str:
+        """The cell as text, equal for equal cells."""
+        return json.dumps(dict(self.cell), sort_keys=True)
+
+    @property
+    def kind(self) -> str:
+        """The initialiser without its numbers."""
+        config = self.recipe.init[0]
+        return f"{config.artifact or config.name} {config.control}"
+
+    @property
     def folder(self) -> str:
         """Path of the arm's population below the folder of all."""
         name = f"{_file_name(f'{self.init}-{self.epochs}-epochs')}.pop"

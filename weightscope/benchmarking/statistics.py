@@ -36,11 +36,6 @@ def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) ->
 
     None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
     depends on its place in the answer, for data that are no longer there, and where every answer is the same.
-
-    Args:
-        recipe: of the networks, with the classes of a folder (`Recipe.completed`).
-        metric: the metric that is compared.
-        root: the folder that is searched first for the data.
     """
     level = recipe.data.chance(metric, root)
     return Chance(*level) if level is not None and level[0] < 1 else None

@@ -30,7 +30,7 @@ GAIN = 3.0  # chosen in analyses/one_structure, on images held back from the tra
 EPOCHS = 3
 HAND_MADE = ({"name": "mimetic_mlp"}, {"name": "conv_covariance", "preset": "cifar-patch2"})
 SMALLEST_POPULATION = 16
-MINUTES = 5  # of the default size on two cores
+MINUTES = 3  # of the default size on two cores
 
 
 def run_demo(

@@ -250,7 +250,6 @@ def bench(
       weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
       weightscope bench digits-convnext --init default --init 'transfer(source="trained.safetensors")' --probe
     """
-    from weightscope.benchmarking import bench as run
     from weightscope.benchmarking import linear_probe, plan_bench
     from weightscope.benchmarking.design import Axis, default_folder
 
@@ -259,7 +258,8 @@ def bench(
     if probe:
         if only_plan:
             raise UsageError("--plan cannot be combined with --probe, which trains no tile")
-        folder, run = out or Path(f"{str(folder).removesuffix('-bench')}-probe"), linear_probe
+        folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
+        result = linear_probe(recipe, inits, folder, **axes, **options)
     else:
         plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
         if only_plan:
@@ -267,7 +267,7 @@ def bench(
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-    result = run(recipe, inits, folder, **axes, **options)
+        result = plan.run()
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_json(json_file, result.to_dict())

@@ -1,15 +1,16 @@
 """Gaussians with covariance diag(variance) + factor factor^T: isotropic, diagonal, low rank, and dense."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.structure import (
-    EntryAccumulator,
+    LOG_2PI,
+    Accumulator,
     Structure,
     checked,
     checked_data,
@@ -22,8 +23,6 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments, Moments
 from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
 
-_LOG_2PI = float(np.log(2.0 * np.pi))
-
 
 class AffineGaussian(Structure):
     r"""x = mean + sqrt(variance) * z1 + factor z2 with standard normal z1 (D,) and z2 (r,).
@@ -32,9 +31,9 @@ class AffineGaussian(Structure):
     factor of the dense covariance otherwise.
 
     Args:
-        spec: of the D entries.
+        spec: names and shapes of the D entries.
         mean: (D,).
-        variance: (D,), >= 0; all zero for a covariance that is in the factor alone.
+        variance: (D,), >= 0; all zero (or None) for a covariance that is in the factor alone.
         factor: (D, r), or None for r = 0.
         parameters: the number of fitted numbers.
         diagnostics: about the fit.
@@ -49,13 +48,13 @@ class AffineGaussian(Structure):
         self,
         spec: WeightSpec,
         mean: np.ndarray,
-        variance: np.ndarray,
+        variance: np.ndarray | None = None,
         factor: np.ndarray | None = None,
         parameters: int = 0,
         diagnostics: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
-        self.variance = checked(variance, "variance", (spec.size,))
+        self.variance = checked(np.zeros(spec.size) if variance is None else variance, "variance", (spec.size,))
         self.factor = checked(np.zeros((spec.size, 0)) if factor is None else factor, "factor", (spec.size, None))
         if (self.variance < 0).any():
             raise DataError("`variance`: expected numbers >= 0, found negative ones")
@@ -90,7 +89,7 @@ class AffineGaussian(Structure):
             quadratic = np.sum(rows**2, axis=1)
             if scaled.shape[1]:
                 quadratic -= np.sum(solve_triangular(whiten, (rows @ scaled).T, lower=True) ** 2, axis=0)
-        value = -0.5 * (quadratic + log_det + self.spec.size * _LOG_2PI)
+        value = -0.5 * (quadratic + log_det + self.spec.size * LOG_2PI)
         return value.reshape(deviation.shape[:-1])
 
     @cached_property
@@ -124,32 +123,37 @@ class AffineGaussian(Structure):
     ) -> Self:
         """The inverse of `to_tensors`; an absent variance is zero, an absent factor has no columns."""
         checked_names(tensors, ["mean"], ["variance", "factor"])
-        variance = tensors.get("variance", np.zeros(spec.size))
-        return cls(spec, tensors["mean"], variance, tensors.get("factor"), parameters, diagnostics)
+        return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
 
-def principal_rows(rows: np.ndarray) -> np.ndarray:
-    """Orthogonal P (r, D) with P^T P = X^T X, in order of decreasing norm, from X (N, D).
+class _OfEntries(AffineGaussian):
+    """Independent entries, by maximum likelihood from the mean and variance of each."""
 
-    They do not depend on the order of X's rows, and neither do samples drawn with them.
-    """
-    values, vectors = np.linalg.eigh(rows @ rows.T)
-    keep = values > values[-1] * len(rows) * np.finfo(np.float64).eps
-    principal = (vectors[:, keep].T @ rows)[::-1]
-    largest = np.abs(principal).argmax(axis=1)
-    return principal * np.sign(principal[np.arange(len(principal)), largest])[:, None]
+    needs_samples = False
 
+    @classmethod
+    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+        """Accumulates mean and variance of each entry."""
+        return _Entries(cls, spec)
 
-def principal_mean_rows(rows: np.ndarray) -> np.ndarray:
-    """Orthogonal P (r, D) with P^T P = X^T X / N, in order of decreasing norm, from X (N, D)."""
-    networks, size = rows.shape
-    if networks <= size:
-        return principal_rows(rows) / np.sqrt(networks)
-    values, vectors = np.linalg.eigh(rows.T @ rows / networks)
-    return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
+    @classmethod
+    def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
+        """Fit from the entries' moments."""
+        raise NotImplementedError
 
 
-class Isotropic(AffineGaussian):
+class _Entries:
+    def __init__(self, cls: type[_OfEntries], spec: WeightSpec) -> None:
+        self._cls, self._spec, self._moments = cls, spec, EntryMoments(spec.size)
+
+    def update(self, rows: np.ndarray) -> None:
+        self._moments.update(rows)
+
+    def finish(self) -> Any:
+        return self._cls.from_moments(self._moments, self._spec)
+
+
+class Isotropic(_OfEntries):
     """w_j ~ N(mean_j, v) independently, with one v for each tensor, by maximum likelihood.
 
     Example:
@@ -157,12 +161,6 @@ class Isotropic(AffineGaussian):
     """
 
     name = "isotropic"
-    needs_samples = False
-
-    @classmethod
-    def accumulator(cls, spec: WeightSpec) -> EntryAccumulator[Self]:
-        """Accumulates mean and variance of each entry."""
-        return EntryAccumulator(spec, cls.from_moments)
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
@@ -175,16 +173,10 @@ class Isotropic(AffineGaussian):
         return cls(spec, mean, variance, None, parameters + len(spec), {"mean": kinds})
 
 
-class Diagonal(AffineGaussian):
+class Diagonal(_OfEntries):
     """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
 
     name = "diagonal"
-    needs_samples = False
-
-    @classmethod
-    def accumulator(cls, spec: WeightSpec) -> EntryAccumulator[Self]:
-        """Accumulates mean and variance of each entry."""
-        return EntryAccumulator(spec, cls.from_moments)
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
@@ -213,7 +205,7 @@ class LowRank(AffineGaussian):
     """
 
     name = "low_rank"
-    options = ("rank",)
+    options: ClassVar[tuple[str, ...]] = ("rank",)
 
     @classmethod
     def candidates(cls, networks: int, size: int) -> tuple[dict[str, Any], ...]:
@@ -227,7 +219,7 @@ class LowRank(AffineGaussian):
 
         Args:
             data: (N, D).
-            spec: of the D entries.
+            spec: names and shapes of the D entries.
             rank: r, at least 1, smaller than N and D.
         """
         rows = checked_data(data, spec)
@@ -275,7 +267,25 @@ def _factor_analysis(root: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarra
     return factor, noise, {"steps": steps, "converged": converged, "noise_at_floor": floored}
 
 
-D = TypeVar("D", bound="Dense")
+def principal_rows(rows: np.ndarray) -> np.ndarray:
+    """Orthogonal P (r, D) with P^T P = X^T X, in order of decreasing norm, from X (N, D).
+
+    They do not depend on the order of X's rows, and neither do samples drawn with them.
+    """
+    values, vectors = np.linalg.eigh(rows @ rows.T)
+    keep = values > values[-1] * len(rows) * np.finfo(np.float64).eps
+    principal = (vectors[:, keep].T @ rows)[::-1]
+    largest = np.abs(principal).argmax(axis=1)
+    return principal * np.sign(principal[np.arange(len(principal)), largest])[:, None]
+
+
+def principal_mean_rows(rows: np.ndarray) -> np.ndarray:
+    """Orthogonal P (r, D) with P^T P = X^T X / N, in order of decreasing norm, from X (N, D)."""
+    networks, size = rows.shape
+    if networks <= size:
+        return principal_rows(rows) / np.sqrt(networks)
+    values, vectors = np.linalg.eigh(rows.T @ rows / networks)
+    return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
 
 
 class Dense(AffineGaussian):
@@ -292,9 +302,9 @@ class Dense(AffineGaussian):
     needs_samples = False
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> "_DenseAccumulator[Self]":
+    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
         """Accumulates samples while N < D, moments from then on."""
-        return _DenseAccumulator(spec, cls.from_rows, cls.from_moments)
+        return _DenseAccumulator(cls, spec)
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, spec: WeightSpec) -> Self:
@@ -335,14 +345,14 @@ class Dense(AffineGaussian):
             factor = scale[:, None] * cholesky(gram, lower=True)
         except np.linalg.LinAlgError as error:
             raise DataError(f"the covariance is singular even after shrinkage: {error}") from error
-        return cls._shrunk(spec, mean, np.zeros(spec.size), factor, parameters, kinds, shrunk)
+        return cls._shrunk(spec, mean, None, factor, parameters, kinds, shrunk)
 
     @classmethod
     def _shrunk(
         cls,
         spec: WeightSpec,
         mean: np.ndarray,
-        variance: np.ndarray,
+        variance: np.ndarray | None,
         factor: np.ndarray | None,
         parameters: int,
         kinds: dict[str, str],
@@ -361,14 +371,9 @@ def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:
     return scale
 
 
-class _DenseAccumulator(Generic[D]):
-    def __init__(
-        self,
-        spec: WeightSpec,
-        from_rows: Callable[[np.ndarray, WeightSpec], D],
-        from_moments: Callable[[Moments, "_FourthMoments", WeightSpec], D],
-    ) -> None:
-        self._spec, self._from_rows, self._from_moments = spec, from_rows, from_moments
+class _DenseAccumulator:
+    def __init__(self, cls: type[Dense], spec: WeightSpec) -> None:
+        self._cls, self._spec = cls, spec
         self._held: list[np.ndarray] = []
         self._sums: tuple[Moments, _FourthMoments] | None = None
 
@@ -382,10 +387,10 @@ class _DenseAccumulator(Generic[D]):
         for sums in self._sums:
             sums.update(rows)
 
-    def finish(self) -> D:
+    def finish(self) -> Any:
         if self._sums is None:
-            return self._from_rows(np.concatenate(self._held), self._spec)
-        return self._from_moments(*self._sums, self._spec)
+            return self._cls.from_rows(np.concatenate(self._held), self._spec)
+        return self._cls.from_moments(*self._sums, self._spec)
 
 
 class _FourthMoments:

@@ -1,23 +1,23 @@
 """Group means: rows, columns and the whole of each matrix share random effects, the stripes of the MLP paper."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from weightscope.errors import DataError
 from weightscope.fits.structure import (
+    LOG_2PI,
+    Accumulator,
     Structure,
     checked,
-    checked_names,
     choose_mean,
     matrix_shapes,
     require_variation,
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments
-
-G = TypeVar("G", bound="GroupMeans")
 
 
 class GroupMeans(Structure):
@@ -34,7 +34,7 @@ class GroupMeans(Structure):
     clipped, and the diagnostics list all components and the negative ones. A vector counts as one row.
 
     Args:
-        spec: of the D entries.
+        spec: names and shapes of the D entries.
         mean: (D,).
         eigenvalues: for each tensor (l_e, l_r, l_c, l_g), (tensors, 4); zero where the space has no dimension.
         parameters: the number of fitted numbers.
@@ -46,6 +46,7 @@ class GroupMeans(Structure):
 
     name = "group_means"
     form = "group_means"
+    stored = ("eigenvalues",)
     needs_samples = False
 
     def __init__(
@@ -64,9 +65,9 @@ class GroupMeans(Structure):
             raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> "_GroupMeansAccumulator[Self]":
+    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
         """Accumulates the entries' moments and the squared length of the deviations in each space."""
-        return _GroupMeansAccumulator(spec, cls.from_sums)
+        return _Sums(cls, spec)
 
     @classmethod
     def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
@@ -104,7 +105,7 @@ class GroupMeans(Structure):
         """Natural logarithm of the density at (..., D)."""
         deviation = np.asarray(x, dtype=np.float64) - self.mean
         flat = deviation.reshape(-1, self.spec.size)
-        value = np.full(len(flat), -0.5 * self.spec.size * np.log(2.0 * np.pi))
+        value = np.full(len(flat), -0.5 * self.spec.size * LOG_2PI)
         for i, (part, shape) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
             there = self._dimensions[i] > 0
             squares = _squares(flat[:, part].reshape(-1, *shape))[:, there]
@@ -116,38 +117,19 @@ class GroupMeans(Structure):
         """The dense covariance (D, D)."""
         dense = np.zeros((self.spec.size, self.spec.size))
         for i, (part, (p, n)) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
-            means = [np.full((m, m), 1.0 / m) for m in (p, n)]
-            contrasts = [np.eye(m) - mean for m, mean in zip((p, n), means, strict=True)]
-            pairs = (
-                (contrasts[0], contrasts[1]),
-                (contrasts[0], means[1]),
-                (means[0], contrasts[1]),
-                (means[0], means[1]),
-            )
+            spaces = [(np.eye(m) - np.full((m, m), 1.0 / m), np.full((m, m), 1.0 / m)) for m in (p, n)]
+            pairs = itertools.product(*spaces)  # contrasts or mean of the rows, and of the columns
             dense[part, part] = sum(
                 value * np.kron(*pair) for value, pair in zip(self.eigenvalues[i], pairs, strict=True)
             )
         return dense
 
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {"eigenvalues": self.eigenvalues}
 
-    @classmethod
-    def from_tensors(
-        cls,
-        tensors: Mapping[str, np.ndarray],
-        spec: WeightSpec,
-        parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """The inverse of `to_tensors`."""
-        checked_names(tensors, ["mean", "eigenvalues"])
-        return cls(spec, tensors["mean"], tensors["eigenvalues"], parameters, diagnostics)
+class _Sums:
+    """The entries' moments, and the squared length of the deviations in each space."""
 
-
-class _GroupMeansAccumulator(Generic[G]):
-    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, np.ndarray, WeightSpec], G]) -> None:
-        self._spec, self._fit = spec, fit
+    def __init__(self, cls: type[GroupMeans], spec: WeightSpec) -> None:
+        self._cls, self._spec = cls, spec
         self._moments, self._squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
 
     def update(self, rows: np.ndarray) -> None:
@@ -155,8 +137,8 @@ class _GroupMeansAccumulator(Generic[G]):
         for i, (part, shape) in enumerate(zip(self._spec.slices.values(), matrix_shapes(self._spec), strict=True)):
             self._squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
 
-    def finish(self) -> G:
-        return self._fit(self._moments, self._squares, self._spec)
+    def finish(self) -> Any:
+        return self._cls.from_sums(self._moments, self._squares, self._spec)
 
 
 def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import UsageError
 from weightscope.fits.structure import (
+    LOG_2PI,
     Standalone,
     Structure,
     checked_data,
@@ -30,9 +31,9 @@ class Array:
     """Entries of a weight vector that form one array.
 
     Attributes:
-        name: of its first tensor.
+        name: its first tensor's.
         shape: (d_1, ..., d_K).
-        parts: of the weight vector, one after the other in row-major order.
+        parts: places in the weight vector, one after the other in row-major order.
     """
 
     name: str
@@ -86,11 +87,7 @@ class Separable(Structure):
 
     @classmethod
     def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
-        """The arrays that the tensors form.
-
-        Raises:
-            UsageError: if the structure is not for these tensors.
-        """
+        """The arrays that the tensors form; a UsageError if the structure is not for these tensors."""
         raise NotImplementedError
 
     @classmethod
@@ -127,7 +124,7 @@ class Separable(Structure):
         """Natural logarithm of the density at (..., D)."""
         deviation = np.asarray(x, dtype=np.float64) - self.mean
         flat = deviation.reshape(-1, self.spec.size)
-        value = np.full(len(flat), -0.5 * self.spec.size * np.log(2.0 * np.pi))
+        value = np.full(len(flat), -0.5 * self.spec.size * LOG_2PI)
         for array, roots in zip(self.arrays, self.roots, strict=True):
             white = _along(roots, array.read(flat), lambda root, w: solve_triangular(root, w, lower=True))
             value -= 0.5 * np.square(white.reshape(len(flat), -1)).sum(axis=1)
@@ -179,7 +176,7 @@ class Kronecker(Separable):
     maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
 
     Args:
-        spec: of the D entries.
+        spec: names and shapes of the D entries.
         mean: (D,).
         factors: for each tensor A (p, p), lower triangular; and for each tensor B (n, n), lower triangular.
         parameters: the number of fitted numbers.
@@ -243,7 +240,7 @@ class TensorNormal(Separable):
     apart, so that in a population only means over them can be correlated; the structure `exchangeable` has these.
 
     Args:
-        spec: of the D entries.
+        spec: names and shapes of the D entries.
         mean: (D,).
         factors: for each stack a root of R_L (L, L), lower triangular; the same of R_p (p, p), and of R_n (n, n).
         parameters: the number of fitted numbers.

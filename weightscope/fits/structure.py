@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -13,21 +13,18 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments
 
 S_co = TypeVar("S_co", bound="Structure", covariant=True)
-S = TypeVar("S", bound="Structure")
+
+LOG_2PI = float(np.log(2.0 * np.pi))
 
 
 class Accumulator(Protocol[S_co]):
     """Takes weight vectors in blocks and fits a structure to all of them."""
 
-    def update(self, rows: np.ndarray) -> None:
-        """Take rows (n, D), n >= 1, float64 and finite. They may be overwritten afterwards."""
+    def update(self, rows: np.ndarray) -> Any:
+        """Take rows (n, D), n >= 1, float64 and finite, and leave them as they are; they may change afterwards."""
 
     def finish(self) -> S_co:
-        """The structure fitted to all rows.
-
-        Raises:
-            UsageError, DataError: as `Structure.fit`.
-        """
+        """The structure fitted to all rows; errors as `Structure.fit`."""
 
 
 class Standalone(NamedTuple):
@@ -53,6 +50,7 @@ class Structure(ABC):
         form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which the template of standalone
             initialisers samples, a name of one's own with `standalone`, or `"custom"`.
         options: names of the arguments of `fit` after data and spec.
+        stored: names of the arrays beside the mean, which are attributes and arguments of the constructor.
         needs_samples: whether fitting needs all samples at once.
         uses_permutations: whether `context` takes a permutation specification of the user's own.
         standalone: code that samples the form in a standalone file, where its template does not.
@@ -65,6 +63,7 @@ class Structure(ABC):
     name: ClassVar[str]
     form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()
+    stored: ClassVar[tuple[str, ...]] = ()
     needs_samples: ClassVar[bool] = True
     uses_permutations: ClassVar[bool] = False
     standalone: ClassVar[Standalone | None] = None
@@ -88,7 +87,7 @@ class Structure(ABC):
 
         Args:
             data: (N, D) finite numbers, N >= 2; each entry varies.
-            spec: of the D entries.
+            spec: names and shapes of the D entries.
             *args: none; subclasses declare their options as keyword arguments.
             **options: the structure's own.
 
@@ -115,8 +114,8 @@ class Structure(ABC):
         """Arguments of `accumulator` that follow from the network which the fitted tensors are part of.
 
         Args:
-            network: the spec of all its tensors.
-            part: of the tensors that are fitted.
+            network: all tensors of the network.
+            part: the tensors that are fitted.
             **own: `permutations`, a specification of the user's own, if `uses_permutations`.
 
         Raises:
@@ -150,12 +149,11 @@ class Structure(ABC):
         """All arrays that sampling and density need; `from_tensors` restores them bit for bit."""
         return {"mean": self.mean, **self._arrays()}
 
-    @abstractmethod
     def _arrays(self) -> dict[str, np.ndarray]:
         """What `to_tensors` stores beside the mean."""
+        return {name: getattr(self, name) for name in self.stored}
 
     @classmethod
-    @abstractmethod
     def from_tensors(
         cls,
         tensors: Mapping[str, np.ndarray],
@@ -168,6 +166,8 @@ class Structure(ABC):
         Raises:
             DataError: if an array is missing, unknown, misshapen or not finite.
         """
+        checked_names(tensors, ["mean", *cls.stored])
+        return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
     def notes(self) -> list[str]:
         """What was shrunk, clipped or projected in the fit, as lines of the report."""
@@ -205,32 +205,17 @@ def structure_reference(cls: type[Structure]) -> str:
     return next((name for name, known in STRUCTURES.items() if known is cls), None) or reference_to(cls)
 
 
-class _Samples(Generic[S]):
+class _Samples:
     """Keeps all rows and fits to them at the end."""
 
-    def __init__(self, fit: Callable[[np.ndarray], S]) -> None:
+    def __init__(self, fit: Callable[[np.ndarray], Any]) -> None:
         self._fit, self._parts = fit, list[np.ndarray]()
 
     def update(self, rows: np.ndarray) -> None:
         self._parts.append(rows.copy())
 
-    def finish(self) -> S:
+    def finish(self) -> Any:
         return self._fit(self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts))
-
-
-class EntryAccumulator(Generic[S]):
-    """Accumulates mean and variance of each entry, for structures that follow from these."""
-
-    def __init__(self, spec: WeightSpec, fit: Callable[[EntryMoments, WeightSpec], S]) -> None:
-        self._spec, self._fit, self._moments = spec, fit, EntryMoments(spec.size)
-
-    def update(self, rows: np.ndarray) -> None:
-        """Take rows (n, D)."""
-        self._moments.update(rows)
-
-    def finish(self) -> S:
-        """The fitted structure."""
-        return self._fit(self._moments, self._spec)
 
 
 def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
@@ -250,8 +235,8 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
     the tensor's.
 
     Args:
-        moments: of the D entries over N networks.
-        spec: of the D entries.
+        moments: the D entries' over N networks.
+        spec: names and shapes of the D entries.
 
     Returns:
         the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
@@ -276,11 +261,7 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
 
 
 def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
-    """The data (N, D) as float64.
-
-    Raises:
-        DataError: if the shape is wrong, there are fewer than 2 rows or a number is not finite.
-    """
+    """The data (N, D) as float64, N >= 2 and finite; otherwise a DataError."""
     rows = np.asarray(data, dtype=np.float64)
     if rows.ndim != 2 or rows.shape[1] != spec.size:
         raise DataError(f"expected weight vectors (N, {spec.size}), found {rows.shape}")
@@ -292,16 +273,7 @@ def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
 
 
 def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
-    """An array of a structure as read-only float64.
-
-    Args:
-        array: to check.
-        name: for error messages.
-        shape: expected; None for any length.
-
-    Raises:
-        DataError: if the shape differs or a number is not finite.
-    """
+    """An array as read-only float64; a DataError if its shape differs (None: any length) or a number is not finite."""
     # One memory order, because BLAS rounds differently in another, and a stored structure must give the same bits.
     values = np.array(array, dtype=np.float64, order="C")
     fits = values.ndim == len(shape) and all(e is None or n == e for n, e in zip(values.shape, shape, strict=True))
@@ -314,11 +286,7 @@ def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
 
 
 def checked_root(array: Any, name: str, size: int) -> np.ndarray:
-    """A triangular root (n, n) of a covariance, as `checked`.
-
-    Raises:
-        DataError: if it is not lower triangular with a positive diagonal.
-    """
+    """A triangular root (n, n) of a covariance, as `checked`: lower triangular with a positive diagonal."""
     root = checked(array, name, (size, size))
     if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
         raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
@@ -326,11 +294,7 @@ def checked_root(array: Any, name: str, size: int) -> np.ndarray:
 
 
 def checked_names(tensors: Mapping[str, np.ndarray], required: Sequence[str], optional: Sequence[str] = ()) -> None:
-    """Compare the names of stored arrays with what a structure stores.
-
-    Raises:
-        DataError: if one is missing or unknown.
-    """
+    """Raise DataError unless the names of stored arrays are those that a structure stores."""
     missing = [name for name in required if name not in tensors]
     unknown = [name for name in tensors if name not in (*required, *optional)]
     if missing or unknown:

@@ -21,7 +21,7 @@ from weightscope._util import atomic
 from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, UsageError
 from weightscope.population.reading import Population
-from weightscope.population.shard_format import new_file
+from weightscope.population.shards import new_file
 from weightscope.spec import WeightSpec
 
 _HEADERS = 2**16  # bytes, more than HDF5's own structures take

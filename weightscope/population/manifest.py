@@ -38,8 +38,6 @@ class Manifest:
         sizes: numbers of networks that the population has had, ascending; the last is the current one.
         inputs: hash of everything that the recipe refers to: the data set's images, files of initialisers, source
             of users' functions.
-        written: the recipe as in the file. A file of an earlier version lacks fields that were added since; the
-            fingerprint, which is in every shard, is computed from this.
     """
 
     recipe: Recipe
@@ -47,7 +45,6 @@ class Manifest:
     environment: dict[str, Any]
     sizes: tuple[int, ...]
     inputs: dict[str, str] = field(default_factory=dict)
-    written: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def networks(self) -> int:
@@ -69,14 +66,10 @@ class Manifest:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of what a network's bits depend on: recipe without N, spec, inputs."""
-        values = self._recipe_values()
+        values = self.recipe.to_dict()
         del values["population"]["networks"]
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _recipe_values(self) -> dict[str, Any]:
-        values = self.recipe.to_dict() if self.written is None else self.written
-        return values | {"population": values.get("population", {}) | {"networks": self.networks}}
 
     def rows(self, tile: int) -> int:
         """The number of networks in tile `tile`: T, or fewer in the last one."""
@@ -100,7 +93,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
-        values = self._recipe_values()
+        values = self.recipe.to_dict()
         return (
             json.dumps(
                 {
@@ -151,12 +144,11 @@ def _parse(values: Any, file: Path) -> Manifest:
         )
     try:
         manifest = Manifest(
-            recipe=_recipe_of(values["recipe"]),
+            recipe=Recipe.parse(values["recipe"], where="recipe"),
             spec=WeightSpec.from_json(json.dumps(values["spec"])),
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
             inputs={str(k): str(v) for k, v in values["inputs"].items()},
-            written=values["recipe"],
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error
@@ -170,13 +162,6 @@ def _parse(values: Any, file: Path) -> Manifest:
     if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
         raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {manifest.networks} networks")
     return manifest
-
-
-def _recipe_of(written: Any) -> Recipe:
-    """The recipe in a manifest; networks of versions without `training.kernels` were trained with torch's."""
-    recipe = Recipe.parse(written, where="recipe")
-    old = "kernels" not in written.get("training", {})
-    return recipe.replace({"training.kernels": "torch"}) if old else recipe
 
 
 def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Manifest, bool]:
@@ -246,8 +231,6 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
             f"{'; '.join(lines[:3])}; collect into another folder"
         )
     for name in sorted(there.inputs.keys() | wanted.inputs.keys()):
-        if name.startswith(WEIGHTS) and name not in there.inputs:  # of an earlier version, which did not record them
-            continue
         expected, found = there.inputs.get(name, "none"), wanted.inputs.get(name, "none")
         if expected != found:
             raise DataError(

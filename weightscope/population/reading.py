@@ -14,7 +14,7 @@ from weightscope._util.sources import is_population
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
-from weightscope.population.shard_format import header_text
+from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 

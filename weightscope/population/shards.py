@@ -1,6 +1,6 @@
-"""Shards on disk: their paths, hashes, writing and opening.
+"""Shards on disk: encoding a trained tile as an HDF5 file, hashes, writing and opening.
 
-    shards/00003.h5          see `shard_format.py`
+    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E)
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
@@ -10,20 +10,31 @@ on recipe, tile, torch version, HDF5 version, device and kernels only.
 
 import contextlib
 import hashlib
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import h5py
+import numpy as np
 
 from weightscope._util import atomic
+from weightscope._util.names import shortened
+from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
-from weightscope.population.shard_format import AGAIN, TrainedTile, check_structure, encode, foreign
+
+AGAIN = "run `weightscope collect` again to retrain it"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+_FORMAT = "weightscope-shard"
+_SCHEMA = 1
+_CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
+_NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
+_KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?"}  # data types; other metrics are any numbers
 
 
 class DamagedShard(DataError):
@@ -35,6 +46,23 @@ class State(NamedTuple):
 
     kind: Literal["done", "missing", "short", "damaged"]
     why: str = ""
+
+
+@dataclass(frozen=True)
+class TrainedTile:
+    """The result of training one tile: T networks, of which the last tile of a population stores fewer.
+
+    Attributes:
+        index: of the tile; network k is row k mod T of tile k div T.
+        weights: (T, D) float32 in `WeightSpec` order.
+        seeds: (T,) uint64, the seeds of the initial weights.
+        metrics: name -> (T,) or (T, E) array; one of them is `diverged`, booleans.
+    """
+
+    index: int
+    weights: np.ndarray
+    seeds: np.ndarray
+    metrics: Mapping[str, np.ndarray]
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -170,9 +198,9 @@ def opened(
     with h5:
         if fresh:
             try:
-                check_structure(h5, file, manifest, tile, least)
-            except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-                raise foreign(file, "a shard of this version", f"an unreadable one ({error})") from error
+                _check_structure(h5, file, manifest, tile, least)
+            except (KeyError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+                raise _foreign(file, "a shard of this version", f"an unreadable one ({error})") from error
         yield h5
 
 
@@ -220,3 +248,164 @@ def _listed(file: Path) -> list[str]:
 def _write_hashes(file: Path, digests: list[str]) -> None:
     unique = dict.fromkeys(digests)
     atomic.write(hash_file(file), "".join(f"{d}  {file.name}\n" for d in unique).encode())
+
+
+def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, kernels: str = "") -> bytes:
+    """The bytes of a shard with the first `rows` networks of a trained tile; deterministic.
+
+    `device` and `kernels` are for the header: what trained the tile, and how its compiled kernels were checked.
+    """
+    import torch
+
+    shape, seeds = (manifest.tile, manifest.spec.size), seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
+    if (
+        trained.weights.shape != shape
+        or trained.weights.dtype != np.float32
+        or not np.array_equal(trained.seeds, seeds)
+    ):
+        raise ValueError(f"tile {trained.index}: expected weights {shape} float32 from the trainer, with their seeds")
+    header = {
+        "format": _FORMAT,
+        "schema": _SCHEMA,
+        "spec": manifest.spec.fingerprint,
+        "recipe": manifest.fingerprint,
+        "tile": trained.index,
+        "torch": torch.__version__,
+        "device": device,
+    }
+    if kernels:
+        header["kernels"] = kernels
+    columns = manifest.spec.size
+    blocks = max(1, -(-columns // _CHUNK[1]))
+    # Not HDF5's own file in memory: in version 1.14 its image has a wrong checksum in the superblock.
+    file = io.BytesIO()
+    with new_file(file) as h5:
+        for key, value in header.items():
+            h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
+        weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
+        chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
+        _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
+        _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
+        group = h5["metrics"]
+        for name in sorted(trained.metrics):
+            values = np.asarray(trained.metrics[name])[:rows]
+            fill = np.asarray(np.nan, values.dtype) if values.dtype.kind == "f" else None
+            _write(group, name, values, fillvalue=fill)
+    return file.getvalue()
+
+
+def _write(group: h5py.Group, name: str, values: np.ndarray, **options: Any) -> None:
+    """Write an array, now: where it lies in the file must not depend on when Python closes its handle.
+
+    HDF5 gives chunks their places when the array is closed. A thread that looks at stack frames, such as the profiler
+    of a Dask worker, keeps handles for longer.
+    """
+    group.create_dataset(name, data=values, track_times=False, **options).id.flush()
+
+
+def expected_bytes(manifest: Manifest) -> int:
+    """About how many bytes the shards of a whole population take; HDF5 pads its chunks."""
+    columns, epochs = manifest.spec.size, manifest.recipe.training.epochs
+    blocks = max(1, -(-columns // _CHUNK[1]))
+    padded = blocks * -(-columns // blocks)
+
+    def shard(rows: int) -> int:
+        stored = -(-rows // _CHUNK[0]) * _CHUNK[0] if rows > _CHUNK[0] else rows
+        return 4 * stored * padded + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES) + _FILE_BYTES
+
+    return (manifest.tiles - 1) * shard(manifest.tile) + shard(manifest.rows(manifest.tiles - 1))
+
+
+def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
+    """An HDF5 file with a group `/metrics` that is written to a Python file, after `user_block` bytes for other use.
+
+    Nothing in it has a time stamp, so that the same content gives the same bytes; h5py before 3.16 has no option for
+    this.
+    """
+    access, creation = (h5py.h5p.create(kind) for kind in (h5py.h5p.FILE_ACCESS, h5py.h5p.FILE_CREATE))
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, file)
+    creation.set_obj_track_times(False)
+    creation.set_userblock(user_block)
+    h5 = h5py.File(h5py.h5f.create(b"python", h5py.h5f.ACC_TRUNC, fcpl=creation, fapl=access))
+    properties = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    properties.set_obj_track_times(False)
+    h5py.h5g.create(h5.id, b"metrics", gcpl=properties)
+    return h5
+
+
+def header_text(h5: h5py.File, name: str) -> str:
+    """A text attribute of a shard."""
+    return _text(h5.attrs[name])
+
+
+def _text(value: Any) -> str:
+    return bytes(value).rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
+    """The seeds of the initial weights of networks `first` and following."""
+    root = manifest.recipe.population.seed
+    return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
+
+
+def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, least: int) -> None:
+    """Compare the header with recipe and spec, and refuse what HDF5 would read from elsewhere or fill in.
+
+    It may have more networks than the population, up to a whole tile, or fewer, down to `least`: another process may
+    be growing the population, or its growth was interrupted.
+    """
+    for what, name, expected in (
+        ("the format", "format", _FORMAT),
+        ("schema version", "schema", _SCHEMA),
+        ("tile", "tile", tile),
+        ("a network with spec", "spec", manifest.spec.fingerprint),
+        ("a recipe with fingerprint", "recipe", manifest.fingerprint),
+    ):
+        value = h5.attrs.get(name, np.bytes_(b"nothing"))
+        found = int(value) if isinstance(value, np.integer) else _text(value)
+        if name == "schema" and isinstance(found, int) and found > _SCHEMA:
+            raise DataError(
+                f"{file}: expected {what} {expected}, found {found}; a newer version of weightscope wrote it: upgrade "
+                "(`pip install --upgrade weightscope-toolkit`)"
+            )
+        if expected != found:
+            raise _foreign(file, f"{what} {expected}", shortened(str(found)))
+    arrays = _arrays(h5, file) | {f"metrics/{name}": v for name, v in _arrays(h5["metrics"], file).items()}
+    if missing := sorted(_KINDS.keys() - arrays.keys()):
+        raise _foreign(file, f"an array /{missing[0]}", "none")
+    shape = arrays["weights"].shape
+    rows = shape[0] if shape else 0
+    if shape != (rows, manifest.spec.size) or not least <= rows <= manifest.tile:
+        raise _foreign(file, f"weights {(manifest.rows(tile), manifest.spec.size)}", f"{shape}")
+    for name, values in arrays.items():
+        kind = _KINDS.get(name)
+        known = values.dtype == kind if kind else values.dtype.kind in "fiub"
+        if not known or values.shape[:1] != (rows,) or values.ndim > 2:
+            raise _foreign(
+                file, f"/{name} of {kind or 'numbers'} for {rows} networks", f"{values.dtype} {values.shape}"
+            )
+
+
+def _arrays(group: h5py.Group, file: Path) -> dict[str, h5py.Dataset]:
+    """The arrays in a group, if all of it is stored in this file, plainly and in full."""
+    out = {}
+    for name in group:
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise _foreign(file, f"`{name}` inside the file", "a link to another place")
+        item = group[name]
+        if isinstance(item, h5py.Dataset):
+            stored, needed = item.id.get_storage_size(), item.size * item.dtype.itemsize
+            if item.is_virtual or item.external or item.id.get_create_plist().get_nfilters() or stored < needed:
+                raise _foreign(file, f"/{name} stored plainly and in full", "external, virtual or filtered storage")
+            out[name] = item
+    return out
+
+
+def _foreign(file: Path, expected: str, found: str) -> DataError:
+    """The error about an undamaged shard that belongs to another population."""
+    return DataError(
+        f"{file}: a foreign shard, expected {expected}, found {found}; move it to the population that it belongs to "
+        f"and {AGAIN}"
+    )

@@ -1,5 +1,7 @@
 """Means, variances and covariances of N vectors in one pass, in memory independent of N."""
 
+from collections.abc import Iterable
+from copy import copy
 from typing import Any, get_args
 
 import numpy as np
@@ -10,11 +12,8 @@ from weightscope.errors import DataError, UsageError
 from weightscope.statistics.gram import Gram, Precision, new_gram
 
 
-class EntryMoments:
-    """Streaming mean and sum of squared deviations of each of D entries.
-
-    Rows are centred block by block; the distance between a block's mean and the mean so far enters as one more
-    deviation (Chan, Golub and LeVeque 1983, Eq. 2.1b). An entry that has one value in all rows has exactly zero.
+class RunningMean:
+    """The mean of rows that come block by block, and deviations from it (Chan, Golub and LeVeque 1983, Eq. 2.1b).
 
     Args:
         size: D.
@@ -22,33 +21,85 @@ class EntryMoments:
     Attributes:
         n: rows taken.
         mean: (D,) float64.
-        squares: (D,) sum of squared deviations from the mean.
+        block_mean: (D,), of the last block.
     """
 
     def __init__(self, size: int) -> None:
         self.n = 0
         self.mean = np.zeros(size)
-        self.squares = np.zeros(size)
+        self.block_mean = self.mean
 
-    def update(self, rows: np.ndarray) -> np.ndarray:
+    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Take rows (n, D), n >= 1.
 
+        Args:
+            rows: float32 or float64.
+            out: at least (n + 1, D) float64, for the result.
+
         Returns:
-            deviations (n + 1, D), whose squares, and squares of any linear map of them, add up over all updates to
-            those of the deviations from the common mean.
+            deviations (n + 1, D): the rows about their own mean, and the distance of that mean from the mean so far.
+            Squares and products of them, or of any linear map of them, add up over all calls to those of the
+            deviations from the common mean. An entry with one value in all rows has deviations of exactly zero.
         """
+        deviations = (np.empty((len(rows) + 1, len(self.mean))) if out is None else out)[: len(rows) + 1]
+        z = deviations[:-1]
         start = rows[0].astype(np.float64)
-        deviations = np.empty((len(rows) + 1, len(start)))
-        np.subtract(rows, start, out=deviations[:-1])
-        shift = deviations[:-1].mean(axis=0)
-        deviations[:-1] -= shift
-        both = self.n + len(rows)
-        distance = start + shift - self.mean
-        deviations[-1] = np.sqrt(self.n * len(rows) / both) * distance
-        self.mean = start + shift if not self.n else self.mean + distance * (len(rows) / both)
-        self.squares += np.einsum("ij,ij->j", deviations, deviations)
-        self.n = both
+        np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
+        z -= start
+        shift = z.mean(axis=0)
+        z -= shift
+        self.block_mean = start + shift
+        deviations[-1] = self.join(len(rows), self.block_mean)
         return deviations
+
+    def join(self, n: int, mean: np.ndarray) -> np.ndarray:
+        """Take n rows of that mean; returns the row that their distance adds to the deviations, (D,)."""
+        both, distance = self.n + n, mean - self.mean
+        row = np.sqrt(self.n * n / both) * distance
+        self.mean = mean if not self.n else self.mean + distance * (n / both)
+        self.n = both
+        return row
+
+
+class EntryMoments(RunningMean):
+    """Streaming mean and sum of squared deviations of each of D entries.
+
+    Args:
+        size: D.
+        chunks: rows (n, D) to begin with, of which those that are not finite are left out and counted.
+
+    Attributes:
+        n: rows taken.
+        mean: (D,) float64.
+        squares: (D,) sum of squared deviations from the mean.
+        excluded: rows of `chunks` that were left out.
+    """
+
+    def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
+        super().__init__(size)
+        self.squares = np.zeros(size)
+        self.excluded = 0
+        for rows in chunks:
+            good = rows[finite_rows(rows)]
+            self.excluded += len(rows) - len(good)
+            if len(good):
+                self.update(good)
+
+    def update(self, rows: np.ndarray) -> np.ndarray:
+        """Take rows (n, D), n >= 1; returns deviations (n + 1, D), see `RunningMean.take`."""
+        deviations = self.take(rows)
+        self.squares += np.einsum("ij,ij->j", deviations, deviations)
+        return deviations
+
+    def variance(self) -> np.ndarray:
+        """The variances with divisor n - 1, (D,).
+
+        Raises:
+            DataError: if there are fewer than 2 rows.
+        """
+        if self.n < 2:
+            raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded as not finite)")
+        return self.squares / (self.n - 1)
 
     def mean_square(self, about: np.ndarray) -> np.ndarray:
         """The mean squared deviation of each entry from `about` (D,), divisor n."""
@@ -63,14 +114,12 @@ BLOCK = 256
 class Moments:
     r"""Streaming, mergeable mean and covariance of vectors of length D.
 
-    Rows are taken in blocks of 256. A block of n_b rows with mean m_b is centred in float64 and added by a
-    symmetric rank-k update; its distance d = m_b - mean to the n_a rows before it enters as one more row,
-    sqrt(n_a n_b / (n_a + n_b)) d, which is the update of Chan, Golub and LeVeque (1983, Eq. 2.1b) inside
-    the same BLAS call. So data far from zero or drifting lose no accuracy. With `precision="float64"` the
-    result equals `numpy.cov` in float64 to 1e-10 relative at mean 1e4 and spread 1. With `"float32"` the
-    centred block is rounded to float32 and products are accumulated in float32: twice as fast, half the
-    memory, and entry (i, j) is within 1e-5 of the product of the standard deviations i and j (the
-    measured error grows as the square root of N, and is 1e-6 at N = 10^6).
+    Rows are taken in blocks of 256. A block is centred in float64 and added by a symmetric rank-k update, with its
+    distance from the mean so far as one more row (`RunningMean`), inside the same BLAS call. So data far from zero or
+    drifting lose no accuracy. With `precision="float64"` the result equals `numpy.cov` in float64 to 1e-10 relative
+    at mean 1e4 and spread 1. With `"float32"` the centred block is rounded to float32 and products are accumulated in
+    float32: twice as fast, half the memory, and entry (i, j) is within 1e-5 of the product of the standard deviations
+    i and j (the measured error grows as the square root of N, and is 1e-6 at N = 10^6).
 
     Rows with a non-finite entry are left out and counted in `excluded`; print that number. Results have the same
     bits for all chunk sizes if nothing is read in between; reading closes a block, and results then agree to
@@ -99,14 +148,11 @@ class Moments:
         self.excluded = 0
         self._device = device
         self._gram: Gram | None = new_gram(size, precision, device)
-        self._count = 0
-        self._mean = np.zeros(size)  # relative to the pilot
-        # The mean of the first block. All sums are about it, so that a constant coordinate is exactly zero.
+        self._running = RunningMean(size)
+        # The mean of the first block. Sums over z = x - pilot, for the fourth moment that Ledoit and Wolf need:
+        # |z|^4, |z|^2 z, |z|^2.
         self._pilot: np.ndarray | None = None
-        # Sums over z = x - pilot, for the fourth moment that Ledoit and Wolf need: |z|^4, |z|^2 z, |z|^2.
-        self._fourth = 0.0
-        self._third = np.zeros(size)
-        self._second = 0.0
+        self._fourth, self._third, self._second = 0.0, np.zeros(size), 0.0
         self._pending: np.ndarray | None = None
         self._waiting = 0
         self._work: np.ndarray | None = None
@@ -138,7 +184,14 @@ class Moments:
                 self._add_block(rows[:BLOCK])
                 rows = rows[BLOCK:]
                 continue
-            rows = self._wait(rows)
+            if self._pending is None:
+                self._pending = np.empty((BLOCK, self.size))
+            taken = min(BLOCK - self._waiting, len(rows))
+            self._pending[self._waiting : self._waiting + taken] = rows[:taken]
+            self._waiting += taken
+            rows = rows[taken:]
+            if self._waiting == BLOCK:
+                self._flush()
         return self
 
     def merge(self, other: "Moments") -> "Moments":
@@ -156,17 +209,21 @@ class Moments:
         new = Moments(first.size, device=first._device, precision=first.precision)
         new.excluded = first.excluded + second.excluded
         new._gram = first._alive().copy()
-        new._pilot = first._pilot
-        for name in ("_count", "_mean", "_fourth", "_third", "_second"):
-            setattr(new, name, getattr(first, name))
-        if second._count:
-            new._absorb(second)
+        new._pilot, new._running = first._pilot, copy(first._running)
+        sums = first._fourth, first._third, first._second
+        if (n := second._running.n) and first._pilot is not None and second._pilot is not None:
+            more = second._about(first._pilot)
+            sums = sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]
+            row = new._running.join(n, second._running.mean)
+            new._gram.add_gram(second._alive())
+            new._gram.add(row[None].astype(new.precision))
+        new._fourth, new._third, new._second = sums
         return new
 
     @property
     def n(self) -> int:
         """The number of rows added, without the excluded ones."""
-        return self._count + self._waiting
+        return self._running.n + self._waiting
 
     @property
     def mean(self) -> np.ndarray:
@@ -176,12 +233,12 @@ class Moments:
             DataError: before the first row.
         """
         self._need(1)
-        return self._about() + self._mean
+        return self._running.mean.copy()
 
     def variance(self) -> np.ndarray:
         """The variances with divisor n - 1, (D,) float64."""
         self._need(2)
-        return self._alive().diagonal() / (self._count - 1)
+        return self._alive().diagonal() / (self._running.n - 1)
 
     def covariance(self, *, destroy: bool = False) -> np.ndarray:
         """The covariance with divisor n - 1, (D, D), in the precision of accumulation.
@@ -197,7 +254,7 @@ class Moments:
         gram = self._alive() if destroy else self._alive().copy()
         if destroy:
             self._gram = None
-        return gram.take(1.0 / (self._count - 1))
+        return gram.take(1.0 / (self._running.n - 1))
 
     def correlation(self, *, destroy: bool = False) -> np.ndarray:
         """The correlation matrix, (D, D); rows and columns of coordinates without variance are NaN."""
@@ -218,31 +275,26 @@ class Moments:
         """
         self._need(1)
         gram = self._alive()
-        shift = -self._mean
-        trace = float(gram.diagonal().sum())
-        square = float(shift @ shift)
-        # z' = z + shift has mean zero. Sums over z need sum z z^T = gram + n mean mean^T.
-        outer = float(shift @ gram.dot(shift)) + self._count * square * square
-        total = -self._count * square  # (sum of z) . shift
+        return float(gram.diagonal().sum()), gram.squared_norm(), self._about(self._running.mean)[0]
+
+    def _about(self, centre: np.ndarray) -> tuple[float, np.ndarray, float]:
+        """The sums of |z|^4, |z|^2 z and |z|^2 over z = x - centre."""
+        assert self._pilot is not None  # there is a row
+        n, mean, shift = self._running.n, self._running.mean - self._pilot, self._pilot - centre
+        square, total = float(shift @ shift), n * float(mean @ shift)
+        # Sums over x - pilot need (sum z z^T) shift; the Gram matrix is about the mean.
+        outer = self._alive().dot(shift) + mean * total
+        second = self._second + 2.0 * total + n * square
+        third = self._third + 2.0 * outer + square * n * mean + second * shift
         fourth = (
             self._fourth
-            + 4.0 * outer
-            + self._count * square * square
+            + 4.0 * float(shift @ outer)
+            + n * square * square
             + 4.0 * float(self._third @ shift)
             + 2.0 * self._second * square
             + 4.0 * square * total
         )
-        return trace, gram.squared_norm(), fourth
-
-    def _wait(self, rows: np.ndarray) -> np.ndarray:
-        if self._pending is None:
-            self._pending = np.empty((BLOCK, self.size))
-        taken = min(BLOCK - self._waiting, len(rows))
-        self._pending[self._waiting : self._waiting + taken] = rows[:taken]
-        self._waiting += taken
-        if self._waiting == BLOCK:
-            self._flush()
-        return rows[taken:]
+        return fourth, third, second
 
     def _flush(self) -> None:
         if self._waiting:
@@ -251,64 +303,27 @@ class Moments:
             self._add_block(self._pending[:waiting])
 
     def _add_block(self, rows: np.ndarray) -> None:
-        if self._pilot is None:
-            # About its first row, a constant column sums to exactly zero, and its mean is exact.
-            self._pilot = rows[0] + np.subtract(rows, rows[0], dtype=np.float64).mean(axis=0)
         if self._work is None:
             self._work = np.empty((BLOCK + 1, self.size))
-        block = self._work[: len(rows) + 1]
-        z = block[:-1]  # (n_b, D)
-        np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
-        z -= self._pilot
-        squares = np.einsum("ij,ij->i", z, z)
-        third, total = blas.dgemv(1.0, z.T, squares), blas.dgemv(1.0, z.T, np.ones(len(z)))
-        self._second += float(squares.sum())
+        block = self._running.take(rows, self._work)
+        if self._pilot is None:
+            self._pilot = self._running.block_mean
+        d, shift = block[:-1], self._running.block_mean - self._pilot  # x - pilot = d + shift
+        squares = np.einsum("ij,ij->i", d, d)
+        if shift.any():
+            squares += 2.0 * blas.dgemv(1.0, d.T, shift, trans=1) + shift @ shift
+        total = float(squares.sum())
+        self._second += total
         self._fourth += float(squares @ squares)
-        self._third += third
-        mean = total / len(rows)
-        z -= mean
-        block[-1] = self._join(len(rows), mean)
+        self._third += blas.dgemv(1.0, d.T, squares) + total * shift
         self._alive().add(block.astype(self.precision, copy=False))
-
-    def _join(self, n: int, mean: np.ndarray) -> np.ndarray:
-        """Update count and mean by n rows of that mean (about the pilot); returns the row that their distance adds."""
-        distance = mean - self._mean
-        both = self._count + n
-        row = np.sqrt(self._count * n / both) * distance
-        self._mean = self._mean + distance * (n / both)
-        self._count = both
-        return row
-
-    def _absorb(self, other: "Moments") -> None:
-        shift = other._about() - self._about()  # rows about our pilot are z + shift
-        gram, n, mean = other._alive(), other._count, other._mean
-        square, total = float(shift @ shift), n * float(mean @ shift)
-        outer = gram.dot(shift) + n * mean * float(mean @ shift)  # (sum z z^T) shift
-        self._fourth += (
-            other._fourth
-            + 4.0 * float(shift @ outer)
-            + n * square * square
-            + 4.0 * float(other._third @ shift)
-            + 2.0 * other._second * square
-            + 4.0 * square * total
-        )
-        second = other._second + 2.0 * total + n * square
-        self._third = self._third + other._third + 2.0 * outer + square * n * mean + second * shift
-        self._second += second
-        row = self._join(n, mean + shift)
-        self._alive().add_gram(gram)
-        self._alive().add(row[None].astype(self.precision))
-
-    def _about(self) -> np.ndarray:
-        assert self._pilot is not None  # there is a row
-        return self._pilot
 
     def _need(self, n: int) -> None:
         self._alive()
         self._flush()
-        if self._count < n:
+        if self._running.n < n:
             raise DataError(
-                f"expected at least {n} finite rows, found {self._count} ({self.excluded} excluded as not finite)"
+                f"expected at least {n} finite rows, found {self._running.n} ({self.excluded} excluded as not finite)"
             )
 
     def _alive(self) -> Gram:

@@ -11,56 +11,10 @@ from scipy.linalg import blas, eigh
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.gram import add_gram
-from weightscope.statistics.moments import BLOCK, finite_rows
+from weightscope.statistics.moments import BLOCK, EntryMoments, finite_rows
 
 # The passes hold about this many arrays of BLOCK rows: read ahead, waiting, centred in float64, rounded, cut.
 _BLOCKS = 8
-
-
-@dataclass(frozen=True)
-class Margins:
-    """Mean and variance of every coordinate, from one pass over rows.
-
-    Attributes:
-        mean: (D,) float64.
-        variance: (D,) float64, divisor n - 1.
-        n: number of finite rows.
-        excluded: number of rows left out because they contain a non-finite number.
-    """
-
-    mean: np.ndarray
-    variance: np.ndarray
-    n: int
-    excluded: int
-
-
-def margins(chunks: Iterable[np.ndarray], size: int) -> Margins:
-    """Means and variances in one pass, merged block by block (Chan, Golub and LeVeque 1983, Eq. 2.1).
-
-    Args:
-        chunks: rows (n, D), float32 or float64.
-        size: D.
-
-    Raises:
-        DataError: if fewer than 2 rows are finite.
-    """
-    mean, squares, n, excluded = np.zeros(size), np.zeros(size), 0, 0
-    for rows in chunks:
-        good = rows[finite_rows(rows)]
-        excluded += len(rows) - len(good)
-        if not len(good):
-            continue
-        # About its first row: a constant column has a sum of squares of exactly zero.
-        z = np.subtract(good, good[0], dtype=np.float64)
-        shift = z.mean(axis=0)
-        z -= shift
-        distance = good[0] + shift - mean if n else np.zeros(size)
-        mean = mean + distance * (len(good) / (n + len(good))) if n else good[0] + shift
-        squares += np.einsum("ij,ij->j", z, z) + distance**2 * (n * len(good) / (n + len(good)))
-        n += len(good)
-    if n < 2:
-        raise DataError(f"expected at least 2 finite rows, found {n} ({excluded} excluded as not finite)")
-    return Margins(mean, squares / (n - 1), n, excluded)
 
 
 def write_covariance(
@@ -71,7 +25,7 @@ def write_covariance(
     dtype: Any = np.float32,
     correlation: bool = False,
     memory: int = 2 << 30,
-) -> Margins:
+) -> EntryMoments:
     """Write the (D, D) covariance of rows as a `.npy` file, in memory independent of N and D^2.
 
         C[p, :] = sum over rows of (x - mean)_p (x - mean)^T / (n - 1)   for panels p of consecutive coordinates
@@ -100,13 +54,14 @@ def write_covariance(
     if step < 1:
         need = (_BLOCKS * BLOCK * 8 + dtype.itemsize) * size
         raise UsageError(f"memory: {size} coordinates need at least {need} bytes, found {memory}")
-    known = margins(passes(), size)
+    known = EntryMoments(size, passes())
+    variance = known.variance()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (size, size)})
     file.flush()
     start = file.tell()
     os.ftruncate(file.fileno(), start + size * size * dtype.itemsize)
     with np.errstate(divide="ignore"):
-        scale = np.where(known.variance > 0, 1 / np.sqrt(known.variance), np.nan) if correlation else None
+        scale = np.where(variance > 0, 1 / np.sqrt(variance), np.nan) if correlation else None
     for top in range(0, size, step):
         bottom = min(size, top + step)
         panel = _panel(passes(), known, top, bottom, dtype)
@@ -114,14 +69,12 @@ def write_covariance(
         if scale is not None:
             panel *= scale[top:bottom, None].astype(dtype)
             panel *= scale[top:].astype(dtype)
-            panel[np.arange(bottom - top), np.arange(bottom - top)] = np.where(
-                known.variance[top:bottom] > 0, 1, np.nan
-            )
+            panel[np.arange(bottom - top), np.arange(bottom - top)] = np.where(variance[top:bottom] > 0, 1, np.nan)
         _put(file, start, size, top, panel)
     return known
 
 
-def _panel(rows: Iterable[np.ndarray], known: Margins, top: int, bottom: int, dtype: np.dtype) -> np.ndarray:
+def _panel(rows: Iterable[np.ndarray], known: EntryMoments, top: int, bottom: int, dtype: np.dtype) -> np.ndarray:
     """Sums of products of coordinates top to bottom with those from top on, (bottom - top, D - top)."""
     gemm = blas.dgemm if dtype == np.float64 else blas.sgemm
     out = np.zeros((bottom - top, len(known.mean) - top), dtype)
@@ -227,7 +180,8 @@ def top_eigenpairs(
         DataError: if fewer than 2 rows are finite.
     """
     held = _held(passes(), memory)
-    known = margins(passes() if held is None else held, size)
+    known = EntryMoments(size, passes() if held is None else held)
+    total = float(known.variance().sum())
     if not 1 <= rank <= min(known.n - 1, size):
         raise UsageError(f"rank: expected 1 to {min(known.n - 1, size)} for {known.n} rows of {size}, found {rank}")
     method: Literal["gram", "randomised"]
@@ -237,7 +191,7 @@ def top_eigenpairs(
         again = passes if held is None else lambda: held
         method, (values, vectors) = "randomised", _randomised(again, known, rank, power=power, seed=seed)
     vectors *= np.sign(vectors[np.arange(rank), np.abs(vectors).argmax(axis=1)])[:, None]
-    return Eigenpairs(values, vectors, known.mean, float(known.variance.sum()), known.n, known.excluded, method)
+    return Eigenpairs(values, vectors, known.mean, total, known.n, known.excluded, method)
 
 
 def _held(chunks: Iterable[np.ndarray], memory: int) -> list[np.ndarray] | None:
@@ -251,7 +205,7 @@ def _held(chunks: Iterable[np.ndarray], memory: int) -> list[np.ndarray] | None:
     return out
 
 
-def _by_gram(held: list[np.ndarray], known: Margins, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _by_gram(held: list[np.ndarray], known: EntryMoments, rank: int) -> tuple[np.ndarray, np.ndarray]:
     good = [chunk[finite_rows(chunk)] for chunk in held] if known.excluded else held
     parts = [slice(a, a + _COLUMNS) for a in range(0, len(known.mean), _COLUMNS)]
 
@@ -273,7 +227,7 @@ def _by_gram(held: list[np.ndarray], known: Margins, rank: int) -> tuple[np.ndar
 
 
 def _randomised(
-    passes: Callable[[], Iterable[np.ndarray]], known: Margins, rank: int, *, power: int, seed: int
+    passes: Callable[[], Iterable[np.ndarray]], known: EntryMoments, rank: int, *, power: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     size = len(known.mean)
     width = min(rank + _OVERSAMPLING, size)

@@ -25,7 +25,7 @@ from weightscope._util import atomic
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
-from weightscope.population.shard_format import TrainedTile
+from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training.request import Request, warn_of_other_builds
 from weightscope.training.spreading import spread
@@ -113,8 +113,7 @@ def train(
         label: of the progress bar.
         finished: called with a request, a tile of it and the seconds that its worker took, after each tile.
 
-    Raises:
-        As `collect`.
+    Raises the errors of `collect`.
     """
     begun: list[Request] = []
     created: list[tuple[Path, bool]] = []

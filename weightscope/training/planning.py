@@ -13,7 +13,7 @@ import torch
 from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
-from weightscope.population.shard_format import expected_bytes
+from weightscope.population.shards import expected_bytes
 from weightscope.recipe import Recipe, TrainingConfig
 from weightscope.training.devices import current, one_thread
 from weightscope.training.engine import TileRun

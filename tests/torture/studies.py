@@ -1,0 +1,149 @@
+"""Every study and benchmark script runs, at its smallest size; minutes, so `make torture` runs it.
+
+python -m pytest tests/torture/studies.py
+"""
+
+# ruff: noqa: F811 - a fixture is imported
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import ROOT, script
+from test_studies import BENCHMARKS, COPYING_BENCHMARKS, check_p_values, population  # noqa: F401 - a fixture
+
+from weightscope.benchmarking import Axis, bench
+from weightscope.benchmarking.design import axes_of
+from weightscope.population import Population
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
+
+
+def run_script(path: str, out: Path, *arguments: object, **environment: str) -> list[dict[str, Any]]:
+    """The rows that a benchmark script writes."""
+    command = [sys.executable, ROOT / path, *arguments, "--json", out]
+    subprocess.run([str(a) for a in command], check=True, capture_output=True, env=environment or None)
+    return json.loads(out.read_text())["rows"]
+
+
+def test_the_study_of_one_structure(population: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "one_structure")
+    study = importlib.import_module("run")
+    for name, value in {"SEEDS": {"short": 2}, "GAINS": (0.0, 3.0), "GAIN_SEEDS": 2}.items():
+        monkeypatch.setattr(study, name, value)
+    case = study.Case(population.recipe, "stages.*", ("mimetic_mlp",), 1, 1, 4, 12)
+    found = study.benchmarks(case, population, tmp_path / "work", workers=1, device="cpu", progress=False)
+    arms = {row["init"]: row for row in found["conditions"]["short"]["arms"]}
+    chosen = f"gain-{found['gain']['gain']:g}"
+    assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
+    assert arms[chosen]["beyond_scale"] is not None
+    assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]
+    rows = study.table(population, "convnext")
+    study.merge(tmp_path / "table.json", "convnext", {"networks": len(population), "rows": rows})
+    study.merge(tmp_path / "results.json", "convnext", found)
+    script("figures/one_structure.py").main(tmp_path, tmp_path / "one.png")
+    assert (tmp_path / "one_benchmarks.png").stat().st_size > 10_000
+
+    means = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
+    means = means - means.mean(0)
+    row = next(r for r in rows if r["scheme"] == "stripes: fc1 column means")
+    assert row["value"] == pytest.approx(8 * np.square(means.mean(1)).mean() / np.square(means).mean())
+    check_p_values(rows)
+
+
+@pytest.mark.parametrize("recipe", BENCHMARKS, ids=lambda path: path.parent.name)
+def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a few digits, in the first cell, with the first number of each grid."""
+    monkeypatch.chdir(tmp_path)
+    small = {
+        "data": {"name": "digits", "train": 64, "test": 40},
+        "network.depth": 1,
+        "population.networks": 2,
+        "population.tile": 2,
+    }
+    options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+    if (teacher := recipe.with_name("teacher.toml")).exists():
+        collect(Recipe.load(teacher).replace({**small, "training.epochs": 1}), tmp_path / "teacher.pop", **options)
+    study = Recipe.load(recipe)
+    assert study.bench is not None
+    vary, grid = (
+        [Axis(axis.names, axis.points[:1]) for axis in axes_of(axes)] for axes in (study.bench.vary, study.bench.grid)
+    )
+    result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
+    assert {row["n"] for row in result.arms} == {2}
+    assert len(result.arms) >= 3
+    assert result.figures()
+
+
+@pytest.mark.parametrize("recipe", COPYING_BENCHMARKS, ids=lambda path: path.parent.name)
+def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"data.length": 2, "data.train": 8, "data.test": 4, "training.epochs": 1, "network.width": 8}
+    small |= {"network.state": 4, "population.networks": 2, "population.tile": 2}
+    options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+    if (source := recipe.with_name("source.toml")).exists():
+        many = {"population.networks": 10, "population.tile": 10}
+        population = collect(Recipe.load(source).replace({**small, **many}), tmp_path / "source.pop", **options)
+        script(str(source.with_name("fit.py").relative_to(ROOT))).main([str(population.path), "--least", "0"])
+    study = Recipe.load(recipe)
+    assert study.bench is not None
+    result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, **options)
+    assert {row["n"] for row in result.arms} == {2}
+    figures = script("figures/copying.py")
+    (tmp_path / "drawn" / recipe.parent.name).mkdir(parents=True)
+    (tmp_path / "drawn" / recipe.parent.name / "results.json").write_text((tmp_path / "out/results.json").read_text())
+    if recipe.parent.name == "components":
+        (tmp_path / "drawn/components/recipe.toml").write_text(recipe.read_text())
+        assert len(script("analyses/copying/components/effects.py").main(tmp_path / "drawn/components")) == 20
+    assert figures.main(tmp_path / "drawn", tmp_path) == [recipe.parent.name]
+    assert (tmp_path / f"copying_{recipe.parent.name}.png").stat().st_size > 10_000
+
+
+def test_the_population_benchmark_runs(tmp_path: Path) -> None:
+    options = ["--rounds", 1, "--seconds", 0.01, "--case", "8x8", "--against", "loop"]
+    rows = run_script("benchmarks/population.py", tmp_path / "population.json", *options)
+    assert "against the best loop" in rows[-1]["row"]
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_the_agreement_of_fast_and_plain_training_is_tested(tmp_path: Path) -> None:
+    options = ["--networks", 4, "--epochs", 1, "--path", "torch kernels"]
+    rows = run_script("benchmarks/agreement.py", tmp_path / "agreement.json", *options)
+    assert [row["test"] for row in rows] == ["Welch", "Kolmogorov-Smirnov"] * 2
+    assert all(0 <= row["p"] <= 1 for row in rows)
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    networks = [argument for name in ("convnext", "vit", "convmixer") for argument in ("--network", name)]
+    options = ["--device", "cpu", "--tile", 1, "--rounds", 1, "--seconds", 0.01, "--steps", 1, *networks]
+    rows = run_script("benchmarks/population_gpu.py", tmp_path / "gpu.json", *options)
+    assert [row["network_epochs_per_second"] > 0 for row in rows] == [True] * 18
+
+
+def test_one_network_alone_is_compared_with_the_loop(tmp_path: Path) -> None:
+    options = "--device cpu --data digits --train 600 --width 4 --depth 1 --epochs 2 --seeds 2 --precision float32"
+    (row,) = run_script("benchmarks/convmixer_gpu.py", tmp_path / "alone.json", *options.split())
+    assert row["ratio"] > 0
+    assert [len(values) for values in row["accuracy"].values()] == [2, 2]
+
+
+def test_the_time_of_frozen_filters(tmp_path: Path) -> None:
+    """Frozen filters get no gradient; every number is a time of both arms."""
+    benchmark = script("benchmarks/frozen_backward.py")
+    small = ["--kernels", "3", "5", "--width", "4", "--depth", "1", "--batch", "2", "--rounds", "2"]
+    rows = benchmark.main([*small, "--json", str(tmp_path / "frozen.json")])
+    assert [row["kernel_size"] for row in rows] == [3, 5]
+    times = ["trained_forward_s", "trained_backward_s", "frozen_forward_s", "frozen_backward_s"]
+    assert all(row[name] >= 0 for row in rows for name in times)
+    assert json.loads((tmp_path / "frozen.json").read_text())["rows"] == rows
+
+
+def test_covariances_larger_than_memory(tmp_path: Path) -> None:
+    sizes = ("--tall", 80, 30, "--wide", 40, 90, "--rounds", 1)
+    rows = run_script("benchmarks/covariance_large.py", tmp_path / "results.json", *sizes)
+    assert [bool(row["peer"]) for row in rows] == [True, False, True]
