@@ -113,8 +113,7 @@ def train(
         label: of the progress bar.
         finished: called with a request, a tile of it and the seconds that its worker took, after each tile.
 
-    Raises:
-        As `collect`.
+    Raises the errors of `collect`.
     """
     begun: list[Request] = []
     created: list[tuple[Path, bool]] = []
