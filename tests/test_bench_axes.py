@@ -258,13 +258,13 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    checked, asked = devices._checked, []
+    chosen, asked = devices._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
-        return checked(recipe, *rest)
+        return chosen(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_checked", counted)
+    monkeypatch.setattr(devices, "_choose", counted)
     monkeypatch.setattr(devices, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
