@@ -6,7 +6,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from programs import run, script
+from programs import run
 from torch import nn
 
 import weightscope
@@ -401,28 +401,6 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
         assert (tmp_path / f"{kind}.png").stat().st_size > 5_000
     with pytest.raises(UsageError, match="kind: expected one of"):
         found.plot(tmp_path / "x.png", "all")
-
-
-def test_the_study_and_its_figures_at_their_smallest_size(tmp_path):
-    transformers = families.shims.transformers()
-    settings = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 48, "patch_size": 8}
-    torch.manual_seed(0)
-    transformers.Dinov2Model(transformers.Dinov2Config(**settings)).save_pretrained(tmp_path / "model")
-    study = script("analyses/attention_maps/run.py")
-    result, arrays = study.study(tmp_path / "model", images(2), 32, 1, lambda text: None)
-    study.write(tmp_path, {}, result, arrays)
-    stored = json.loads((tmp_path / "results.json").read_text())
-    assert [run["arm"] for run in stored["runs"]] == [
-        "pretrained",
-        "default",
-        "default, sinusoidal positions",
-        "mimetic",
-    ]
-    assert arrays["mimetic/expected"].shape == (2, 8, 8)
-    assert stored["class_token_sensitivity"]["self"]["largest"] < 0.1
-    script("figures/attention_maps.py").main(tmp_path, tmp_path / "maps.png")
-    for name in ("maps", "maps_places", "maps_ranks"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 # --- pictures ------------------------------------------------------------------------------------------------------

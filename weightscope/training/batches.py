@@ -4,12 +4,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.loop_networks import LoopNetworks
-from weightscope.training.stacked_networks import StackedNetworks
-
-Networks = BatchedNetworks | StackedNetworks | LoopNetworks
-
 
 class Batches(Protocol):
     """The batches of T networks.

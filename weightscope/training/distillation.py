@@ -17,8 +17,7 @@ from weightscope.init import transfer_
 from weightscope.init._trained import COMPONENTS
 from weightscope.population import Population
 from weightscope.recipe import DistillationConfig, Recipe
-from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.many_networks import Networks
 
 PROJECTION = "distillation_projection"
 """Name of the student's MLP in the network that is trained; it is not stored."""
@@ -73,7 +72,7 @@ class Distillation:
         self.config, self.teacher = config, teacher.to(device)
         self.theirs: Tensor | None = None  # (T, B, K) logits or (T, B, d_t) features of the teacher
         self.mine: list[Tensor] = []  # inputs of the students' classifiers: (B, T*d_s), or (B, d_s) of each network
-        self.nets: BatchedNetworks | LoopNetworks | None = None
+        self.nets: Networks | None = None
         self._seen: list[Tensor] = []
         if config.kind == "feature":
             layer = self.teacher.get_submodule(head_of(self.teacher))
@@ -103,7 +102,7 @@ class Distillation:
         template.add_module(PROJECTION, _mlp(*self.widths))
         return template
 
-    def attach(self, nets: BatchedNetworks | LoopNetworks, root: int, ids: Sequence[int]) -> None:
+    def attach(self, nets: Networks, root: int, ids: Sequence[int]) -> None:
         """Initialise the MLPs, each from its network's stream, with torch's defaults; and watch the classifiers."""
         self.nets = nets
         if self.config.kind == "logit":
@@ -114,8 +113,8 @@ class Distillation:
                 torch.manual_seed(torch_seed(root, k, Purpose.PROJECTION))
                 for name, value in _mlp(*self.widths).state_dict().items():
                     views[f"{PROJECTION}.{name}"][t] = value
-        for network in [nets.network] if isinstance(nets, BatchedNetworks) else nets.networks:
-            network.get_submodule(self.head).register_forward_pre_hook(self._watch)
+        for module in nets.submodules(self.head):
+            module.register_forward_pre_hook(self._watch)
 
     def _watch(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():  # not in evaluation
@@ -143,13 +142,9 @@ class Distillation:
     def _projected(self) -> Tensor:
         """MLP(O_s) of every network, (T, B, d_t)."""
         inputs, self.mine = self.mine, []
-        if isinstance(self.nets, BatchedNetworks):
-            (features,) = inputs
-            out = self.nets.network.get_submodule(PROJECTION)(features)  # (B, T*d_t)
-            return out.unflatten(1, (self.nets.count, -1)).transpose(0, 1).float()
         assert self.nets is not None
-        pairs = zip(self.nets.networks, inputs, strict=True)
-        return torch.stack([network.get_submodule(PROJECTION)(features) for network, features in pairs])
+        pairs = zip(self.nets.submodules(PROJECTION), inputs, strict=True)
+        return self.nets.of_each([module(features) for module, features in pairs]).float()
 
 
 def _features(network: nn.Module, head: str) -> int:

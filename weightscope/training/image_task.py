@@ -12,11 +12,9 @@ from weightscope.data import Dataset
 from weightscope.data.augment import augment, draws_needed, erase, normalise
 from weightscope.data.config import AugmentConfig
 from weightscope.recipe import Recipe
-from weightscope.training.batched_networks import BatchedNetworks
 from weightscope.training.batches import hits
 from weightscope.training.distillation import Distillation
-from weightscope.training.kernels import functions
-from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.many_networks import Networks
 
 EVALUATION_IMAGES = 250
 CALIBRATION_BATCHES = 8
@@ -44,7 +42,7 @@ class ImageBatches:
         ids: Sequence[int],
         data: Dataset,
         device: torch.device,
-        nets: BatchedNetworks | LoopNetworks,
+        nets: Networks,
         distillation: Distillation | None = None,
     ) -> None:
         self.recipe, self.nets, self.distillation, self.device = recipe, nets, distillation, device
@@ -89,10 +87,6 @@ class ImageBatches:
         index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
         assert index is not None
         moments = (self.mean, self.std)
-        plain = self.distillation is None and fused(self.recipe)  # a teacher sees the images, too
-        if isinstance(self.nets, BatchedNetworks) and self.nets.kernels == "triton" and plain:
-            load = functions.backend("triton").load_images
-            return self.nets.of_channels(load(self.images, index, draws, shares, moments, self.augment, self.dtype))
         found = load_images(self.images, index, draws, shares, moments, self.augment, numbers.get("boxes"))
         if self.distillation is not None:
             self.distillation.observe(found)
@@ -185,13 +179,6 @@ class RandomNumbers:
             return np.ones(steps, np.float32), boxes
         cut = chance < training.mixup_switch
         return np.where(cut, np.float32(1), mixup), boxes * cut[:, None]
-
-
-def fused(recipe: Recipe) -> bool:
-    """Whether Triton's `load_images` covers what the recipe does to its images."""
-    config = recipe.images.augment
-    other = config.operations or config.resized_crop or config.erasing or recipe.training.cutmix
-    return not other
 
 
 def load_images(

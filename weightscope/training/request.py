@@ -21,16 +21,14 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
-from weightscope.training import own_networks, tile_size
-from weightscope.training.devices import Choice, choose_kernels, resolve_device
+from weightscope.training import tile_size
+from weightscope.training.devices import Choice, choose_kernels, faster_kernels, resolve_device
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.own_code import OwnCode
 
 _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
-# what kernels and the comparison of batched with plain networks depend on
-_OF_KERNELS = ("batch_size", "betas", "precision", "mixup", "cutmix", "engine")
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
@@ -119,10 +117,9 @@ class Request:
         there_kernels = None if there is None else there.recipe.training.kernels
         if wanted.training.kernels == "auto" and there_kernels == "torch":
             wanted = wanted.replace({"training.kernels": "torch"})
-        network = values["network"], values["data"], [values["training"][field] for field in _OF_KERNELS]
-        kernels = once(lambda: choose_kernels(wanted, where), "kernels", str(where), wanted.training.kernels, *network)
-        once(lambda: own_networks.check(wanted, kernels.kernels), "network", wanted.training.frozen, *network)
+        kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
+            kernels = faster_kernels(wanted, where, kernels) if there is None else kernels
             wanted = _recorded(wanted, path, there_kernels, kernels)
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile

@@ -14,8 +14,7 @@ from weightscope.data.sequences import ScoredSequences
 from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.batches import hits
-from weightscope.training.loop_networks import LoopNetworks
-from weightscope.training.stacked_networks import StackedNetworks
+from weightscope.training.many_networks import Networks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
 
@@ -39,7 +38,7 @@ class SequenceBatches:
         ids: Sequence[int],
         data: SequenceSource,
         device: torch.device,
-        nets: StackedNetworks | LoopNetworks,
+        nets: Networks,
     ) -> None:
         self.validation: list[ScoredSequences] = []
         if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
