@@ -1,6 +1,5 @@
 """Initial weights of the networks of a tile, each from its own random streams."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import torch
 
 from weightscope import init as initialisers
-from weightscope._util.plugins import imported
 from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.scale_control import ScaleControl
@@ -48,11 +46,8 @@ def initial_weights(
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
 
 
-_checked: set[Any] = set()
-
-
 def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> None:
-    """Apply each initialiser to one network; once per process, network, data and [init] table.
+    """Apply each initialiser to one network.
 
     Args:
         recipe: its entry i is applied to network i.
@@ -62,18 +57,14 @@ def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> 
         RecipeError: if an initialiser is unknown, does not apply to the network or raises; names the table.
         DataError: if a file that it reads is missing or damaged; names the table.
     """
-    draw, about = _default_start(recipe, build), recipe.to_dict()
+    draw = _default_start(recipe, build)
     for i, config in enumerate(recipe.init):
         if config.name == "default" and config.artifact is None:
             continue
         where = f"init{f'.{i}' if len(recipe.init) > 1 else ''} ({config.artifact or config.name})"
         try:
-            own = tuple(imported(name) for section, name in recipe.references if section != "data")
-            key = json.dumps([about["network"], about["data"], about["init"][i], recipe.population.seed, i]), own
-            if key not in _checked:
-                with torch.random.fork_rng(devices=[]), kept_generators():
-                    _initialised(config.name, resolve(config), *draw(i))
-                _checked.add(key)
+            with torch.random.fork_rng(devices=[]), kept_generators():
+                _initialised(config.name, resolve(config), *draw(i))
         except (AnatomyError, SpecError, UsageError) as error:
             raise RecipeError(f"{where}: {error}") from error
         except DataError as error:
