@@ -124,9 +124,10 @@ class Request:
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
+        about = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path.absolute(),
-            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -217,7 +218,7 @@ def warn_of_other_builds(request: Request) -> None:
     path, manifest, device = request.path, request.manifest, request.made_on
     for tile in shards.tiles_on_disk(path, manifest):
         try:
-            with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
+            with shards.open_shard(shards.shard_file(path, tile), manifest, tile) as h5:
                 there = header_text(h5, "device")
         except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
             continue
