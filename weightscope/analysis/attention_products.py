@@ -246,9 +246,6 @@ class ProductsResult(Result):
             values: in the grid, W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`.
             source: label of a single model to draw.
             title: instead of the finding.
-
-        Raises:
-            UsageError: for an unknown view or model, or if no corners were kept (`clip=None`).
         """
         from weightscope import plots
 
