@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.arm_labels import CONTROL
+from weightscope._util.arms import CONTROL
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weightscope._util.arm_labels import CONTROL, FROZEN
+from weightscope._util.arms import CONTROL, FROZEN
 from weightscope._util.checks import choice, count
 from weightscope._util.plugins import reference_to
 from weightscope.errors import RecipeError, UsageError

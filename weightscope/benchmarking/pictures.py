@@ -6,8 +6,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arm_labels import FROZEN, LEVEL
-from weightscope._util.divergence import divergence
+from weightscope._util.arms import FROZEN, LEVEL, divergence
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric

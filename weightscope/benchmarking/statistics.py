@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
+from weightscope._util.arms import CONTROL, FROZEN, LEVEL
 from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
