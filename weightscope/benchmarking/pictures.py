@@ -6,9 +6,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arms import FROZEN, LEVEL, divergence
-from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
+from weightscope._util.divergence import divergence
+from weightscope.benchmarking.design import FROZEN, point_text
+from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]

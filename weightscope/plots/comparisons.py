@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from weightscope._util.arms import count_range, divergence
+from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.arms import divergence
+from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme

@@ -124,9 +124,10 @@ class Request:
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
+        about = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path.absolute(),
-            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,

@@ -1,11 +1,8 @@
-"""The arms of a benchmark: labels, the level from which a difference counts, and how many networks diverged."""
+"""How many networks of the arms of a benchmark diverged, as text for titles, notes and tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-CONTROL = " (scale only)"  # suffix of the label of a control arm, before that of a frozen one
-FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
-LEVEL = 0.05  # of adjusted p-values
 _NAMED = 3
 
 
