@@ -234,15 +234,7 @@ def warn_of_other_builds(request: Request) -> None:
 
 
 def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
-    """`"weights PATH"` -> 16 hex digits of the SHA-256 of the tensors of each source; `"teacher PATH"` for the teacher.
-
-    Args:
-        recipe: which refers to the sources.
-        known: hashes of sources that are not read again; new ones are added.
-
-    Raises:
-        WeightscopeError: if one cannot be read.
-    """
+    """`"weights PATH"` or `"teacher PATH"` -> 16 hex digits of the SHA-256 of tensors; what is known is not read."""
     known = {} if known is None else known
     for key in _named(recipe):
         if key not in known:
