@@ -32,9 +32,9 @@ from weightscope.data.dataset import Dataset
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
+from weightscope.training.devices import keep_freed_memory
 from weightscope.training.engine import TileRun
-from weightscope.training.kernels.c import build
-from weightscope.training.memory import keep_freed_memory
+from weightscope.training.kernels import build
 
 BATCH = 64
 IMAGES = 4 * BATCH  # as many as an epoch of the contenders has

@@ -1,15 +1,9 @@
 """What all tests share."""
 
-import os
 import shutil
 import signal
 
 import pytest
-import torch
-
-# Without a GPU, Triton's kernels are run by its interpreter; it reads this when they are defined.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell that starts a job in the background has it ignore SIGINT; the tests of Ctrl-C need what a terminal gives.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +23,6 @@ def kernels(request):
 
 @pytest.fixture(params=["torch", "c"])
 def kernel_set(request):
-    """The sets of kernels for a CPU (tests/test_gpu_kernels.py has those for a GPU)."""
+    """The kernels that `BatchedNetworks` has layers of its own for."""
     _skip_without_compiler(request.param)
     return request.param

@@ -6,7 +6,7 @@ import families
 import numpy as np
 import pytest
 import torch
-from programs import run, script
+from programs import run
 from torch import nn
 
 import weightscope
@@ -403,28 +403,6 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
         found.plot(tmp_path / "x.png", "all")
 
 
-def test_the_study_and_its_figures_at_their_smallest_size(tmp_path):
-    transformers = families.shims.transformers()
-    settings = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 48, "patch_size": 8}
-    torch.manual_seed(0)
-    transformers.Dinov2Model(transformers.Dinov2Config(**settings)).save_pretrained(tmp_path / "model")
-    study = script("analyses/attention_maps/run.py")
-    result, arrays = study.study(tmp_path / "model", images(2), 32, 1, lambda text: None)
-    study.write(tmp_path, {}, result, arrays)
-    stored = json.loads((tmp_path / "results.json").read_text())
-    assert [run["arm"] for run in stored["runs"]] == [
-        "pretrained",
-        "default",
-        "default, sinusoidal positions",
-        "mimetic",
-    ]
-    assert arrays["mimetic/expected"].shape == (2, 8, 8)
-    assert stored["class_token_sensitivity"]["self"]["largest"] < 0.1
-    script("figures/attention_maps.py").main(tmp_path, tmp_path / "maps.png")
-    for name in ("maps", "maps_places", "maps_ranks"):
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-
-
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
@@ -546,7 +524,7 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     ("arguments", "message"),
     [
         (("vits.pop", "--images", "digits"), "images of its recipe"),
-        (("hf", "--images", "digits", "--network", "1"), "expected a population with it"),
+        (("hf", "--images", "digits", "--network", "1"), "the option applies to populations"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "cifar11"), "cifar1"),
     ],

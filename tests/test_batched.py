@@ -7,7 +7,7 @@ from torch import nn
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.spec import WeightSpec
-from weightscope.training.batched_networks import BatchedNetworks
+from weightscope.training.many_networks import BatchedNetworks
 
 NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 7, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),

@@ -17,7 +17,7 @@ from weightscope import plots
 from weightscope.benchmarking import BenchResult, bench, mean_curves, seed_differences, summarise
 from weightscope.benchmarking.gain import curve_of
 from weightscope.benchmarking.pictures import finding, scale_finding
-from weightscope.benchmarking.run import metrics_of, planned
+from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import mean_interval, paired
 from weightscope.cli import cli
 from weightscope.data.metrics import (
@@ -554,9 +554,10 @@ def test_another_metric_of_the_task_is_compared_by_name(text_task: Any, tmp_path
 def test_arms_are_compared_by_what_their_tasks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     by_size = {32: (BITS, LOSS), 64: (ACCURACY, LOSS), 16: (ACCURACY,)}
     monkeypatch.setattr(DataConfig, "metrics", property(lambda self: by_size[self.train]))
-    assert metrics_of(planned(RECIPE, init=["default"], vary={"data.train": [32, 64]})[1], None) == (LOSS, (LOSS,))
+    design = Design.of(RECIPE, ["default"], vary={"data.train": [32, 64]})
+    assert (design.metric, design.metrics) == (LOSS, (LOSS,))
     with pytest.raises(UsageError, match="expected tasks with a metric in common, found none"):
-        planned(RECIPE, init=["default"], vary={"data.train": [32, 16]})
+        Design.of(RECIPE, ["default"], vary={"data.train": [32, 16]})
 
 
 def test_results_of_earlier_versions_compare_accuracies(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,20 +264,6 @@ def test_nothing_here_needs_torch():
     heavy = "{'torch', 'h5py', 'matplotlib'}"
     command = [sys.executable, "-c", f"import {modules}; sys.exit(bool({heavy} & set(sys.modules)))"]
     assert subprocess.run(command, check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_the_benchmark_at_its_smallest_size(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "covariance.py"
-    options = ["--networks", "64", "--size", "40", "--rounds", "1", "--threads", "1", "--pairs", "1", "--json"]
-    command = [sys.executable, str(script), *options, str(tmp_path / "out.json")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["environment"]["threads"] == 1
-    (row,) = found["rows"]
-    assert {"row", "ours", "peer", "ratio"} <= set(row)
-    assert row["ours_error"] < 1e-10
 
 
 def test_on_the_disk_or_on_a_device_but_not_both(tmp_path):

@@ -205,13 +205,12 @@ def test_independent_networks_show_nothing() -> None:
     assert sum(p < 0.05 for p in smallest) <= 7
 
 
-@pytest.mark.parametrize("n", [4, 8, 20])
-def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
+def test_few_networks_raise_no_more_false_alarms() -> None:
     """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
     permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)
     alarms = amplified_pairs = 0
     for seed in range(100):
-        x = np.random.default_rng(seed).standard_normal((n, WIDE.size))
+        x = np.random.default_rng(seed).standard_normal((4, WIDE.size))
         found = ExchangeableMoments(WIDE, permutations).update(x).covariances()
         alarms += any(pair.p < 0.05 for pair in correlated_pairs(found))
         for one in found:

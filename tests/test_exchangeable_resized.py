@@ -81,7 +81,7 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
     pair = f"{BLOCKS}.0.mlp.fc2.weight", f"{BLOCKS}.1.mlp.fc2.weight"
     assert correlation(law, channels, *pair) < -0.4  # the planted law is there to be carried over
     assert correlation(law, channels, f"{BLOCKS}.1.norm.bias", f"{BLOCKS}.1.mlp.fc1.weight") < -0.5
-    network = WeightSpec.of(convnext(32))
+    network = WeightSpec.of(convnext(24))
     wide = resized(law, network)[0]
     assert wide is not None
     assert wide.spec == network
@@ -98,7 +98,7 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
             np.sqrt(found.covariance.diagonal()) / wanted, 1, atol=5.5 / np.sqrt(2 * found.samples)
         )
     means = network.unpack(wide.mean), law.spec.unpack(law.mean)
-    for name, ratio in ((f"{BLOCKS}.0.norm.weight", 1.0), (f"{BLOCKS}.0.mlp.fc2.weight", np.sqrt(0.5))):
+    for name, ratio in ((f"{BLOCKS}.0.norm.weight", 1.0), (f"{BLOCKS}.0.mlp.fc2.weight", np.sqrt(16 / 24))):
         np.testing.assert_allclose(means[0][name].mean(), ratio * means[1][name].mean(), rtol=1e-12)
     assert resized(law, law.spec)[0] is not None
     np.testing.assert_allclose(resized(law, law.spec)[0].covariance(), law.covariance(), atol=1e-12)

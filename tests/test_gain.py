@@ -131,7 +131,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     assert (tmp_path / "a-gain.png").stat().st_size > 5000
     for arguments, message in (
         (["--gain", "2", "-o", str(out)], "--gain requires --structure exchangeable"),
-        ([*common, "--gain-seeds", "3"], "--gain-seeds: for --gain auto, found no gain"),
+        ([*common, "--gain-seeds", "3"], "--gain-seeds requires --gain auto"),
         ([*common, "--gain", "-1"], "gain: expected a number >= 0"),
     ):
         code, text = fit_init(*arguments)

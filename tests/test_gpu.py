@@ -1,4 +1,6 @@
-"""What only a GPU can show: populations, the tile rule and CUDA graphs there."""
+"""What a GPU runs: `torch.compile` in place of kernels in C, also without a GPU; populations there."""
+
+import warnings
 
 import numpy as np
 import pytest
@@ -7,11 +9,13 @@ import torch
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
-from weightscope.training import train_tile
+from weightscope.training import devices, engine, spec_of, train_tile
 from weightscope.training.collection import collect
+from weightscope.training.devices import choose_kernels
 from weightscope.training.engine import TileRun
+from weightscope.training.kernels import functions
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 BASE = {
     "data": {"name": "digits", "train": 512, "test": 100, "augment": {"crop": 1, "flip": True}},
@@ -23,12 +27,71 @@ NETWORKS = {
     "vit": {"type": "vit", "width": 32, "depth": 2, "heads": 2, "patch_size": 2},
     "convmixer": {"type": "convmixer", "width": 32, "depth": 2, "kernel_size": 7, "patch_size": 2},
 }
+SMALL = {
+    "convnext": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4},
+    "convmixer": {"type": "convmixer", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
+}
 
 
 def recipe(name, **training):
     return Recipe.parse({**BASE, "network": NETWORKS[name], "training": {**BASE["training"], **training}})
 
 
+def small(name):
+    training = {"epochs": 2, "batch_size": 16, "learning_rate": 0.02, "mixup": 0.5, "label_smoothing": 0.1, "ema": 0.5}
+    data = {"name": "digits", "train": 48, "test": 20, "augment": {"crop": 1, "flip": True, "cutout": 2}}
+    population = {"networks": 4, "tile": 2}
+    return Recipe.parse({"network": SMALL[name], "data": data, "training": training, "population": population})
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """The compiled step on a CPU, traced in one piece; code is generated in tests/torture/other_machines.py."""
+    options, compiled = {"backend": "eager", "fullgraph": True}, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function, **options))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu, monkeypatch):
+    """So nothing that changes from step to step or from epoch to epoch is outside of what the compiler sees."""
+    plan, data = small(name), load("digits", train=48, test=20)
+    found = []
+    for kernels in ("torch", "inductor"):
+        monkeypatch.setattr(engine, "kernels_on", lambda recipe, device, kernels=kernels: kernels)
+        found.append(TileRun(plan, 0, data, torch.device("cpu")).train(None))
+    plain, compiled = found
+    spec = spec_of(plan)
+    for tensor, values in spec.unpack(plain.weights).items():
+        if not tensor.endswith("qkv.bias"):  # a bias of keys has no effect, and AdamW scales its rounding errors up
+            np.testing.assert_allclose(spec.unpack(compiled.weights)[tensor], values, rtol=1e-4, atol=1e-5)
+    for metric, values in plain.metrics.items():
+        np.testing.assert_allclose(compiled.metrics[metric], values, rtol=1e-4, atol=1e-5, err_msg=metric)
+
+
+def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
+    """With a device that says that it is a GPU; a wrong one is found."""
+    here = torch.device("cpu")
+    monkeypatch.setattr(devices, "version", lambda package: "3.7.1")
+    found = devices.network_check.check_kernels(small("convnext"), "inductor", here)
+    assert found == "adamw, the network: equal to torch's within 1e-04"
+    by_kernels = functions.by_kernels
+
+    def wrong(function, kernels):
+        compiled = by_kernels(function, kernels)
+        return (lambda x: 1.001 * compiled(x)) if function.__name__ == "forward" else compiled
+
+    monkeypatch.setattr(devices.network_check, "by_kernels", wrong)
+    with pytest.raises(devices.network_check.WrongKernel, match=r"torch.compile, logits differs"):
+        devices.network_check.check_kernels(small("convnext"), "inductor", here)
+
+
+@needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -42,26 +105,19 @@ def test_a_tile_has_the_same_bits_whatever_was_trained_before(name, kernels, pre
         np.testing.assert_array_equal(again.metrics[metric], values)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_graph_computes_what_its_step_does(name, precision, monkeypatch):
-    data, plan = load("digits", train=512, test=100), recipe(name, precision=precision)
-    by_graph = TileRun(plan, 0, data, torch.device("cuda")).train(None)
-    monkeypatch.setattr(TileRun, "_capture", lambda run: type("Step", (), {"replay": staticmethod(run._step)}))
-    step_by_step = TileRun(plan, 0, data, torch.device("cuda")).train(None)
-    assert step_by_step.weights.tobytes() == by_graph.weights.tobytes()
-
-
+@needs_gpu
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_gpu_trains_as_a_cpu_does(name):
     """The first steps, before rounding errors grow."""
     plan = recipe(name, epochs=1).replace({"data.train": 128})
+    assert choose_kernels(plan, torch.device("cuda")).kernels == "inductor"
     there = train_tile(plan, 0, device="cuda")
     here = train_tile(plan.replace({"training.kernels": "torch"}), 0, device="cpu")
     np.testing.assert_allclose(there.metrics["train_loss"], here.metrics["train_loss"], rtol=1e-3)
     assert abs(there.weights - here.weights).mean() <= 1e-2 * abs(here.weights).mean()
 
 
+@needs_gpu
 def test_a_population_chooses_its_tile_and_keeps_it(tmp_path):
     plan = Recipe.parse({**BASE, "network": NETWORKS["convnext"], "population": {"networks": 6}})
     population = collect(plan, tmp_path / "p.pop", device="cuda")
@@ -71,6 +127,7 @@ def test_a_population_chooses_its_tile_and_keeps_it(tmp_path):
     assert torch.cuda.get_device_name() in made_on
 
 
+@needs_gpu
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_covariance_on_a_gpu_equals_numpy(tmp_path, precision):
     plan = Recipe.parse({**BASE, "network": NETWORKS["convnext"]}).replace({"training.epochs": 1})

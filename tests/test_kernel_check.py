@@ -5,6 +5,7 @@ import logging
 import shlex
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -17,10 +18,10 @@ from weightscope.errors import UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.recipe import Recipe
-from weightscope.training import devices, kernel_check, spec_of, train_tile
+from weightscope.training import devices, network_check, spec_of, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.devices import choose_kernels
-from weightscope.training.kernels.c import build
+from weightscope.training.kernels import build
 from weightscope.training.optimiser import row_norms
 
 CPU = torch.device("cpu")
@@ -210,6 +211,30 @@ def vars_of(manifest: Manifest) -> dict[str, object]:
     return {name: getattr(manifest, name) for name in ("recipe", "spec", "environment", "sizes", "written")}
 
 
+def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, monkeypatch, tmp_path):
+    """With "auto"; what is asked for, or recorded, is used. One measurement decides for all processes of a machine."""
+    assert build.build_id()  # compiled, before the measurements have a folder of their own
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "cache")
+    fast = collect(recipe(), tmp_path / "fast.pop", workers=1, device="cpu")
+    step, (timed,) = devices._step, (tmp_path / "cache").rglob("timed-*")
+    assert timed.read_text() == ""
+
+    def slow(recipe, device, kernels):
+        run = step(recipe, device, kernels)
+        return (lambda: (time.sleep(0.05), run())) if kernels == "c" else run
+
+    monkeypatch.setattr(devices, "_step", slow)
+    again = collect(recipe(), tmp_path / "again.pop", workers=1, device="cpu")
+    timed.unlink()
+    found = [collect(recipe(), tmp_path / f"{k}.pop", workers=1, device="cpu") for k in range(2)]
+    asked = collect(recipe(kernels="compiled"), tmp_path / "asked.pop", workers=1, device="cpu")
+    grown = collect(recipe(), tmp_path / "fast.pop", networks=4, workers=1, device="cpu")
+    kernels = [each.recipe.training.kernels for each in (fast, again, *found, asked, grown)]
+    assert kernels == ["compiled", "compiled", "torch", "torch", "compiled", "compiled"]
+    assert header(tmp_path / "0.pop", "kernels").startswith("torch's kernels are faster: ")
+
+
 @pytest.mark.parametrize("size", [100, 1 << 14, 3 << 14, 100_001, 5_543_716])
 def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
     gradient = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
@@ -219,19 +244,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
 
 def test_adamw_agrees_for_millions_of_weights():
     """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
-    kernel_check.check_here([["adamw", [2, 5_543_716], {"betas": [0.9, 0.999]}, True]], "c", CPU, torch.float32)
-
-
-def test_a_kernel_that_kills_its_process_is_survived(compiler):
-    """The check for a GPU runs in a process of its own."""
-    plan = kernel_check.plan(recipe("vit"), "c")
-    kernel_check._check_in_child(plan, "c", CPU, torch.float32)
-    compiler("return (REAL)(1 / sqrt((double)d));", "__builtin_trap();")
-    with pytest.raises(kernel_check.WrongKernel, match="killed by signal"):
-        kernel_check._check_in_child(plan, "c", CPU, torch.float32)
-    compiler("1 / sqrt((double)d)", "1 / (double)d")
-    with pytest.raises(kernel_check.WrongKernel, match="attention, forward differs"):
-        kernel_check._check_in_child(plan, "c", CPU, torch.float32)
+    network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
 def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog):

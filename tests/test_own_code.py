@@ -219,9 +219,7 @@ def constant(module, *, generator):
 """
 
 
-def test_code_that_changes_in_a_session_is_reloaded_by_workers_and_refused_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_changes_in_a_session_is_reloaded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
     values["population"] = {"networks": 2, "tile": 1}
     collect(values, tmp_path / "before.pop", workers=2, device="cpu")  # starts the workers, without this path
@@ -234,8 +232,6 @@ def test_code_that_changes_in_a_session_is_reloaded_by_workers_and_refused_here(
     a = collect(values, tmp_path / "a.pop", workers=2, device="cpu")
     assert np.allclose(a.weights(), 0.25, atol=1e-4)
     file.write_text(STALE.replace("0.25", "0.5"))
-    with pytest.raises(UsageError, match="has changed since it was imported; restart Python, or reload"):
-        collect(values, tmp_path / "b.pop", workers=2, device="cpu")
     importlib.reload(module)
     b = collect(values, tmp_path / "b.pop", workers=2, device="cpu")
     assert np.allclose(b.weights(), 0.5, atol=1e-4)

@@ -10,7 +10,7 @@ from costs import benchmark_cost, command_cost, forward_cost, planned_command, t
 
 from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench, linear_probe
-from weightscope.benchmarking.run import planned
+from weightscope.benchmarking.run import Design
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SEQUENCE_NAMES, SequenceConfig
@@ -67,7 +67,7 @@ def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
 def test_a_benchmark_names_its_table_and_every_initialiser_exists(name: str) -> None:
     header = (FOLDER / f"{name}.toml").read_text().split("\n[network]")[0]
     assert re.search(r"(Table|Tables|Fig\.) \w", header), "the table or figure that it belongs to"
-    _, arms = planned(FOLDER / f"{name}.toml")
+    arms = Design.of(FOLDER / f"{name}.toml").arms
     assert len({arm.folder for arm in arms}) == len(arms)
     if name.endswith("-two-cores"):
         said = re.search(r"networks, ([\d.e+]+) multiply-adds", header)

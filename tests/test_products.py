@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import families
@@ -12,7 +10,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from matplotlib.text import Text
-from programs import script
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
@@ -141,11 +138,6 @@ def test_only_the_rotated_z_allows_unequal_columns() -> None:
     found = FactoredProduct(randn(n, d, r) * scale, randn(n, d, r, seed=1) * scale).statistics()
     assert float(found["z"].std()) == pytest.approx(4, rel=0.1)
     assert stats.kstest(found["z_rotated"].numpy(), "norm").pvalue > 1e-4
-
-
-def test_z_finds_a_diagonal() -> None:
-    a = randn(200, 40, 8)
-    assert float(FactoredProduct(a, 0.5 * a + randn(200, 40, 8, seed=1)).statistics()["z"].min()) > 3
 
 
 # --- models --------------------------------------------------------------------------------------------------------
@@ -515,7 +507,7 @@ def test_the_grid_holds_the_products() -> None:
     figure = found.plot(view="grid")
     images = [ax.images[0].get_array() for ax in figure.axes if ax.images]
     np.testing.assert_allclose(images[2 * 1 + 1], q[1] @ k[1].T, atol=1e-6)  # head 1 of layer 1
-    assert len(images) == 2 * 4 + 1  # three heads and the layer's VO, two layers; the bar of colours
+    assert len(images) == 2 * 4  # three heads and the layer's VO, two layers
     with pytest.raises(Exception, match="at least one product"):
         plots.product_grid({})
 
@@ -532,66 +524,6 @@ def test_the_command(tmp_path: Path) -> None:
     both = [*arguments, str(tmp_path / "small.safetensors"), "--rotary", "3", "--layer", "1", "--biases"]
     run = CliRunner().invoke(cli.cli, both, catch_exceptions=False)
     assert "small (2)" in run.output
-
-
-MEASURE = """
-import sys, torch
-from pathlib import Path
-import weightscope.checkpoint, weightscope.analysis.attention_products
-torch.set_num_threads(1)
-torch.linalg.eigvalsh(torch.randn(50, 50, dtype=torch.float64))
-def memory(key):
-    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
-before = memory("VmRSS")
-weightscope.products(sys.argv[1], clip=64)
-print((memory("VmHWM") - before) / 1024)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_memory_is_one_layer_whatever_the_depth(tmp_path: Path) -> None:
-    """16 layers of 32 MB: 200 MB would hold 6 of them, all of them 512. benchmarks/products.py measures 1 GB."""
-    d, g = 1024, torch.Generator().manual_seed(0)
-    state = {
-        f"model.layers.{i}.self_attn.{p}_proj.weight": torch.randn(d, d, generator=g).half()
-        for i in range(16)
-        for p in "qkvo"
-    }
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 16}))
-    del state
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert peak < 120, peak
-
-
-def test_the_study_and_its_figures_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    save_file(ViT(32, 8, 48, 2, 6, 5).state_dict(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
-    study = script("analyses/attention_products/run.py")
-    monkeypatch.setattr(study, "untrained", lambda *_: vit())
-    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "out")])
-    study.main()
-    result = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(result["rows"]) == 2 * (4 * 13 + 4 * 7)
-    script("figures/attention_products.py").main(tmp_path / "out", tmp_path / "figure.png")
-    assert len(list(tmp_path.glob("figure*.png"))) == 4
-
-
-def test_the_committed_figures_draw_from_the_committed_results(tmp_path: Path) -> None:
-    counts = json.loads((ROOT / "analyses/attention_products/results.json").read_text())["counts"]
-    assert counts["ViT-S"]["qk_heads"]["positive"] == 65
-    assert counts["ViT-S"]["vo_layers"]["negative"] == 8
-    script("figures/attention_products.py").main(out=tmp_path / "figure.png")
-    assert len(list(tmp_path.glob("figure*.png"))) == 4
-
-
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    out = tmp_path / "products.json"
-    options = ["--rounds", "1", "--size", "3e7", "--shape", "multi-head, d = 1024", "--json", str(out)]
-    subprocess.run([sys.executable, str(ROOT / "benchmarks/products.py"), *options], check=True, capture_output=True)
-    assert all(row["ratio"] > 0 for row in json.loads(out.read_text())["rows"])
 
 
 SCALED = {"hf-dinov2": "layer_scale1.lambda1", "ours-vit": "ls1.gamma"}

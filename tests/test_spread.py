@@ -247,6 +247,9 @@ class _Ray:
         self.actor = type("actor", (), {"remote": lambda *_, **__: self.actor, "read": None})
         self.actor.read = self.actor.beat = self.actor
 
+    def is_initialized(self) -> bool:
+        return True
+
     def put(self, value: object) -> object:
         return value
 
@@ -269,23 +272,25 @@ class _Ray:
 
 
 def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightscope.training import ray_workers
+    def pool_of(cpus: float) -> lookouts.RayPool:
+        monkeypatch.setattr(lookouts, "_package", lambda *_: _Ray(cpus))
+        return lookouts.RayPool(print, None, False, print)
 
     monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
     monkeypatch.setattr(lookouts, "_LOOK_SECONDS", 0.02)
-    pool = ray_workers._Ray(_Ray(0.0), print, False, print)
+    pool = pool_of(0.0)
     pool.start(0)
     with pytest.raises(ClusterLost, match="has had no CPU for"):  # noqa: PT012
         while True:
             assert pool.poll() == []
     pool.close()
-    with_workers = ray_workers._Ray(_Ray(2.0), print, False, print)
+    with_workers = pool_of(2.0)
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         assert with_workers.poll() == []
     with_workers.close()
     monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(3))
-    gone = ray_workers._Ray(_Ray(2.0), print, False, print)
+    gone = pool_of(2.0)
     with pytest.raises(ClusterLost, match="the ray cluster has not answered"):  # noqa: PT012
         while True:
             gone.poll()

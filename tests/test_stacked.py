@@ -6,7 +6,7 @@ import torch
 from weightscope.errors import UsageError
 from weightscope.networks import scans
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, selective_scan
-from weightscope.training.stacked_networks import StackedNetworks
+from weightscope.training.many_networks import StackedNetworks
 
 V, COUNT, BATCH, TOKENS = 11, 3, 2, 9
 NETWORKS = {

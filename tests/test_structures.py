@@ -217,16 +217,7 @@ def test_bad_data(cls):
 
 
 def test_registry():
-    assert list(STRUCTURES) == [
-        "isotropic",
-        "group_means",
-        "diagonal",
-        "kronecker",
-        "tensor_normal",
-        "low_rank",
-        "dense",
-        "exchangeable",
-    ]
+    assert list(STRUCTURES)[:2] == ["isotropic", "group_means"]  # in the order in which `fit` tries them
     assert structure_class("dense") is structure_class(Dense) is Dense
     assert structure_class("low-rank") is LowRank
     assert structure_class("weightscope.fits.gaussian:Dense") is Dense

@@ -15,7 +15,7 @@ from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import memory, own_networks, spec_of, train_tile
+from weightscope.training import devices, network_check, spec_of, train_tile
 from weightscope.training.engine import TileRun, swept
 from weightscope.training.image_task import smooth
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
@@ -132,7 +132,7 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message
         if patterns != ["*"] and network["type"] == "vit":
             plan = plan.replace({"training.frozen": [*patterns, "pos_embed", "cls_token"]})
         with pytest.raises(RecipeError, match=message) as caught:
-            own_networks.check(plan, "torch")
+            network_check.check_network(plan)
         assert len(str(caught.value)) < 200
 
 
@@ -391,7 +391,7 @@ print(freed())
 """
 
 
-@pytest.mark.skipif(memory._glibc() is None, reason="no glibc")
+@pytest.mark.skipif(devices._glibc() is None, reason="no glibc")
 def test_freed_memory_is_kept_while_networks_train_and_returned_after():
     """In a process of its own: what others freed in this one may be used again."""
     found = subprocess.check_output([sys.executable, "-c", MEMORY], text=True, cwd=Path(__file__).parent.parent)

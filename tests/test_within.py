@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -588,23 +586,6 @@ def test_curves_show_the_numbers_with_their_intervals() -> None:
 
 
 # --- the study -------------------------------------------------------------------------------------------------------
-
-
-def test_the_study_runs_on_a_small_network_of_the_same_kind(tmp_path: Path) -> None:
-    model = families.FAMILIES["timm-efficientnet"].build()
-    torch.save(model.state_dict(), tmp_path / "lite0.pth")
-    command = [sys.executable, ROOT / "analyses/filter_covariances/run.py", tmp_path / "lite0.pth", "--out", tmp_path]
-    subprocess.run([str(a) for a in command], check=True, capture_output=True)
-    result = json.loads((tmp_path / "results.json").read_text())
-    assert (len(result["rows"]), result["filters"]) == (48, {"3": 2624, "5": 6336})
-    script("figures/filter_covariances.py").main(tmp_path, tmp_path / "a.png")
-    assert len(list(tmp_path.glob("a*.png"))) == 4
-
-
-def test_the_figures_of_the_committed_study_draw(tmp_path: Path) -> None:
-    script("figures/filter_covariances.py").main(out=tmp_path / "a.png")
-    for name in ("", "_depth", "_samples", "_compared"):
-        assert (tmp_path / f"a{name}.png").stat().st_size > 50_000
 
 
 def test_the_study_s_p_values_are_exact() -> None:

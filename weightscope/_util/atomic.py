@@ -42,32 +42,19 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
         ...     file.write(b"{}")
     """
     path = Path(path)
-    temporary, file = None, None
-    _sweep_once(path.parent)
-    try:
+    with _one_line(path, "no partial file is left; free space or change permissions and run the same command again"):
         temporary, file = _open_temporary(path)
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        if not new or not _linked(temporary, path):
-            os.replace(temporary, path)
-            temporary = None
-        sync_folder(path.parent)
-    except OSError as error:
-        if new and isinstance(error, FileExistsError):
-            raise
-        raise WeightscopeError(
-            f"cannot write {path}: {error.strerror or error}; no partial file is left; "
-            "free space or change permissions and run the same command again"
-        ) from error
-    finally:
-        # After a failed write, closing tries to write the buffer again and fails.
-        if file is not None:
-            with contextlib.suppress(OSError):
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if not new or not _linked(temporary, path):
+                os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            with contextlib.suppress(OSError):  # after a failed write, closing tries to write the buffer again
                 file.close()
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
@@ -78,30 +65,27 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Check that a file can be written at `path`, by creating a temporary one beside it and removing it.
-
-    Raises:
-        WeightscopeError: if it cannot.
-    """
-    path = Path(path)
-    _sweep_once(path.parent)
-    try:
-        temporary, file = _open_temporary(path)
+    """Check that a file can be written at `path`, by creating a temporary one beside it and removing it."""
+    with _one_line(Path(path), "change permissions, or name another place"):
+        temporary, file = _open_temporary(Path(path))
         file.close()
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _one_line(path: Path, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except FileExistsError:
+        raise
     except OSError as error:
-        raise WeightscopeError(
-            f"cannot write {path}: {error.strerror or error}; change permissions, or name another place"
-        ) from error
+        raise WeightscopeError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 
 def create(path: Path, data: bytes) -> bool:
     """Write a new file atomically; returns whether it is new. An existing file is left as it is.
 
     Of several processes that create one path at the same time, one succeeds.
-
-    Raises:
-        WeightscopeError: if it cannot be written.
     """
     try:
         with replacing(path, new=True) as file:
@@ -112,11 +96,7 @@ def create(path: Path, data: bytes) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents durably.
-
-    Raises:
-        WeightscopeError: if they cannot be created.
-    """
+    """Create a folder and its parents durably."""
     new = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -127,12 +107,7 @@ def make_folder(path: Path) -> None:
 
 
 def sweep(folder: Path, pattern: str = f".*{_SUFFIX}") -> list[Path]:
-    """Remove abandoned temporary files in `folder`; returns their paths.
-
-    Args:
-        folder: which one.
-        pattern: of the names; the default suits folders that only weightscope writes to.
-    """
+    """Remove abandoned temporary files in `folder`, by default one that only weightscope writes to; their paths."""
     swept = []
     for path in sorted(folder.glob(pattern)):
         # Removed meanwhile, or the file of another user in a folder such as /tmp.
@@ -152,46 +127,30 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _sweep_once(folder: Path) -> None:
-    folder = folder.absolute()
-    if folder not in _swept:
-        _swept.add(folder)
-        sweep(folder, _OURS)
-
-
 def _linked(temporary: Path, path: Path) -> bool:
     """Give the file its name unless that exists; False if the file system has no hard links."""
     try:
         os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        if path.exists():
+    except OSError as error:
+        if isinstance(error, FileExistsError) or path.exists():
             raise FileExistsError(path) from None
         return False
     return True
 
 
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    folder = path.parent.absolute()
+    if folder not in _swept:
+        _swept.add(folder)
+        sweep(folder, _OURS)
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(_DIGITS // 2)}{_SUFFIX}")
         file = open(temporary, "x+b")  # noqa: SIM115
-        _lock(file.fileno(), wait=True)  # a process that sweeps holds it for a moment
-        # Another process may have swept the file between creation and lock.
-        if os.fstat(file.fileno()).st_nlink:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX)  # a process that sweeps holds it for a moment
+        if os.fstat(file.fileno()).st_nlink:  # else another process swept it between creation and lock
             return temporary, file
         file.close()
-
-
-def _lock(descriptor: int, wait: bool = False) -> bool | None:
-    """True: locked. False: another process holds the lock. None: the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _abandoned(path: Path) -> bool:
@@ -199,9 +158,11 @@ def _abandoned(path: Path) -> bool:
         return False
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        locked = _lock(descriptor)
-        if locked is None:
-            return time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
-        return locked
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
     finally:
         os.close(descriptor)
+    return True

@@ -30,11 +30,7 @@ def unwrapped(name: str) -> str:
 
 
 def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> list[str]:
-    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence.
-
-    Raises:
-        UsageError: if there are none, or one is empty or not a string.
-    """
+    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence."""
     parts = pattern.split(",") if isinstance(pattern, str) else list(pattern)
     if not parts or not all(isinstance(p, str) and p.strip() for p in parts):
         raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {pattern!r}")
@@ -42,15 +38,11 @@ def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> li
 
 
 def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:
-    """The names that match any of the patterns, in the order of `names`.
-
-    Raises:
-        UsageError: if one of the patterns matches no name; lists the names, the nearest first.
-    """
+    """The names that match any of the patterns, in their order; UsageError if a pattern matches none."""
     names, patterns = list(names), split_patterns(pattern, argument)
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            found = listing(_nearest_to_pattern(p, names), room=_ROOM)
+            found = fitted([f"`{name}`" for name in _nearest_to_pattern(p, names)])
             raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
@@ -69,20 +61,14 @@ def _nearest_to_pattern(pattern: str, names: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(zip(ends, names, strict=True), key=lambda pair: ranks[pair[0]])]
 
 
-def listing(names: Iterable[str], most: int = 8, room: int | None = None) -> str:
+def listing(names: Iterable[str], most: int = 8) -> str:
     """The first few names and the number of the others, for a message.
-
-    Args:
-        names: any number of them.
-        most: how many are shown.
-        room: characters that they may take together, instead; at least one is shown.
 
     Example:
         >>> listing(["a", "b", "c"], most=2)
         '`a`, `b` and 1 more'
     """
-    names = [f"`{name}`" for name in names]
-    return _joined(names, most if room is None else _fitting(names, room))
+    return _joined([f"`{name}`" for name in names], most)
 
 
 def shortened(text: str, most: int = 60) -> str:
@@ -163,14 +149,9 @@ def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") 
 
 def fitted(names: Sequence[str], room: int = _ROOM) -> str:
     """As many names as fit into so many characters, at least one, and the number of the others."""
-    return _joined(names, _fitting(names, room))
+    lengths = itertools.accumulate(len(name) + 2 for name in names)
+    return _joined(names, max(1, sum(length <= room for length in lengths)))
 
 
 def _joined(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _fitting(names: Sequence[str], room: int) -> int:
-    """How many of the names fit into so many characters; at least one."""
-    used = itertools.accumulate(len(name) + 2 for name in names)
-    return max(1, sum(1 for length in used if length <= room))

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope._util.sources import read_regular
 from weightscope.benchmarking.design import Axis, Init, axes_of, default_folder
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.run import RUNS, bench
+from weightscope.benchmarking.run import RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import DataError, UsageError
@@ -56,6 +55,10 @@ def linear_probe(
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (EPOCHS,),
+    data: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    progress: bool = True,
     **given: Any,
 ) -> BenchResult:
     """Compare initialisers by linear classifiers on the features of the networks as they are initialised.
@@ -77,8 +80,12 @@ def linear_probe(
         out: see `bench`; named after the recipe if None. Each network's result is stored when it is there, and calling
             again resumes.
         epochs: of the classifier; several make arms of several lengths.
-        given: `seeds`, `seed`, `control`, `vary`, `grid`, `metric`, `data` and `device`, as in `bench`. Fields of the
-            training, which would change nothing, may have one value; in the recipe's [bench] table they are left out.
+        data: see `bench`.
+        device: see `bench`.
+        workers: of no effect.
+        progress: of no effect.
+        given: `seeds`, `seed`, `control`, `vary`, `grid` and `metric`, as in `bench`. Fields of the training, which
+            would change nothing, may have one value; in the recipe's [bench] table they are left out.
 
     Raises:
         DataError: if `out` holds a probe of another recipe, data or weights.
@@ -101,19 +108,19 @@ def linear_probe(
         raise UsageError(f"{out}: holds a benchmark of trained networks; give the probe another folder (-o)")
     if out is None:
         out = f"{str(default_folder(recipe)).removesuffix('-bench')}-probe"
-    collector = partial(_in_probes, Path(out))
     recipe = _without_training(recipe_of(recipe))
     if recipe.data.what != "images":
         raise UsageError(
             f"data.name: expected images for a linear probe, found {recipe.data.name}; to train only what is around "
             "the blocks of a network for sequences, use `bench --frozen` with a pattern of the blocks' tensors"
         )
-    return bench(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), collector=collector, **given)
-
-
-def _in_probes(out: Path, recipe: Recipe, path: Path, **options: Any) -> "_Probed":
-    """`_probed` with the results of each arm in `out/probes`, where a benchmark has its population in `out/runs`."""
-    return _probed(recipe, out / PROBES / path.relative_to(out / RUNS), **options)
+    design = Design.of(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), data=data, **given)
+    design.check()
+    where = resolve_device(device)
+    return design.result(
+        (_probed(arm.recipe, design.folder / PROBES / arm.folder, data, where), environment(str(where)), None)
+        for arm in design.arms
+    )
 
 
 def _ignored(axis: Axis) -> str | None:
@@ -130,35 +137,20 @@ def _without_training(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"vary": kept})})
 
 
-@dataclass(frozen=True)
-class _Probed:
-    """What `bench` reads of an arm: `metrics` and `environment` as those of a `Population`."""
-
-    metrics: dict[str, np.ndarray]
-    environment: dict[str, Any]
-
-    def __len__(self) -> int:
-        return len(self.metrics["test_accuracy"])
-
-
-def _probed(
-    recipe: Recipe, path: Path, *, data: str | Path | None = None, device: str = "auto", **unused: Any
-) -> _Probed:
-    """Probe the networks of one arm that are not on disk; arguments as those of `collect`, of which it needs few."""
-    where = resolve_device(device)
-    images = recipe.images.load(data).to(where)
+def _probed(recipe: Recipe, path: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
+    """The metrics of the networks of one arm; those that are not on disk are probed."""
+    images = recipe.images.load(data).to(device)
     results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
     count = recipe.population.networks
     found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}
-    with one_thread(), current(where):
+    with one_thread(), current(device):
         for start in range(0, count, _GROUP):
             ids = [k for k in range(start, min(start + _GROUP, count)) if k not in found]
-            metrics = _heads(recipe, ids, images, where) if ids else {}
+            metrics = _heads(recipe, ids, images, device) if ids else {}
             for slot, k in enumerate(ids):
                 found[k] = {name: values[slot] for name, values in metrics.items()}
                 results.write(k, found[k])
-    together = {name: np.stack([found[k][name] for k in range(count)]) for name in _METRICS}
-    return _Probed(together, environment(str(where)))
+    return {name: np.stack([found[k][name] for k in range(count)]) for name in _METRICS}
 
 
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:

@@ -111,14 +111,17 @@ class PopulationInit:
         for name in fits:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
-        others = tuple(unwrapped(name) for name, value in module.named_parameters() if id(value) not in done)
-        self.report = InitReport(tuple(fits), others, tuple(problems), found.resized)
+        others = [name for name, value in module.named_parameters() if id(value) not in done]
+        self.report = InitReport(tuple(fits), tuple(map(unwrapped, others)), tuple(problems), found.resized)
         return module
 
     def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
-        named = {unwrapped(t.name): t for t in WeightSpec.of(module).tensors}
-        spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())
+        spec = WeightSpec.of(module)
+        names = tuple(map(unwrapped, spec.names))
+        if names != spec.names:
+            named = dict(zip(names, spec.tensors, strict=True))
+            spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())
         if self._last is None or self._last[0] != spec:
             self._last = spec, resized_fit(self.result, spec)
         return self._last[1]
@@ -217,7 +220,7 @@ def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones under each of their names) and buffers, by their name and by that without wrappers."""
     named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
-    return {unwrapped(name): value for name, value in named.items()} | named
+    return dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
 
 
 def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:

@@ -30,11 +30,7 @@ class NormPair:
 
 
 def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
-    """The pairs that can be folded in a network, found by name.
-
-    Raises:
-        SpecError: if a linear map has no bias to absorb the norm's bias.
-    """
+    """The pairs that can be folded in a network, found by name."""
     pairs, names = [], set(spec.names)
     for tensor in spec.tensors:
         norm = tensor.name.removesuffix(".weight")
@@ -66,15 +62,7 @@ def needed_for_folding(names: set[str], spec: WeightSpec, pairs: tuple[NormPair,
 
 
 def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict[str, np.ndarray]:
-    """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0.
-
-    Args:
-        tensors: name -> (N, *shape), with all names of `needed_for_folding`.
-        pairs: layers to fold.
-
-    Returns:
-        new arrays for the tensors that change, the given arrays for the others.
-    """
+    """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0."""
     out = dict(tensors)
     for pair in pairs:
         gain, shift = (tensors.get(f"{pair.norm}.{part}") for part in ("weight", "bias"))
@@ -115,41 +103,21 @@ def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
     return np.concatenate(flat, axis=1).reshape(vectors.shape).astype(vectors.dtype, copy=False)
 
 
-def _product(matrix: np.ndarray) -> np.ndarray:
-    return matrix
-
-
 def _diagonal(matrix: np.ndarray) -> np.ndarray:
     if matrix.shape[-1] != matrix.shape[-2]:
         raise UsageError(f"diag: expected a square matrix, found {matrix.shape[1:]}")
     return np.diagonal(matrix, axis1=-2, axis2=-1)
 
 
-def _trace(matrix: np.ndarray) -> np.ndarray:
-    return _diagonal(matrix).sum(axis=-1)
-
-
-def _mean(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=(-2, -1))
-
-
-def _row_means(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=-1)
-
-
-def _column_means(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=-2)
-
-
 # Functions of a matrix or a product of matrices, (N, a, b) -> (N, ...). A tensor with more axes is reshaped to
 # (first axis, all others).
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "product": _product,
+    "product": lambda matrix: matrix,
     "diag": _diagonal,
-    "trace": _trace,
-    "mean": _mean,
-    "row_means": _row_means,
-    "column_means": _column_means,
+    "trace": lambda matrix: _diagonal(matrix).sum(axis=-1),
+    "mean": lambda matrix: matrix.mean(axis=(-2, -1)),
+    "row_means": lambda matrix: matrix.mean(axis=-1),
+    "column_means": lambda matrix: matrix.mean(axis=-2),
 }
 
 
@@ -171,26 +139,12 @@ class Computed:
         return f"{self.function}({' @ '.join(self.tensors)})"
 
     def tensor_spec(self, spec: WeightSpec) -> TensorSpec:
-        """Name and shape of the result.
-
-        Raises:
-            UsageError: if the shapes do not match.
-        """
+        """Name and shape of the result."""
         zeros = {name: np.zeros((1, *spec[name].shape), dtype=np.float32) for name in self.tensors}
         return TensorSpec(self.name, self(zeros).shape[1:])
 
     def __call__(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The values.
-
-        Args:
-            tensors: name -> (N, *shape).
-
-        Returns:
-            (N, ...).
-
-        Raises:
-            UsageError: if the shapes do not match.
-        """
+        """The values."""
         factors = [tensors[name] for name in self.tensors]
         if self.function == "center":
             return self._center(factors[0])
@@ -249,17 +203,14 @@ def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
 
 def _fits(pattern: str, spec: WeightSpec) -> list[dict[str, str]]:
     """The values of the placeholders for which the pattern is the name of a tensor."""
-    pieces, seen = re.split(r"(\{\w+\})", pattern), set()
-    regex = ""
-    for piece in pieces:
-        key = piece[1:-1]
-        if not re.fullmatch(r"\{[A-Za-z_]\w*\}", piece):
-            regex += re.escape(piece)
-        elif key in seen:
-            regex += f"(?P={key})"
-        else:
-            seen.add(key)
-            regex += f"(?P<{key}>[^.]+)"
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        again = match[1] in seen
+        seen.add(match[1])
+        return f"(?P={match[1]})" if again else f"(?P<{match[1]}>[^.]+)"
+
+    regex = re.sub(r"\\\{([A-Za-z_]\w*)\\\}", group, re.escape(pattern))
     matches = (re.fullmatch(regex, name) for name in spec.names)
     return [match.groupdict() for match in matches if match]
 
@@ -286,10 +237,6 @@ class Coordinates:
         spec: of the result; computed coordinates are tensors named by their expression.
         reads: the sub-spec of the tensors that must be read.
         folded: whether norms are folded.
-
-    Raises:
-        UsageError: if a pattern or an expression matches nothing.
-        SpecError: if norms cannot be folded.
     """
 
     def __init__(
@@ -310,14 +257,7 @@ class Coordinates:
         self.spec = WeightSpec([*self._plain.tensors, *(c.tensor_spec(spec) for c in self._computed)])
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """The coordinates of networks.
-
-        Args:
-            rows: (N, reads.size), the tensors of `reads` in their order.
-
-        Returns:
-            (N, spec.size); `rows` itself if nothing is computed or folded.
-        """
+        """The coordinates of networks."""
         if self.spec == self.reads and not self._pairs:
             return rows
         # Non-finite networks give non-finite rows, which are counted later.

@@ -7,44 +7,18 @@ the depthwise convolution is a batched matrix product as well (`kernels/pytorch.
 """
 
 import copy
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope.errors import UsageError
 from weightscope.networks.layers import Attention, DropPath, LayerNorm2d, SpatialMean, SumLinear, TokenPool
 from weightscope.networks.vit import ConvolutionalAttention, GatedAttention
-from weightscope.training.kernels import functions
+from weightscope.training.kernels import functions, pytorch
 from weightscope.training.kernels.functions import Kernels, Pair
-
-
-class _Normalise(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias along `dim` of (T, C, P), in one pass each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dim: int, eps: float) -> Tensor:
-        wide = x.float() if x.dtype != torch.float64 else x
-        centred = wide - wide.mean(dim, keepdim=True)
-        scale = torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps)
-        normal = centred.mul_(scale).to(x.dtype)
-        ctx.save_for_backward(normal, scale, weight)
-        ctx.dim = dim
-        return torch.addcmul(bias[:, :, None].to(x.dtype), normal, weight[:, :, None].to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normal, scale, weight = ctx.saved_tensors
-        product = grad * normal
-        grad_weight, grad_bias = product.sum(2, dtype=weight.dtype), grad.sum(2, dtype=weight.dtype)
-        g = grad * weight[:, :, None].to(grad.dtype)
-        along = product.mul_(weight[:, :, None].to(grad.dtype)).mean(ctx.dim, keepdim=True)
-        g.sub_(g.mean(ctx.dim, keepdim=True)).addcmul_(normal, along, value=-1)
-        return g.mul_(scale.to(g.dtype)), grad_weight, grad_bias, None, None
 
 
 class BatchedLayer(nn.Module):
@@ -73,15 +47,17 @@ class BatchedLayer(nn.Module):
         """The layer of one network."""
         return self._layer[0]
 
-    def leaf(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """A tensor (T, ...) converted to the activations' type; None if the layer has no tensor of this name."""
-        value = self.leaves.get(name)
-        return None if value is None else value.to(dtype)
+    @property
+    def pair(self) -> Pair:
+        """Weight and bias (T, ...)."""
+        return self.leaves["weight"], self.leaves["bias"]
 
     def affine(self, weight: Tensor, rows: Tensor) -> Tensor:
         """`weight @ rows + bias`, (G, C', C) x (G, C, P) with G a multiple of T."""
-        bias = self.leaf("bias", rows.dtype)
-        return torch.bmm(weight, rows) if bias is None else torch.baddbmm(bias.reshape(len(rows), -1, 1), weight, rows)
+        bias, weight = self.leaves.get("bias"), weight.to(rows.dtype)
+        if bias is None:
+            return torch.bmm(weight, rows)
+        return torch.baddbmm(bias.to(rows.dtype).reshape(len(rows), -1, 1), weight, rows)
 
 
 def rows_of(x: Tensor, count: int) -> Tensor:
@@ -161,13 +137,13 @@ class BatchedDropPath(BatchedLayer):
 
 class _Linear(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
-        return unrows(self.affine(self.leaves["weight"].to(x.dtype), rows_of(x, self.count)), x)
+        return unrows(self.affine(self.leaves["weight"], rows_of(x, self.count)), x)
 
 
 class _SumLinear(BatchedLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.leaves["weight"] + self.leaves["sum_weight"][:, :, None]  # W + b 1_p 1_n^T
-        return unrows(self.affine(weight.to(x.dtype), rows_of(x, self.count)), x)
+        return unrows(self.affine(weight, rows_of(x, self.count)), x)
 
 
 class Normalisation(BatchedLayer):
@@ -200,25 +176,23 @@ class Normalisation(BatchedLayer):
         return y.permute(0, 3, 1, 2) if image else y
 
     def _of_rows(self, rows: Tensor, more: Tensor | None) -> Tensor:
-        layer, pair = self.layer, weight_and_bias(self)
-        batch = isinstance(layer, nn.BatchNorm2d)
-        if self.after_gelu and self.training and not self.calibrating:
-            pair = converted(pair, rows, self.kernels)
-            return functions.gelu_batch_norm(rows, pair, layer.eps, more, kernels=self.kernels)
-        if self.kernels != "torch" and not batch:
-            y = functions.layer_norm(rows, converted(pair, rows, self.kernels), layer.eps, kernels=self.kernels)
-        elif not batch:
-            y = _Normalise.apply(rows, *pair, 1, layer.eps)
+        eps = self.layer.eps
+        if not isinstance(self.layer, nn.BatchNorm2d):
+            y = functions.layer_norm(rows, self.pair, eps, kernels=self.kernels)
+        elif self.after_gelu and self.training and not self.calibrating:
+            return functions.gelu_batch_norm(rows, self.pair, eps, more, kernels=self.kernels)
         else:
-            rows = F.gelu(rows) if self.after_gelu else rows
-            if self.training:
-                self._observe(rows)
-                y = _Normalise.apply(rows, *pair, 2, layer.eps)
-            else:
-                scale = pair[0] * torch.rsqrt(self.leaves["running_var"] + layer.eps)
-                shift = pair[1] - self.leaves["running_mean"] * scale
-                y = torch.addcmul(shift[:, :, None].to(rows.dtype), rows, scale[:, :, None].to(rows.dtype))
+            y = self._batch_norm(F.gelu(rows) if self.after_gelu else rows)
         return y if more is None else y + more
+
+    def _batch_norm(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self._observe(rows)
+            return pytorch.normalise(rows, self.pair, 2, self.layer.eps)
+        weight, bias = self.pair
+        scale = weight * torch.rsqrt(self.leaves["running_var"] + self.layer.eps)
+        shift = bias - self.leaves["running_mean"] * scale
+        return torch.addcmul(shift[:, :, None].to(rows.dtype), rows, scale[:, :, None].to(rows.dtype))
 
     @torch.no_grad()
     def _observe(self, rows: Tensor) -> None:
@@ -259,14 +233,13 @@ class Conv2d(BatchedLayer):
         return self._patches(x) if self.patches else self._taps(x)
 
     def _depthwise(self, x: Tensor) -> Tensor:
-        leaves = self.leaves["weight"], self.leaves.get("bias")
-        weight, bias = filters_of(*converted(leaves, x, self.kernels))
+        weight, bias = filters_of(self.leaves["weight"], self.leaves.get("bias"))
         inner, dilation = x.permute(1, 2, 3, 0), self.layer.dilation[0]
         y = functions.depthwise_conv2d(inner, weight, bias, dilation=dilation, kernels=self.kernels)
         return y.permute(3, 0, 1, 2)
 
     def _patches(self, x: Tensor) -> Tensor:
-        weight = self.leaves["weight"].to(x.dtype)
+        weight = self.leaves["weight"]
         batch, channels, height, width = x.shape
         p = weight.shape[-1]
         h, w = height // p, width // p
@@ -281,7 +254,7 @@ class Conv2d(BatchedLayer):
 
         Slices rather than `F.conv2d`, whose gradients on a GPU are not deterministic.
         """
-        weight, groups = self.leaves["weight"].to(x.dtype), self.count * self.layer.groups
+        weight, groups = self.leaves["weight"], self.count * self.layer.groups
         (kh, kw), (sh, sw), (dh, dw) = self.layer.kernel_size, self.layer.stride, self.layer.dilation
         inner = F.pad(x.permute(1, 2, 3, 0), (0, 0, *self.padding))  # (T*C, H, W, B)
         h, w = (inner.shape[1] - dh * (kh - 1) - 1) // sh + 1, (inner.shape[2] - dw * (kw - 1) - 1) // sw + 1
@@ -310,12 +283,7 @@ class _Attention(BatchedLayer):
 
     def mixed(self, qkv: Tensor) -> Tensor:
         """`softmax(Q K^T / sqrt(k)) V` of every head: (T, 3, H, k, N, B) to (T, H, k, N, B)."""
-        if self.kernels == "c":
-            return functions.attention(qkv, kernels="c").reshape(qkv[:, 0].shape)
-        q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, k)
-        with _deterministic_attention(qkv.device):
-            y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        return y.reshape(q.shape).permute(0, 1, 4, 3, 2).contiguous()
+        return functions.attention(qkv, kernels=self.kernels)
 
 
 class _PositionalAttention(_Attention):
@@ -336,21 +304,6 @@ def _biased(qkv: Tensor, logits: Tensor) -> Tensor:
     return (maps @ v).permute(0, 1, 4, 3, 2).contiguous()
 
 
-def _deterministic_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Exclude cuDNN's attention, whose backward pass is not deterministic and has given NaN in bfloat16.
-
-    The other implementations add in a fixed order up to 256 tokens.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-def converted(leaves: Iterable[Tensor | None], x: Tensor, kernels: Kernels) -> tuple[Any, ...]:
-    """Weights in the type that the kernels expect: unchanged for Triton, otherwise the activations' type."""
-    return tuple(leaf if leaf is None or kernels == "triton" else leaf.to(x.dtype) for leaf in leaves)
-
-
 def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
     """Reshape (T, C, 1, k, k) to (T*C, k, k) and (T, C) to (T*C,).
 
@@ -360,12 +313,6 @@ def filters_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
     if weight.shape[-1] % 2 == 0:
         weight = F.pad(weight, (1, 0, 1, 0))
     return weight.reshape(-1, *weight.shape[-2:]), None if bias is None else bias.reshape(-1)
-
-
-def weight_and_bias(layer: nn.Module) -> Pair:
-    """Both tensors (T, ...) of a batched layer."""
-    assert isinstance(layer, BatchedLayer), layer
-    return layer.leaves["weight"], layer.leaves["bias"]
 
 
 BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {

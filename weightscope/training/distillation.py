@@ -17,8 +17,7 @@ from weightscope.init import transfer_
 from weightscope.init._trained import COMPONENTS
 from weightscope.population import Population
 from weightscope.recipe import DistillationConfig, Recipe
-from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.many_networks import Networks
 
 PROJECTION = "distillation_projection"
 """Name of the student's MLP in the network that is trained; it is not stored."""
@@ -27,13 +26,7 @@ _IMAGES = 1024  # that the teacher sees at once
 
 
 def teacher_of(recipe: Recipe) -> nn.Module | None:
-    """The teacher of a recipe in evaluation mode, without gradients; None if there is none, or alpha = 0.
-
-    Raises:
-        UsageError: if it takes other images than the recipe's, or has other classes and logits are compared.
-        DataError: if it cannot be read.
-        SpecError: if its tensors are not those of its network.
-    """
+    """The teacher of a recipe in evaluation mode, without gradients; None if there is none, or alpha = 0."""
     config = recipe.distillation
     if config is None or config.alpha == 0:
         return None
@@ -45,11 +38,7 @@ def teacher_of(recipe: Recipe) -> nn.Module | None:
 
 
 def head_of(network: nn.Module, outputs: int | None = None) -> str:
-    """The path of a network's classifier, its last linear layer, whose inputs are the network's features.
-
-    Raises:
-        UsageError: if there is none, or it has another number of outputs.
-    """
+    """The path of a network's classifier, its last linear layer, whose inputs are the network's features."""
     found = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not found or outputs not in (None, found[-1][1].out_features):
         what = f"`{found[-1][0]}` with {found[-1][1].out_features} outputs" if found else "no linear layer"
@@ -62,18 +51,13 @@ class Distillation:
 
     Call `extended` on the template before the networks are made, `attach` on the networks, and in each step `observe`
     with the images before `losses` with the logits.
-
-    Args:
-        config: the recipe's section.
-        teacher: in evaluation mode.
-        device: of the networks.
     """
 
     def __init__(self, config: DistillationConfig, teacher: nn.Module, device: torch.device) -> None:
         self.config, self.teacher = config, teacher.to(device)
         self.theirs: Tensor | None = None  # (T, B, K) logits or (T, B, d_t) features of the teacher
         self.mine: list[Tensor] = []  # inputs of the students' classifiers: (B, T*d_s), or (B, d_s) of each network
-        self.nets: BatchedNetworks | LoopNetworks | None = None
+        self.nets: Networks | None = None
         self._seen: list[Tensor] = []
         if config.kind == "feature":
             layer = self.teacher.get_submodule(head_of(self.teacher))
@@ -90,11 +74,7 @@ class Distillation:
         return None if teacher is None or config is None else cls(config, teacher, device)
 
     def extended(self, template: nn.Module, classes: int) -> nn.Module:
-        """A copy of a student's network with the MLP from its features to the teacher's, if features are compared.
-
-        Raises:
-            UsageError: if the network's last linear layer does not give the logits.
-        """
+        """A copy of a student's network with the MLP from its features to the teacher's, if features are compared."""
         if self.config.kind == "logit":
             return template
         self.head = head_of(template, classes)
@@ -103,7 +83,7 @@ class Distillation:
         template.add_module(PROJECTION, _mlp(*self.widths))
         return template
 
-    def attach(self, nets: BatchedNetworks | LoopNetworks, root: int, ids: Sequence[int]) -> None:
+    def attach(self, nets: Networks, root: int, ids: Sequence[int]) -> None:
         """Initialise the MLPs, each from its network's stream, with torch's defaults; and watch the classifiers."""
         self.nets = nets
         if self.config.kind == "logit":
@@ -114,8 +94,8 @@ class Distillation:
                 torch.manual_seed(torch_seed(root, k, Purpose.PROJECTION))
                 for name, value in _mlp(*self.widths).state_dict().items():
                     views[f"{PROJECTION}.{name}"][t] = value
-        for network in [nets.network] if isinstance(nets, BatchedNetworks) else nets.networks:
-            network.get_submodule(self.head).register_forward_pre_hook(self._watch)
+        for module in nets.submodules(self.head):
+            module.register_forward_pre_hook(self._watch)
 
     def _watch(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():  # not in evaluation
@@ -143,13 +123,9 @@ class Distillation:
     def _projected(self) -> Tensor:
         """MLP(O_s) of every network, (T, B, d_t)."""
         inputs, self.mine = self.mine, []
-        if isinstance(self.nets, BatchedNetworks):
-            (features,) = inputs
-            out = self.nets.network.get_submodule(PROJECTION)(features)  # (B, T*d_t)
-            return out.unflatten(1, (self.nets.count, -1)).transpose(0, 1).float()
         assert self.nets is not None
-        pairs = zip(self.nets.networks, inputs, strict=True)
-        return torch.stack([network.get_submodule(PROJECTION)(features) for network, features in pairs])
+        pairs = zip(self.nets.submodules(PROJECTION), inputs, strict=True)
+        return self.nets.of_each([module(features) for module, features in pairs]).float()
 
 
 def _features(network: nn.Module, head: str) -> int:

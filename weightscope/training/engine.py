@@ -6,7 +6,6 @@ thread on a CPU. So network k has the same bits in any population, on any worker
 of torch, same device, and same kernels: torch's, or the same build of compiled ones).
 """
 
-import gc
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -18,26 +17,21 @@ from torch import Tensor
 
 from weightscope import networks
 from weightscope._util.plugins import imported, is_reference
-from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
+from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.data.config import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training import own_networks
-from weightscope.training.batched_networks import BatchedNetworks
-from weightscope.training.batches import Batches, Networks
+from weightscope.training.batches import Batches
 from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
-from weightscope.training.kernels.functions import Kernels
-from weightscope.training.loop_networks import LoopNetworks
+from weightscope.training.kernels.functions import Kernels, by_kernels
+from weightscope.training.many_networks import DEFAULT_TILE, networks_for
+from weightscope.training.network_check import frozen
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
-from weightscope.training.stacked_networks import StackedNetworks
-
-DEFAULT_TILE = 32
-_STEPS_BEFORE_CAPTURE = 2
 
 
 def spec_of(recipe: Recipe) -> WeightSpec:
@@ -83,7 +77,6 @@ def train_tile(
     with one_thread(), current(where):
         if kernels is None:
             kernels = kernels_on(recipe, where)
-            own_networks.check(recipe, kernels)
         return TileRun(recipe, tile, _load(recipe, data_root), where, kernels).train(progress)
 
 
@@ -123,23 +116,23 @@ class TileRun:
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
         template = _template(recipe)
-        frozen = set(own_networks.frozen(template, training.frozen))
+        left_out = frozen(template, training.frozen)
         stored, distillation = WeightSpec.of(template), Distillation.of(recipe, device)
         if distillation is not None:
             template = distillation.extended(template, recipe.data.output_shape()[-1])
-        self.nets = self._networks(template, count, kernels)
+        self.nets = networks_for(recipe, template, self.ids, device, kernels)
         start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
         self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
-        if distillation is not None and not isinstance(self.nets, StackedNetworks):
+        if distillation is not None:
             distillation.attach(self.nets, population.seed, self.ids)
-        self.nets.freeze(tuple(frozen))
+        self.nets.freeze(left_out)
         self.rates = self._per_network(training.learning_rate, 0)
         self.decays = self._per_network(training.weight_decay, 1)
         self.optimiser = BatchedAdamW(
             self.nets.weights,
             self.nets.gradient,
-            self._trained(frozen),
+            self._trained(set(left_out)),
             learning_rate=torch.from_numpy(self.rates).to(device, torch.float32),
             weight_decay=torch.from_numpy(self.decays).to(device, torch.float32),
             betas=training.betas,
@@ -157,17 +150,8 @@ class TileRun:
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
         self.sums = torch.zeros(len(self.batches.reported), count, device=device)  # of each, over the steps
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def _networks(self, template: torch.nn.Module, count: int, kernels: Kernels) -> Networks:
-        if self.recipe.training.engine == "loop":
-            seeds = [torch_seed(self.recipe.population.seed, k, Purpose.FORWARD) for k in self.ids]
-            return LoopNetworks(template, count, self.device, seeds=seeds)
-        if isinstance(self.recipe.network, OwnNetworkConfig):
-            template = template.to(self.device)
-        if self.recipe.data.stacked:
-            return StackedNetworks(template, count, self.device)
-        return BatchedNetworks(template, count, self.device, kernels=kernels)
+        self.losses = by_kernels(self.batches.losses, kernels)
+        self.update = by_kernels(self.optimiser.step, kernels)
 
     def _per_network(self, value: Any, position: int) -> np.ndarray:
         return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
@@ -189,7 +173,7 @@ class TileRun:
                 if self.plateau is not None:
                     found["learning_rate"] = self.plateau.rates
                     rates = self.plateau.step(found.get("validation_loss", found["test_loss"]))
-                    self.optimiser.rate.copy_(torch.from_numpy(rates))  # in place, as a captured graph needs
+                    self.optimiser.rate.copy_(torch.from_numpy(rates))  # in place, as a compiled step needs
             else:
                 found |= {name: np.full(len(self.ids), np.nan) for name in self.batches.evaluated}
             for name, values in found.items():
@@ -214,13 +198,10 @@ class TileRun:
         training = self.recipe.training
         self.nets.train()
         self._upload({**(self.ready or self.batches.draw()), **self._scalars(epoch)})
-        step = self._step
-        if self.device.type == "cuda" and self.nets.kernels == "triton":
-            step = (self.graph or self._capture()).replay
         self.now.zero_()
         self.sums.zero_()
         for done in range(self.steps_per_epoch * epoch, self.steps_per_epoch * (epoch + 1)):
-            step()
+            self._step()
             if progress is not None:
                 progress((done + 1) / (self.steps_per_epoch * training.epochs))
         self.ready = self.batches.draw() if epoch + 1 < training.epochs else None
@@ -228,47 +209,26 @@ class TileRun:
         return dict(zip(self.batches.reported, means, strict=True))
 
     def _upload(self, numbers: dict[str, Tensor]) -> None:
-        """Copy the epoch's numbers to the device, always to the same address, which a captured graph reads."""
+        """Copy the epoch's numbers to the device, always to the same address."""
         for name, values in numbers.items():
             if name in self.numbers:
                 self.numbers[name].copy_(values)
             else:
                 self.numbers[name] = values.to(self.device)
 
-    def _capture(self) -> "torch.cuda.CUDAGraph":
-        """Capture one step as a CUDA graph; networks and optimiser keep their state.
-
-        Warm-up and capture use one stream of this run, because workspaces and gradient nodes belong to streams.
-        """
-        gc.collect()  # or the graph of an earlier run might be freed between here and the last replay
-        state = [self.nets.weights, self.optimiser.first, self.optimiser.second]
-        state += [] if self.average is None else [self.average]
-        before = [tensor.clone() for tensor in state]
-        aside = torch.cuda.Stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):  # builds tables and kernels, which cannot be done during the capture
-            for _ in range(_STEPS_BEFORE_CAPTURE):
-                self.now.zero_()
-                self._step()
-        torch.cuda.current_stream(self.device).wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=aside):
-            self._step()
-        for tensor, values in zip(state, before, strict=True):
-            tensor.copy_(values)
-        return self.graph
-
     def _step(self) -> None:
         """One step of all networks.
 
-        A CUDA graph replays it, so everything that changes from step to step is a tensor on the device: `now` selects
-        the rows of `numbers`, and both metrics are added up in `sums`.
+        It may be compiled, and replayed as a CUDA graph, so everything that changes from step to step is a tensor on
+        the device: `now` selects the rows of `numbers`, and the metrics are added up in `sums`.
         """
         training = self.recipe.training
+        if self.nets.kernels == "inductor":
+            torch.compiler.cudagraph_mark_step_begin()
         numbers = {name: values.index_select(0, self.now)[0] for name, values in self.numbers.items()}
-        found = self.batches.losses(numbers)
+        found = self.losses(numbers)
         self.nets.backward(found[0].sum())  # the gradient of each row of weights is that of its own loss
-        self.optimiser.step(numbers["scalars"], training.clip_norm)
+        self.update(numbers["scalars"], training.clip_norm)
         if self.average is not None:
             self.average.lerp_(self.nets.weights, numbers["new"])
         for total, values in zip(self.sums, found, strict=True):

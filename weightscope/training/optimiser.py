@@ -29,7 +29,7 @@ class BatchedAdamW:
         weight_decay: (T,).
         betas: (b1, b2).
         eps: added to the square root of the second moment.
-        kernels: "c" and "triton" make one pass over memory; the formula is the same.
+        kernels: "c" makes one pass over memory; the formula is the same.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -68,9 +68,9 @@ class BatchedAdamW:
         clip = None
         if clip_norm > 0:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
-        if self.kernels != "torch":
+        if self.kernels == "c":
             clip = torch.ones_like(self.rate) if clip is None else clip
-            functions.backend(self.kernels).adamw(
+            functions.adamw(
                 self.weights,
                 self.gradient,
                 (self.first, self.second),

@@ -1,10 +1,9 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,14 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
-from weightscope.training import own_networks, tile_size
-from weightscope.training.devices import Choice, choose_kernels, resolve_device
+from weightscope.training import tile_size
+from weightscope.training.devices import Choice, choose_kernels, faster_kernels, resolve_device
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.own_code import OwnCode
 
 _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
-_passed: dict[tuple[str, str], str] = {}  # (name in the manifest, what else the hash depends on) -> hash
-# what kernels and the comparison of batched with plain networks depend on
-_OF_KERNELS = ("batch_size", "betas", "precision", "mixup", "cutmix", "engine")
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 
 
@@ -111,7 +107,7 @@ class Request:
         else:
             _refuse_changed_code(path, there.inputs, own_code)
         spec = training.spec_of(wanted)
-        inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted)
+        inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
         check_initialisers(wanted, lambda: build_for(wanted))
         values = wanted.to_dict()
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
@@ -121,17 +117,17 @@ class Request:
         there_kernels = None if there is None else there.recipe.training.kernels
         if wanted.training.kernels == "auto" and there_kernels == "torch":
             wanted = wanted.replace({"training.kernels": "torch"})
-        network = values["network"], values["data"], [values["training"][field] for field in _OF_KERNELS]
-        kernels = once(lambda: choose_kernels(wanted, where), "kernels", str(where), wanted.training.kernels, *network)
-        once(lambda: own_networks.check(wanted, kernels.kernels), "network", wanted.training.frozen, *network)
+        kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
+            kernels = faster_kernels(wanted, where, kernels) if there is None else kernels
             wanted = _recorded(wanted, path, there_kernels, kernels)
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
+        about = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path.absolute(),
-            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -161,7 +157,7 @@ def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) ->
 
 
 def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
-    """Warn where the average of the weights, which is what is stored, still holds much of those of the first step."""
+    """Warn if the stored average still contains a large share of the weights of the first step."""
     training = recipe.training
     steps = training.epochs * (examples // min(training.batch_size, examples))
     share = training.ema ** (steps - 1)
@@ -222,7 +218,7 @@ def warn_of_other_builds(request: Request) -> None:
     path, manifest, device = request.path, request.manifest, request.made_on
     for tile in shards.tiles_on_disk(path, manifest):
         try:
-            with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
+            with shards.open_shard(shards.shard_file(path, tile), manifest, tile) as h5:
                 there = header_text(h5, "device")
         except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
             continue
@@ -237,49 +233,25 @@ def warn_of_other_builds(request: Request) -> None:
         return
 
 
-def weight_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"weights PATH"` -> 16 hex digits of the SHA-256 of the tensors of each source; `"teacher PATH"` for the teacher.
-
-    Raises:
-        WeightscopeError: if one cannot be read.
-    """
-    return {name: _passed[name, how] if (name, how) in _passed else _hash(recipe, name) for name, how in _named(recipe)}
-
-
-@contextlib.contextmanager
-def hashed_once(recipes: Iterable[Recipe]) -> Iterator[None]:
-    """Within the block, `weight_hashes` does not read the sources of these recipes again.
-
-    Raises:
-        DataError: at the end, if one of them has changed meanwhile.
-    """
-    firsts = {key: recipe for recipe in recipes for key in _named(recipe)}  # one recipe of each
-    before = {key: _hash(recipe, key[0]) for key, recipe in firsts.items()}
-    with restored(before):
-        yield
-    for key, recipe in firsts.items():
-        if (found := _hash(recipe, key[0])) != before[key]:
-            raise DataError(
-                f"{key[0]} has changed while networks were trained: expected hash {before[key]}, found {found}; "
-                "restore the original and begin again in another folder"
-            )
+def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
+    """`"weights PATH"` or `"teacher PATH"` -> 16 hex digits of the SHA-256 of tensors; what is known is not read."""
+    known = {} if known is None else known
+    for key in _named(recipe):
+        if key not in known:
+            known[key] = _hash(recipe, key[0])
+    return {key[0]: known[key] for key in _named(recipe)}
 
 
-def passed() -> dict[tuple[str, str], str]:
-    """The hashes that hold here; see `restored`."""
-    return dict(_passed)
-
-
-@contextlib.contextmanager
-def restored(hashes: Mapping[tuple[str, str], str]) -> Iterator[None]:
-    """Within the block, the hashes of another process's `passed()`, or of `hashed_once`, hold."""
-    before = dict(_passed)
-    _passed.update(hashes)
-    try:
-        yield
-    finally:
-        _passed.clear()
-        _passed.update(before)
+def check_sources(requests: Iterable[Request]) -> None:
+    """Raise DataError if a source of weights is not what it was when the requests were made; each is read once."""
+    known: dict[Any, Any] = {}
+    for request in requests:
+        for name, found in weight_hashes(request.manifest.recipe, known).items():
+            if found != request.manifest.inputs[name]:
+                raise DataError(
+                    f"{name} has changed while networks were trained: expected hash {request.manifest.inputs[name]}, "
+                    f"found {found}; restore the original and begin again in another folder"
+                )
 
 
 def _named(recipe: Recipe) -> list[tuple[str, str]]:

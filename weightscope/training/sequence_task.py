@@ -14,22 +14,13 @@ from weightscope.data.sequences import ScoredSequences
 from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
 from weightscope.training.batches import hits
-from weightscope.training.loop_networks import LoopNetworks
-from weightscope.training.stacked_networks import StackedNetworks
+from weightscope.training.many_networks import Networks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
 
 
 class SequenceBatches:
-    """The `Batches` of a source of sequences. Each network sees sequences of its own, new ones in every epoch.
-
-    Args:
-        recipe: batch size and label smoothing.
-        ids: the indices of T networks.
-        data: the source.
-        device: of all tensors; training sequences are drawn there.
-        nets: the networks.
-    """
+    """The `Batches` of a source of sequences. Each network sees sequences of its own, new ones in every epoch."""
 
     reported = ("train_loss", "train_accuracy")
 
@@ -39,7 +30,7 @@ class SequenceBatches:
         ids: Sequence[int],
         data: SequenceSource,
         device: torch.device,
-        nets: StackedNetworks | LoopNetworks,
+        nets: Networks,
     ) -> None:
         self.validation: list[ScoredSequences] = []
         if recipe.training.schedule == "plateau" and data.config.held_out != "valid":

@@ -2,20 +2,18 @@
 
 A task is a function of its tile and its result is a file, so a tile can be given to another worker at any time. What
 ends a worker (a kill, a machine that goes down, a process that is stopped or hangs) is noticed by the pools of workers.
-Here is decided what follows: the tile is given to another worker, up to a limit, and the other tiles go on.
+This module gives the tile to another worker, up to a limit, while the other tiles go on.
 """
 
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.training.dask_workers import dask_pool
-from weightscope.training.local_workers import local_pool
-from weightscope.training.ray_workers import ray_pool
-from weightscope.training.workers import Ended, Pool, Progress, Task, TilesFailed, WorkerDied, Workers
+from weightscope.training.clusters import DaskPool, RayPool
+from weightscope.training.workers import Ended, LocalPool, Pool, Progress, Task, TilesFailed, WorkerDied, Workers
 
 _log = logging.getLogger(__name__)
 
@@ -36,40 +34,25 @@ def spread(
         tiles: its arguments.
         workers: where to run them.
         progress: called with a tile and the fraction of it that is done.
-
-    Raises:
-        TilesFailed: at the end, if tiles have failed; at once, if the first ones have all failed.
-        ClusterLost: if the cluster's scheduler or all its workers are gone for `LOST_SECONDS`.
-        UsageError: if the backend is not installed or needs an address.
-        WeightscopeError: if a task raises an error that concerns every tile, or the cluster does not respond.
     """
-    with _pool(task, workers, progress or (lambda _tile, _done: None)) as pool:
+    with contextlib.closing(_pool(task, workers, progress or (lambda _tile, _done: None))) as pool:
         yield from _distribute(pool, tiles, progress)
 
 
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
-    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`.
-
-    Raises:
-        As `spread`.
-    """
-    with _pool(task, workers, lambda _tile, _done: None) as pool:
+    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
+    with contextlib.closing(_pool(task, workers, lambda _tile, _done: None)) as pool:
         return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), None)]
 
 
-@contextlib.contextmanager
-def _pool(task: Task, workers: Workers, progress: Progress) -> Iterator[Pool]:
+def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
     if workers.backend == "dask":
-        with dask_pool(task, workers.scheduler, progress) as pool:
-            yield pool
-    elif workers.backend == "ray":
-        with ray_pool(task, workers.scheduler, workers.gpu, progress) as pool:
-            yield pool
-    elif (workers.count or 1) > 1:
-        with local_pool(task, workers.count or 1, progress) as pool:
-            yield pool
-    else:
-        yield _ThisProcess(task, progress)
+        return DaskPool(task, workers.scheduler, progress)
+    if workers.backend == "ray":
+        return RayPool(task, workers.scheduler, workers.gpu, progress)
+    if (workers.count or 1) > 1:
+        return LocalPool(task, workers.count or 1, progress)
+    return _ThisProcess(task, progress)
 
 
 def _distribute(pool: Pool, tiles: Sequence[Any], progress: Progress | None) -> Generator[tuple[Any, Any], None, None]:
@@ -129,3 +112,6 @@ class _ThisProcess:
             return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
         except Exception as error:  # noqa: BLE001 - handed to the caller
             return [Ended(tile, error=error)]
+
+    def close(self) -> None:
+        """Nothing runs any more."""

@@ -10,7 +10,8 @@ from weightscope.data.task import Source
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training.devices import current
-from weightscope.training.engine import DEFAULT_TILE, TileRun
+from weightscope.training.engine import TileRun
+from weightscope.training.many_networks import DEFAULT_TILE
 
 LARGEST = 1024
 _SHARE = 0.8  # of the free memory; the rest is for fragmentation and other processes
@@ -74,7 +75,7 @@ def _peak(recipe: Recipe, data: Source, device: torch.device, tile: int) -> floa
         work()
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     # a CUDA graph keeps the memory of its step during the evaluation
-    peak = sum(peaks) if run.nets.kernels == "triton" else max(peaks)
+    peak = sum(peaks) if run.nets.kernels == "inductor" else max(peaks)
     # the random numbers of a whole epoch and all images are on the device, too
     whole = data.examples // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())

@@ -1,12 +1,26 @@
-"""What all kinds of workers share: whom to ask, what they report, and how a task is run in a worker process."""
+"""Workers: whom to ask, how one runs a task, what it reports, and the processes of this machine.
+
+Processes are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in scripts. Each has a
+pipe of its own, so if one dies, it is known which tile it had. A shared executor does not notice processes that are
+stopped, and leaves them behind when this process is killed.
+"""
 
 import contextlib
 import os
+import pickle
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+from joblib.externals.loky.backend import resource_tracker
+from joblib.externals.loky.backend.process import LokyProcess
 
 from weightscope._util.checks import choice, count
 from weightscope._util.environment import usable_cores
@@ -24,11 +38,23 @@ LOST_SECONDS = 50.0
 START_SECONDS = 300.0
 HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
+_BEAT_SECONDS = 1.0
+_POLL_SECONDS = 0.5
+_UNUSED_SECONDS = 300.0  # after which a process that nobody uses ends
+_ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"),
+    "1",
+)
+
 Task = Callable[..., Any]
 Progress = Callable[[Any, float], None]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
+
+# Processes that have nothing to do: starting one takes seconds, and a session may call `collect` often.
+_spare: list["_Process"] = []
+os.register_at_fork(after_in_child=_spare.clear)
 
 
 class WorkerDied(Exception):
@@ -40,11 +66,7 @@ class ClusterLost(Exception):
 
 
 class TilesFailed(Exception):
-    """Some tiles failed; all others are finished, unless none succeeded.
-
-    Attributes:
-        errors: tile -> the error that its task raised, or `WorkerDied`.
-    """
+    """Some tiles failed; all others are finished, unless none succeeded."""
 
     def __init__(self, errors: dict[Any, Exception]) -> None:
         super().__init__(f"{len(errors)} tiles failed")
@@ -72,11 +94,10 @@ class Pool(Protocol):
         """Give a tile to a worker."""
 
     def poll(self) -> list[Ended]:
-        """Wait a moment, and return the tiles that have ended.
+        """Wait a moment, and return the tiles that have ended."""
 
-        Raises:
-            ClusterLost: if no worker can be reached any more.
-        """
+    def close(self) -> None:
+        """Stop what still runs."""
 
 
 @dataclass(frozen=True)
@@ -104,47 +125,181 @@ class Workers:
 
 
 def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
-    """The workers that arguments of `collect` name.
-
-    Raises:
-        UsageError: if an argument is invalid.
-    """
+    """The workers that arguments of `collect` name."""
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
     return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 
-def run(task: Task, tile: Any, progress: Callable[[float], None], hangs: float) -> Any:
-    """Run a task in a worker; ends the process if the task uses no processor time for `hangs` seconds."""
-    with _one_at_a_time, _watched(hangs):
-        return task(tile, progress=progress)
+def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
+    """Run a task in a worker.
 
-
-@contextlib.contextmanager
-def _watched(limit: float) -> Iterator[None]:
-    """End this process if the block, in this thread, uses less than 1 % of the processor for `limit` seconds.
-
-    Only time in which this process runs counts, so that a stopped process that continues is not ended.
+    Args:
+        task: see `spread`.
+        tile: its argument.
+        report: called with the fraction done, None if it is not known, now and then every second: the heartbeat.
+        hangs: this process ends if the task uses less than 1 % of the processor for so many seconds. Only time in
+            which the process runs counts, so that a stopped one that continues is not ended.
     """
+    done: list[float | None] = [None]
+    over, pause = threading.Event(), min(_BEAT_SECONDS, hangs / 20)
     clock = time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None
-    pause, over = limit / 20, threading.Event()
 
     def used() -> float:
         return time.process_time() if clock is None else time.clock_gettime(clock)
 
     def watch() -> None:
-        idle, before = 0, used()
+        idle, before = 0.0, used()
         while not over.wait(pause):
+            report(done[0])
             now = used()
-            idle, before = (idle + 1 if now - before < 0.01 * pause else 0), now
-            if idle >= 20:
+            idle, before = (idle + pause if now - before < 0.01 * pause else 0.0), now
+            if idle >= hangs:
                 os._exit(HUNG)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    with _one_at_a_time:
+        report(None)
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            return task(tile, progress=lambda fraction: done.__setitem__(0, fraction))
+        finally:
+            over.set()
+            watcher.join()  # the clock is that of this thread
+
+
+class LocalPool:
+    """The `Pool` of `count` processes of this machine."""
+
+    def __init__(self, task: Task, count: int, progress: Progress) -> None:
+        self._task, self._count, self._progress = cloudpickle.dumps(task), count, progress
+        self._busy: list[_Process] = []
+
+    def size(self) -> int:
+        """See `Pool`."""
+        return self._count
+
+    def free(self) -> int:
+        """See `Pool`."""
+        return self._count - len(self._busy)
+
+    def start(self, tile: Any) -> None:
+        """See `Pool`."""
+        while _spare and not _spare[-1].process.is_alive():
+            _spare.pop().end()
+        worker = _spare.pop() if _spare else _Process()
+        self._busy.append(worker)
+        worker.give(self._task, tile)
+
+    def poll(self) -> list[Ended]:
+        """See `Pool`."""
+        wait([w.connection for w in self._busy] + [w.process.sentinel for w in self._busy], _POLL_SECONDS)
+        ended = [(worker, found) for worker in self._busy if (found := worker.listen(self._progress)) is not None]
+        for worker, found in ended:
+            self._busy.remove(worker)
+            if isinstance(found.error, WorkerDied):
+                worker.end()
+            else:
+                _spare.append(worker)
+        return [found for _, found in ended]
+
+    def close(self) -> None:
+        """See `Pool`."""
+        for worker in self._busy:
+            worker.end()
+
+
+class _Process:
+    """One process, and its last message."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self.process = LokyProcess(target=_serve, args=(theirs,), daemon=True, env=_ONE_THREAD)
+        # Ctrl-C reaches every process of a terminal; only the parent reports it. A blocked signal stays blocked in the
+        # new process, from its first moment. Starting the tracker would unblock it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._tile: Any = None
+        self._silent, self._listened = 0.0, time.monotonic()
+        self._limit = START_SECONDS
+
+    def give(self, task: bytes, tile: Any) -> None:
+        self._tile, self._silent, self._listened = tile, 0.0, time.monotonic()
+        with contextlib.suppress(OSError):  # it has died, which `listen` reports
+            self.connection.send((task, tile, HANGS_SECONDS))
+
+    def listen(self, progress: Progress) -> Ended | None:
+        """Read what it sent; the end of its tile, if it has ended or the process is dead or silent."""
+        now = time.monotonic()
+        # If this process did not run for a while, neither may the worker have done.
+        self._silent += min(now - self._listened, 2 * _POLL_SECONDS)
+        self._listened = now
+        try:
+            while self.connection.poll():
+                kind, tile, value = self.connection.recv()
+                self._silent, self._limit = 0.0, SILENT_SECONDS
+                if tile != self._tile:  # a heartbeat that was late
+                    continue
+                if kind != "progress":
+                    return Ended(self._tile, **{kind: value})
+                if value is not None:
+                    progress(self._tile, value)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            self.process.join(1)
+            return Ended(self._tile, error=WorkerDied(_how(self.process.exitcode)))
+        if self._silent > self._limit:
+            return Ended(self._tile, error=WorkerDied(f"its worker gave no sign of life for {self._limit:.0f} seconds"))
+        return None
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.connection.close()
+
+
+def _how(code: int | None) -> str:
+    if code == HUNG:
+        return f"its worker did nothing for {HANGS_SECONDS:.0f} seconds"
+    if code is not None and code < 0:
+        why = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+        return f"its worker process died of {signal.Signals(-code).name}{why}"
+    return f"its worker process died with exit code {code}"
+
+
+def _serve(connection: Connection) -> None:
+    """Run tasks until the parent ends or has none for some time."""
+    lock = threading.Lock()
+
+    def send(kind: str, tile: Any, value: Any) -> None:
+        try:
+            with lock:
+                connection.send((kind, tile, value))
+        except OSError:  # the parent has ended
+            os._exit(1)
+
+    with contextlib.suppress(EOFError, OSError):
+        while connection.poll(_UNUSED_SECONDS):
+            task, tile, hangs = connection.recv()
+            report = partial(send, "progress", tile)
+            try:
+                ended = "value", tile, run(cloudpickle.loads(task), tile, report, hangs)
+            except Exception as error:  # noqa: BLE001 - raised in the parent
+                ended = "error", tile, _picklable(error)
+            send(*ended)
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error, or one with its message if it cannot be sent to another process."""
     try:
-        yield
-    finally:
-        over.set()
-        watcher.join()  # the clock is that of this thread
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever pickling raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,21 +1,21 @@
-"""Differentiable functions of the training step, and the choice of the backend that computes them.
+"""Differentiable functions of the training step, computed by torch or by compiled C.
 
 Each function makes one pass over memory where separate operations make a dozen: of a block's MLP only the input is kept
-for the backward pass, and everything else is recomputed. Backends:
+for the backward pass, and everything else is recomputed. Kernels:
 
 - "torch" (`pytorch.py`): any device and type; torch's operations, with which the others are compared.
-- "c" (`c/`): CPU; activations and weights of one type, float32 or float64.
-- "triton" (`triton/`): GPU; activations bfloat16 or float32, weights and their gradients float32.
+- "c" (`c/`, compiled by `build.py`): CPU; the activations' type, float32 or float64, to which weights are converted.
+- "inductor": torch's operations, which the engine hands to `torch.compile`; here the same as "torch".
 
-Compiled functions are differentiable once. All raise ValueError if shapes or types do not match, and UsageError if the
-backend is not available (no C compiler, no Triton).
+Compiled functions are differentiable once. All raise ValueError if shapes or types do not match, and UsageError if
+there is no C compiler.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -23,70 +23,49 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weightscope.errors import UsageError
-from weightscope.training.kernels import c, pytorch
+from weightscope.training.kernels import pytorch
+from weightscope.training.kernels.build import library
 
 Pair = tuple[Tensor, Tensor]  # weight and bias
-Kernels = Literal["torch", "c", "triton"]
+Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
+Kernels = Literal["torch", "c", "inductor"]
+Observer = Callable[[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], None]
 
 
-def backend(kernels: Kernels) -> ModuleType:
-    """The module that implements "c" or "triton".
-
-    Raises:
-        UsageError: if Triton is not installed.
-    """
-    if kernels == "c":
-        return c
-    if kernels == "torch":
-        raise ValueError("expected kernels 'c' or 'triton', found 'torch', which has no compiled functions")
-    try:
-        import weightscope.training.kernels.triton as triton  # only here: most machines have no Triton
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"kernels = 'compiled' need Triton on a GPU: {error}; `pip install triton` (part of torch for CUDA on "
-            "Linux), or use kernels = 'torch'"
-        ) from error
-    return triton
+def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
+    """A part of the training step; for "inductor" what `torch.compile` makes of it, on a GPU as a CUDA graph."""
+    if kernels != "inductor":
+        return function
+    # deterministic: the same sums in every process
+    compiled: Callable[..., Any] = torch.compile(function, options={"triton.cudagraphs": True, "deterministic": True})
+    return compiled
 
 
-Call = tuple[str, Any, dict[str, Any]]  # name, positional and keyword arguments without `kernels`
-_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def recorded() -> Iterator[list[Call]]:
-    """The calls of this module's functions within the block, which torch computes whatever `kernels` they name.
-
-    In the arguments, {"shape": [...]} takes the place of tensors and lists that of tuples.
-    """
-    calls: list[Call] = []
-    token = _recorded.set(calls)
+def observed(observer: Observer) -> Iterator[None]:
+    """Within the block, each call that names C calls `observer(function, arguments, options)`; torch computes it."""
+    token = _observer.set(observer)
     try:
-        yield calls
+        yield
     finally:
-        _recorded.reset(token)
+        _observer.reset(token)
 
 
-def _shapes(args: Any) -> Any:
-    if isinstance(args, Tensor):
-        return {"shape": list(args.shape)}
-    return [_shapes(item) for item in args] if isinstance(args, tuple) else args
-
-
-def _recordable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _observable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
-        calls = _recorded.get()
-        if calls is not None and kernels != "torch":
-            calls.append((function.__name__, _shapes(args), options))
+        if kernels == "c" and (observer := _observer.get()) is not None:
+            observer(function, args, options)
             kernels = "torch"
         return function(*args, kernels=kernels, **options)
 
     return call
 
 
-@_recordable
+@_observable
 def depthwise_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -99,21 +78,21 @@ def depthwise_conv2d(
         weight: (C, k, k), k odd.
         bias: (C,) or None.
         dilation: the distance between taps, in pixels.
-        kernels: the backend.
+        kernels: "torch" or "c".
 
     Returns:
         (C, H, W, B).
     """
     _check_filters(x, weight, bias)
-    if kernels == "torch":
-        y = pytorch.depthwise_conv2d(x, weight, dilation=dilation)
-        return y if bias is None else y + bias[:, None, None, None]
-    if bias is None:
-        bias = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
-    return _DepthwiseConv2d.apply(backend(kernels), x, weight, bias, dilation)
+    if kernels == "c":
+        bias = torch.zeros(len(weight)) if bias is None else bias
+        return _compiled(_depthwise, _depthwise_backward, x, weight, bias, dilation=dilation)
+    weight = weight.to(x.dtype)
+    y = pytorch.depthwise_conv2d(x, weight, dilation=dilation)
+    return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
-@_recordable
+@_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels.
 
@@ -123,22 +102,19 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
         fc1: weight (T, m, c) and bias (T, m).
         fc2: weight (T, c, m) and bias (T, c).
         eps: added to the variance.
-        kernels: the backend.
+        kernels: "torch" or "c".
 
     Returns:
         (T, c, P).
     """
     _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
     _check_norm(x, norm)
-    if kernels == "torch":
-        return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
-    return _NormMlp.apply(backend(kernels), x, *norm, *fc1, *fc2, eps)
+    if kernels == "c":
+        return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
+    return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
 
 
-Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
-
-
-@_recordable
+@_observable
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
     """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times.
 
@@ -147,7 +123,7 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
         blocks: of each block the convolution's weight (T c, k, k) and bias (T c,), the norm's gain and shift, (T, c)
             each, fc1's weight (T, m, c) and bias (T, m), and fc2's weight (T, c, m) and bias (T, c).
         eps: added to the variance.
-        kernels: the backend.
+        kernels: "torch" or "c".
 
     Returns:
         (T c, H, W, B).
@@ -161,17 +137,14 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
         if len({(block[0][0].shape, block[2][0].shape) for block in blocks}) != 1:
             raise ValueError("expected blocks of equal sizes")
         weights = [weight for block in blocks for pair in block for weight in pair]
-        return _ConvNeXtBlocks.apply(backend(kernels), x, eps, torch.is_grad_enabled(), *weights)
+        return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
     for filters, norm, fc1, fc2 in blocks:
-        if kernels == "torch":
-            inner = depthwise_conv2d(x, *filters).view(len(norm[0]), len(x) // len(norm[0]), -1)
-            x = x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
-        else:
-            x = _ConvNeXtBlock.apply(backend(kernels), x, *filters, *norm, *fc1, *fc2, eps)
+        inner = depthwise_conv2d(x, *filters).view(len(norm[0]), len(x) // len(norm[0]), -1)
+        x = x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
     return x
 
 
-@_recordable
+@_observable
 def convmixer_mixing(
     x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -183,31 +156,31 @@ def convmixer_mixing(
         norm: gain and shift, (C,) each.
         eps: added to the variance.
         dilation: the distance between taps, in pixels.
-        kernels: the backend, "torch" or "c".
+        kernels: "torch" or "c".
 
     Returns:
         (C, H, W, B).
     """
+    gain, shift = norm
     _check_filters(x, *filters)
-    _check_norm(x.flatten(1)[None], (norm[0][None], norm[1][None]))
-    if kernels == "torch":
-        inner = depthwise_conv2d(x, *filters, dilation=dilation).reshape(1, len(x), -1)
-        return gelu_batch_norm(
-            inner, (norm[0][None], norm[1][None]), eps, x.reshape(inner.shape), kernels="torch"
-        ).view_as(x)
-    return _ConvMixerMixing.apply(backend(kernels), x, *filters, *norm, dilation, eps)
+    _check_norm(x.flatten(1)[None], (gain[None], shift[None]))
+    if kernels == "c":
+        return _compiled(_mixing, _mixing_backward, x, *filters, gain, shift, dilation=dilation, eps=eps)
+    inner = depthwise_conv2d(x, *filters, dilation=dilation).reshape(1, len(x), -1)
+    pair = gain[None], shift[None]
+    return gelu_batch_norm(inner, pair, eps, x.reshape(inner.shape), kernels="torch").view_as(x)
 
 
-@_recordable
+@_observable
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     _check_norm(x, norm)
-    if kernels == "torch":
-        return pytorch.normalise(x, norm, 1, eps)
-    return _LayerNorm.apply(backend(kernels), x, *norm, eps)
+    if kernels == "c":
+        return _compiled(_norm, _norm_backward, x, *norm, eps=eps)
+    return pytorch.normalise(x, norm, 1, eps)
 
 
-@_recordable
+@_observable
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
     """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions.
 
@@ -216,32 +189,47 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
         norm: gain and shift, (T, c) each.
         eps: added to the variance.
         more: (T, c, P), the residual.
-        kernels: the backend.
+        kernels: "torch" or "c".
     """
     _check_norm(x, norm, more)
-    if kernels == "torch":
-        y = pytorch.normalise(F.gelu(x), norm, 2, eps)
-        return y if more is None else y + more
-    return _GeluBatchNorm.apply(backend(kernels), x, *norm, eps, more)
+    if kernels == "c":
+        return _compiled(_gelu_norm, _gelu_norm_backward, x, *norm, more, eps=eps)
+    y = pytorch.normalise(F.gelu(x), norm, 2, eps)
+    return y if more is None else y + more
 
 
-@_recordable
+@_observable
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
-    """`softmax(q^T k / sqrt(d)) v` of each head and image; torch's and C only.
+    """`softmax(q^T k / sqrt(d)) v` of each head and image.
 
     Args:
         qkv: queries, keys and values (T, 3, H, d, N, B), d the width of a head, N tokens.
-        kernels: the backend.
+        kernels: "torch" or "c".
 
     Returns:
         (T, H, d, N, B).
     """
     if qkv.ndim != 6 or qkv.shape[1] != 3:
         raise ValueError(f"expected queries, keys and values (T, 3, H, d, N, B), found {tuple(qkv.shape)}")
-    if kernels == "torch":
-        q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).unbind(0)  # each (T, H, B, N, d)
-        return F.scaled_dot_product_attention(q, k, v).permute(0, 1, 4, 3, 2)
-    return _Attention.apply(backend(kernels), qkv)
+    if kernels == "c":
+        return _compiled(_attention, _attention_backward, qkv)
+    return pytorch.attention(qkv)
+
+
+def adamw(
+    weights: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    trained: Tensor,
+    rates: tuple[Tensor, Tensor],
+    clip: Tensor,
+    scalars: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One step of `BatchedAdamW` in place, in C."""
+    tensors = (weights, gradient, *moments, trained.to(weights.dtype), *rates, clip, scalars)
+    _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
 
 
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -268,131 +256,152 @@ def _check_mlp(sizes: tuple[int, int], norm: Pair, fc1: Pair, fc2: Pair, eps: fl
         raise ValueError(f"expected weights of shapes {expected} and a positive eps, found {found} and {eps}")
 
 
-class _DepthwiseConv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, dilation: int) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
-        ctx.save_for_backward(x, weight)
-        ctx.kernels, ctx.dilation = kernels, dilation
-        return kernels.convolve(x, weight, bias.contiguous(), dilation)
+class _Compiled(torch.autograd.Function):
+    """A function in C; `forward(*tensors, **options)` also returns what `backward(grad, *kept, **options)` needs."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.kernels.convolve_backward(*ctx.saved_tensors, grad.contiguous(), ctx.dilation), None
-
-
-class _NormMlp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, x: Tensor, *rest: Any) -> Tensor:
-        x, *weights = (value.contiguous() for value in (x, *rest[:-1]))
-        ctx.save_for_backward(x, *weights)
-        ctx.kernels, ctx.eps = kernels, rest[-1]
-        return kernels.mlp(x, weights, ctx.eps)
+    def forward(ctx: Any, forward: Any, backward: Any, options: dict[str, Any], *tensors: Tensor | None) -> Tensor:
+        y, kept = forward(*(None if tensor is None else tensor.contiguous() for tensor in tensors), **options)
+        ctx.save_for_backward(*kept)
+        ctx.backward_in_c, ctx.options = backward, options
+        found: Tensor = y
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        return None, *ctx.kernels.mlp_backward(x, weights, grad.contiguous(), ctx.eps), None
+        found = ctx.backward_in_c(grad.contiguous(), *ctx.saved_tensors, **ctx.options)
+        wanted = ctx.needs_input_grad[3:]
+        return None, None, None, *(g if needed else None for g, needed in zip(found, wanted, strict=True))
 
 
-class _ConvNeXtBlocks(torch.autograd.Function):
-    """All blocks of equal sizes, for kernels that take several at once (C)."""
-
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, x: Tensor, eps: float, keep: bool, *rest: Tensor) -> Tensor:
-        x, *weights = (value.contiguous() for value in (x, *rest))
-        y, kept = kernels.blocks(x, weights, eps, keep=keep)
-        ctx.save_for_backward(kept, *weights)
-        ctx.kernels, ctx.eps = kernels, eps
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *weights = ctx.saved_tensors
-        grad_x, *of_weights = ctx.kernels.blocks_backward(grad.contiguous(), weights, kept, ctx.eps)
-        return None, grad_x, None, None, *of_weights
+def _compiled(forward: Any, backward: Any, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+    converted = (None if weight is None else weight.to(x.dtype) for weight in weights)
+    found: Tensor = _Compiled.apply(forward, backward, options, x, *converted)
+    return found
 
 
-class _ConvNeXtBlock(torch.autograd.Function):
-    """One block, for kernels that take one at a time (Triton)."""
-
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, x: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> Tensor:
-        x, weight, bias, *weights = (value.contiguous() for value in (x, weight, bias, *rest[:-1]))
-        inner, y = kernels.block(x, [weight, bias], weights, rest[-1])
-        ctx.save_for_backward(x, weight, inner, *weights)
-        ctx.kernels, ctx.eps = kernels, rest[-1]
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inner, *weights = ctx.saved_tensors
-        return None, *ctx.kernels.block_backward(x, weight, inner, weights, grad.contiguous(), ctx.eps), None
+# What follows calls the C functions; see their sources for the shapes. Each returns new tensors.
 
 
-class _ConvMixerMixing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, *rest: Any) -> Tensor:
-        x, *weights = (value.contiguous() for value in rest[:5])
-        y, inner, *moments = kernels.mixing(x, weights, *rest[5:])
-        ctx.save_for_backward(x, weights[0], inner, weights[2], *moments)
-        ctx.kernels, ctx.dilation = kernels, rest[5]
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inner, gain, *moments = ctx.saved_tensors
-        found = ctx.kernels.mixing_backward(x, weight, inner, gain, moments, grad.contiguous(), ctx.dilation)
-        return None, *found, None, None
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int) -> Any:
+    y = torch.empty_like(x)
+    _call("depthwise_forward", (x, weight, bias, y), (*x.shape, weight.shape[-1], dilation))
+    return y, (x, weight)
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
-        x, gain, shift = (value.contiguous() for value in (x, gain, shift))
-        ctx.save_for_backward(x, gain)
-        ctx.kernels, ctx.eps = kernels, eps
-        return kernels.norm(x, gain, shift, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.kernels.norm_backward(*ctx.saved_tensors, grad.contiguous(), ctx.eps), None
+def _depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, *, dilation: int) -> tuple[Tensor, ...]:
+    found = torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x))
+    _call("depthwise_backward", (x, weight, grad, None, *found), (*x.shape, weight.shape[-1], dilation))
+    return found
 
 
-class _GeluBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kernels: ModuleType, x: Tensor, gain: Tensor, shift: Tensor, eps: float, more: Tensor | None
-    ) -> Tensor:
-        x, gain, shift = (value.contiguous() for value in (x, gain, shift))
-        y, *moments = kernels.gelu_norm(x, gain, shift, eps, None if more is None else more.contiguous())
-        ctx.save_for_backward(x, gain, *moments)
-        ctx.kernels, ctx.more = kernels, more is not None
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grad.contiguous()
-        found = ctx.kernels.gelu_norm_backward(*ctx.saved_tensors, grad)
-        return None, *found, None, grad if ctx.more else None
+def _mlp(x: Tensor, *weights: Tensor, eps: float) -> Any:
+    y = torch.empty_like(x)
+    _call("mlp_forward", (x, *weights, None, y), (*_mlp_sizes(x, weights), eps))
+    return y, (x, *weights)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, qkv: Tensor) -> Tensor:
-        qkv = qkv.contiguous()
-        ctx.save_for_backward(qkv)
-        ctx.kernels = kernels
-        return kernels.attention(qkv)
+def _mlp_backward(grad: Tensor, x: Tensor, *weights: Tensor, eps: float) -> list[Tensor]:
+    found = [torch.empty_like(value) for value in (x, *weights)]
+    _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_mlp_sizes(x, weights), eps))
+    return found
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.kernels.attention_backward(*ctx.saved_tensors, grad.contiguous())
+
+def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """T, c, m, P."""
+    return x.shape[0], x.shape[1], weights[2].shape[1], x.shape[2]
+
+
+def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
+    sizes = _block_sizes(x, weights)
+    kept = x.new_empty(2 * sizes[0] * x.numel()) if keep else None
+    y = torch.empty_like(x)
+    _call("blocks_forward", (x, weights, kept, y), (*sizes, eps))
+    return y, (kept, *weights)
+
+
+def _blocks_backward(grad: Tensor, kept: Tensor, *weights: Tensor, eps: float, keep: bool) -> list[Tensor]:
+    found, of_weights = torch.empty_like(grad), tuple(torch.empty_like(weight) for weight in weights)
+    _call("blocks_backward", (grad, weights, kept, found, of_weights), (*_block_sizes(grad, weights), eps))
+    return [found, *of_weights]
+
+
+def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Blocks, T, c, m, H, W, B, k."""
+    networks, m, c = weights[4].shape
+    return len(weights) // 8, networks, c, m, *x.shape[1:], weights[0].shape[-1]
+
+
+def _mixing(x: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, *, dilation: int, eps: float) -> Any:
+    inner, y, mean, factor = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x)), x.new_empty(len(x))
+    tensors = (x, weight, bias, gain, shift, inner, y, mean, factor)
+    _call("mixing_forward", tensors, (*x.shape, weight.shape[-1], dilation, eps))
+    return y, (x, weight, inner, gain, mean, factor)
+
+
+def _mixing_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inner: Tensor, *norm: Tensor, dilation: int, eps: float
+) -> list[Tensor]:
+    found = [torch.empty_like(x), torch.empty_like(weight), *(torch.empty_like(norm[0]) for _ in range(3))]
+    _call("mixing_backward", (x, weight, inner, *norm, grad, *found), (*x.shape, weight.shape[-1], dilation))
+    return found
+
+
+def _norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> Any:
+    y = torch.empty_like(x)
+    _call("norm_forward", (x, gain, shift, y), (*x.shape, eps))
+    return y, (x, gain)
+
+
+def _norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *, eps: float) -> list[Tensor]:
+    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
+    _call("norm_backward", (x, gain, grad, *found), (*x.shape, eps))
+    return found
+
+
+def _gelu_norm(x: Tensor, gain: Tensor, shift: Tensor, more: Tensor | None, *, eps: float) -> Any:
+    y, mean, factor = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
+    _call("gelu_norm_forward", (x, gain, shift, more, y, mean, factor), (gain.numel(), x.shape[2], eps))
+    return y, (x, gain, mean, factor)
+
+
+def _gelu_norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *moments: Tensor, eps: float) -> list[Tensor]:
+    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
+    _call("gelu_norm_backward", (x, gain, *moments, grad, *found), (gain.numel(), x.shape[2]))
+    return [*found, grad]  # the last one is the residual's
+
+
+def _attention(qkv: Tensor) -> Any:
+    t, _, h, k, n, b = qkv.shape
+    y = qkv.new_empty(t, h, k, n, b)
+    _call("attention_forward", (qkv, y), (t, h, k, n, b))
+    return y, (qkv,)
+
+
+def _attention_backward(grad: Tensor, qkv: Tensor) -> list[Tensor]:
+    found = torch.empty_like(qkv)
+    t, _, h, k, n, b = qkv.shape
+    _call("attention_backward", (qkv, grad, found), (t, h, k, n, b))
+    return [found]
+
+
+def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    """Call a function of the library with tensors, tuples of tensors (as arrays of pointers), and numbers."""
+    parts = (item if isinstance(item, tuple) else (item,) for item in tensors)
+    given = [tensor for several in parts for tensor in several if tensor is not None]
+    kinds = {(str(tensor.dtype), tensor.device.type, tensor.is_contiguous()) for tensor in given}
+    if kinds not in ({("torch.float32", "cpu", True)}, {("torch.float64", "cpu", True)}):
+        raise ValueError(
+            f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
+        )
+    values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
+    function = getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)
+    if function(*map(_pointer, tensors), *values):
+        raise MemoryError(f"{name}: cannot allocate the workspace")
+
+
+def _pointer(item: Any) -> Any:
+    if isinstance(item, tuple):
+        return (ctypes.c_void_p * len(item))(*(tensor.data_ptr() for tensor in item))
+    return ctypes.c_void_p(None if item is None else item.data_ptr())

@@ -12,12 +12,14 @@ Larger images are cut into blocks of rows: a block of r output rows reads only t
 around it, which are contiguous, so a block's operand is a view and nothing is copied.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Up to this many pixels one dense (H*W, H*W) matrix for each channel is the fastest form; measured on AVX-512.
 _DENSE_PIXELS = 64
@@ -42,9 +44,32 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
 
 def normalise(x: Tensor, norm: tuple[Tensor, Tensor], dim: int, eps: float) -> Tensor:
     """`gain (x - mean) / sqrt(variance + eps) + shift` of x (T, c, P), moments over `dim`; gain and shift (T, c)."""
-    gain, shift = norm
-    variance, mean = torch.var_mean(x, dim, correction=0, keepdim=True)
-    return (x - mean) * torch.rsqrt(variance + eps) * gain[:, :, None] + shift[:, :, None]
+    found: Tensor = _Normalise.apply(x, *norm, dim, eps)
+    return found
+
+
+class _Normalise(torch.autograd.Function):
+    """`normalise` in one pass each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dim: int, eps: float) -> Tensor:
+        wide = x.float() if x.dtype != torch.float64 else x
+        centred = wide - wide.mean(dim, keepdim=True)
+        scale = torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps)
+        normal = centred.mul_(scale).to(x.dtype)
+        ctx.save_for_backward(normal, scale, weight)
+        ctx.dim = dim
+        return torch.addcmul(bias[:, :, None].to(x.dtype), normal, weight[:, :, None].to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normal, scale, weight = ctx.saved_tensors
+        product = grad * normal
+        grad_weight, grad_bias = product.sum(2, dtype=weight.dtype), grad.sum(2, dtype=weight.dtype)
+        g = grad * weight[:, :, None].to(grad.dtype)
+        along = product.mul_(weight[:, :, None].to(grad.dtype)).mean(ctx.dim, keepdim=True)
+        g.sub_(g.mean(ctx.dim, keepdim=True)).addcmul_(normal, along, value=-1)
+        return g.mul_(scale.to(g.dtype)), grad_weight, grad_bias, None, None
 
 
 def norm_mlp(
@@ -53,6 +78,24 @@ def norm_mlp(
     """`fc2(gelu(fc1(norm(x))))` of x (T, c, P); see `functions.norm_mlp`."""
     hidden = torch.baddbmm(fc1[1][:, :, None], fc1[0], normalise(x, norm, 1, eps))
     return torch.baddbmm(fc2[1][:, :, None], fc2[0], F.gelu(hidden))
+
+
+def attention(qkv: Tensor) -> Tensor:
+    """`softmax(q^T k / sqrt(d)) v` of queries, keys and values (T, 3, H, d, N, B): (T, H, d, N, B)."""
+    q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, d)
+    with _deterministic_attention(qkv.device):
+        y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+    return y.reshape(q.shape).permute(0, 1, 4, 3, 2).contiguous()
+
+
+def _deterministic_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Exclude cuDNN's attention, whose backward pass is not deterministic and has given NaN in bfloat16.
+
+    The other implementations add in a fixed order up to 256 tokens.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class _DepthwiseConv2d(torch.autograd.Function):
@@ -80,7 +123,6 @@ def _block_rows(height: int, width: int) -> int:
     return _BLOCK_ROWS if height % _BLOCK_ROWS == 0 else 1
 
 
-@lru_cache(maxsize=64)
 def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: torch.device) -> Tensor:
     """One-hot map (k*k, N*K) from taps to the entries of a block's Toeplitz matrix.
 
@@ -97,10 +139,11 @@ def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: tor
     hit = (dy % dilation == 0) & (dx % dilation == 0)
     dy, dx = dy // dilation, dx // dilation
     hit &= (dy >= 0) & (dy < k) & (dx >= 0) & (dx < k)
-    onehot = torch.zeros(k * k, y.numel())
-    entry = torch.arange(y.numel())[hit]
-    onehot[(dy * k + dx)[hit], entry] = 1
-    return onehot.to(device)
+    tap = torch.where(hit, dy * k + dx, -1)
+    return (tap == torch.arange(k * k)[:, None]).float().to(device)
+
+
+_cached_taps = lru_cache(maxsize=64)(_taps)
 
 
 def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int]]:
@@ -119,7 +162,8 @@ def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
-    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
+    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
     matrix = (weight.reshape(channels, k * k).to(x.dtype) @ taps).view(channels, rows * width, -1)  # (C, N, K)
     x = x.contiguous()
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
@@ -137,7 +181,8 @@ def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
     """The gradient of the filters, (C, k, k)."""
     channels, height, width, batch = x.shape
     rows = _block_rows(height, width)
-    taps = _taps(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
+    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
     x = x.contiguous()
     entries = taps.shape[1] // (rows * width)
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)

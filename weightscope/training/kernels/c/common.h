@@ -1,4 +1,4 @@
-/* What the kernels share. They are built by build.py and called from __init__.py.
+/* What the kernels share. They are built by ../build.py and called from ../functions.py.
 
    Forward and backward passes of many networks on one CPU thread, compiled once for float and once for double (REAL).
    The batch is innermost and fills the vector registers. Nothing is kept between calls; every function returns 0, or 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from weightscope.errors import UsageError
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "c"
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
 _MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts
 _TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
@@ -51,7 +51,7 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
     for machine in _MACHINE:
         full = [*command, *_FLAGS, *machine, *_TYPES[real]]
         identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
-        for folder in (_folder, _temporary_folder):
+        for folder in (cache_folder, _temporary_folder):
             try:
                 found, errors = _load_or_compile(folder(), identity, full)
             except OSError as error:  # no space left, or another process has removed what it found damaged
@@ -116,7 +116,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise UsageError(f"kernels = 'compiled': cannot run `{command[0]}`: {error}; {_OTHERWISE}") from error
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """The cache folder, or a temporary folder of this process if it is not writable."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightscope"

@@ -1,0 +1,568 @@
+"""The seam `Networks`: T networks of one architecture, trained and evaluated as one module.
+
+`networks_for` chooses among three forms with one interface:
+
+- `BatchedNetworks`, for images: the networks' channels side by side, with the layers of `batched_layers.py`;
+- `StackedNetworks`, for sequences: `torch.vmap` over the rows of the weight matrix;
+- `LoopNetworks`, for any module (`training.engine = "loop"`): one network after the other.
+
+Networks do not interact: one that diverges does not affect the others.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
+from weightscope.errors import UsageError
+from weightscope.networks.convmixer import Residual
+from weightscope.networks.convnext import ConvNeXtBlock
+from weightscope.networks.layers import DropPath, Mlp
+from weightscope.networks.sequences import TokenEmbedding, check_tokens
+from weightscope.networks.vit import Block
+from weightscope.recipe import OwnNetworkConfig, Recipe
+from weightscope.spec import WeightSpec
+from weightscope.training.batched_layers import (
+    BATCHED_LAYERS,
+    BatchedDropPath,
+    BatchedLayer,
+    Conv2d,
+    Elementwise,
+    Normalisation,
+    filters_of,
+    rows_of,
+    unrows,
+)
+from weightscope.training.kernels import functions
+from weightscope.training.kernels.functions import Kernels, Pair
+
+DEFAULT_TILE = 32  # networks, on a CPU
+USE_LOOP = 'use training.engine = "loop", which trains any network, one at a time'
+
+
+class Networks(nn.Module):
+    """T networks of one architecture.
+
+    Attributes:
+        weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
+        gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
+        spec: the `WeightSpec` of one network.
+        leaves: name -> tensor (T, ...), views of `weights`.
+        kernels: the backend that computes them.
+        drop_paths: L, how many DropPath layers one network has.
+        input_axes: number of axes of one input, `Task.input_axes`; inputs of each network have two more, T and B.
+
+    Args:
+        template: a module of the architecture; its weights are not used.
+        count: T.
+        device: of all tensors.
+    """
+
+    kernels: Kernels = "torch"
+    drop_paths: int = 0
+    input_axes: int = 1
+
+    def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.count: int = count
+        self.spec = WeightSpec.of(template)
+        self.weights = torch.zeros(count, self.spec.size, device=device)
+        self.gradient = torch.zeros_like(self.weights)
+        self.leaves: dict[str, Tensor] = {
+            name: view.detach().requires_grad_(self.spec[name].role == "parameter")
+            for name, view in self.spec.unpack(self.weights).items()
+        }
+
+    def freeze(self, names: tuple[str, ...]) -> None:
+        """Stop computing gradients of these tensors."""
+        for name in names:
+            self.leaves[name].requires_grad_(False)
+
+    def drop(self, draws: Tensor | None) -> None:
+        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of the network's modules."""
+
+    def drop_tokens(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, v) of embeddings with dropout."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks.
+
+        Of tokens (T, B, n), or (B, n) shared by all, they are (T, B, n, v).
+        """
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor) -> None:
+        """Set `gradient` to the gradient of a scalar, usually the sum of the T networks' losses."""
+        trained = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        views = self.spec.unpack(self.gradient)
+        torch._foreach_copy_([views[name] for name in trained], torch.autograd.grad(loss, list(trained.values())))
+
+    def calibrate(self, batches: list[Tensor]) -> None:
+        """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """What computes the submodule of this name: one module for all networks, or one for each."""
+        raise NotImplementedError
+
+    def of_each(self, outputs: list[Tensor]) -> Tensor:
+        """The outputs (T, B, d) of all networks, given those of `submodules`."""
+        return torch.stack(outputs)
+
+
+def networks_for(
+    recipe: Recipe,
+    template: nn.Module,
+    ids: Sequence[int],
+    device: torch.device | str = "cpu",
+    kernels: Kernels = "torch",
+) -> Networks:
+    """Networks `ids` of a recipe as one.
+
+    Args:
+        recipe: its engine, data and root seed.
+        template: a module of the architecture; its weights are not used.
+        ids: indices of the T networks in their population.
+        device: of all tensors.
+        kernels: the backend, see `kernels/functions.py`.
+
+    Raises:
+        UsageError: if the recipe's engine cannot train the module.
+    """
+    nets: Networks
+    if recipe.training.engine == "loop":
+        seeds = [torch_seed(recipe.population.seed, k, Purpose.FORWARD) for k in ids]
+        nets = LoopNetworks(template, len(ids), device, seeds=seeds)
+    else:
+        if isinstance(recipe.network, OwnNetworkConfig):  # its constants, too
+            template = template.to(device)
+        if recipe.data.stacked:
+            nets = StackedNetworks(template, len(ids), device)
+        else:
+            nets = BatchedNetworks(template, len(ids), device, kernels=kernels)
+    nets.input_axes = recipe.data.input_axes
+    return nets
+
+
+class StackedNetworks(Networks):
+    """Networks for sequences as one function of their stacked weights, by `torch.vmap`; tied parameters stay tied.
+
+    `BatchedNetworks` runs a module's forward once on activations whose channel axis holds all networks. Code that cuts
+    its channels into parts, as Mamba's does, cannot run on such an axis. Here every tensor has an axis of its own for
+    the networks, which the forward code does not see.
+
+    Raises:
+        UsageError: if the module keeps running statistics.
+    """
+
+    def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
+        super().__init__(template, count, device)
+        for tensor in self.spec:
+            if tensor.role == "statistic":
+                raise UsageError(f"`{tensor.name}`, a buffer, cannot be batched; {USE_LOOP}")
+        self.network = copy.deepcopy(template)
+        for name, buffer in template.named_buffers():  # constants that are not stored
+            path, _, last = name.rpartition(".")
+            setattr(self.network.get_submodule(path), last, buffer.to(device))
+        embeddings = [layer for layer in self.network.modules() if isinstance(layer, TokenEmbedding)]
+        for layer in embeddings:
+            layer.checks = False  # the host cannot read one network's tokens; `forward` checks those of all
+        self._vocabulary = min((layer.num_embeddings for layer in embeddings), default=None)
+        self._draws: dict[str, Tensor] = {}  # (T, v) each
+
+    def drop_tokens(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, v) of embeddings with dropout."""
+        layers = self.network.named_modules()
+        self._draws = {
+            f"{n}.draws": draws for n, layer in layers if isinstance(layer, TokenEmbedding) and layer.dropout
+        }
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks.
+
+        Raises:
+            UsageError: if a token is outside the vocabulary.
+        """
+        if self._vocabulary is not None:
+            check_tokens(tokens, self._vocabulary)
+
+        def one(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+            found: Tensor = functional_call(self.network, weights, (tokens,))
+            return found
+
+        # the fused attention of a CPU has no batching rule, and would run in a loop
+        with sdpa_kernel(SDPBackend.MATH):
+            given = self.leaves | self._draws if self.training else self.leaves
+            logits: Tensor = torch.vmap(one, (0, 0 if tokens.ndim == self.input_axes + 2 else None))(given, tokens)
+        return logits
+
+
+class LoopNetworks(Networks):
+    """T plain modules, copies of the template; each runs its own forward and backward pass.
+
+    Args:
+        template: see `Networks`.
+        count: T.
+        device: of all tensors.
+        seeds: one seed per network. The n-th forward pass of network t in training mode sees the global generators of
+            torch, NumPy and Python seeded with `seeds[t] + n`, so that dropout does not depend on the other networks.
+
+    Raises:
+        UsageError: if a weight is not float32.
+    """
+
+    def __init__(
+        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, seeds: Sequence[int]
+    ) -> None:
+        super().__init__(template, count, device)
+        self.device, self.seeds, self.passes = torch.device(device), list(seeds), 0
+        self.networks = nn.ModuleList(copy.deepcopy(template).to(device) for _ in range(count))
+        self._drop_paths = [[m for m in network.modules() if isinstance(m, DropPath)] for network in self.networks]
+        self.drop_paths: int = len(self._drop_paths[0])
+        self.parameters_of: list[dict[str, nn.Parameter]] = []
+        for row, network in zip(self.weights, self.networks, strict=True):
+            parameters = dict(network.named_parameters())
+            tensors = {**dict(network.named_buffers()), **parameters}
+            for name, view in self.spec.unpack(row).items():
+                if tensors[name].dtype != torch.float32:
+                    raise UsageError(f"`{name}`: expected float32 weights, found {tensors[name].dtype}")
+                tensors[name].data = view
+            self.parameters_of.append(parameters)
+
+    def freeze(self, names: tuple[str, ...]) -> None:
+        """Stop computing gradients of these tensors."""
+        for parameters in self.parameters_of:
+            for name in names:
+                if name in parameters:
+                    parameters[name].requires_grad_(False)
+
+    def drop(self, draws: Tensor | None) -> None:
+        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of each network's modules."""
+        for t, layers in enumerate(self._drop_paths):
+            for at, layer in enumerate(layers):
+                layer.draws = None if draws is None else draws[t, :, at]
+
+    def drop_tokens(self, draws: Tensor) -> None:
+        """Set the uniform numbers (T, v) of embeddings with dropout."""
+        for network, numbers in zip(self.networks, draws, strict=True):
+            for layer in network.modules():
+                if isinstance(layer, TokenEmbedding) and layer.dropout:
+                    layer.draws = numbers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of all networks, see `Networks.forward`."""
+        parts = inputs if inputs.ndim == self.input_axes + 2 else inputs.expand(self.count, *inputs.shape)
+        logits = []
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), kept_generators():
+            for seed, network, part in zip(self.seeds, self.networks, parts, strict=True):
+                seed_generators(seed + self.passes)
+                logits.append(network(part))
+        self.passes += self.training
+        self._store_buffers()
+        return torch.stack(logits)
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """The submodule of each network."""
+        return [network.get_submodule(path) for network in self.networks]
+
+    @torch.no_grad()
+    def _store_buffers(self) -> None:
+        """Copy buffers that a forward pass replaced, rather than changed in place, into `weights`."""
+        for row, network in zip(self.weights, self.networks, strict=True):
+            views = self.spec.unpack(row)
+            for name, buffer in network.named_buffers():
+                if name in views and buffer.data_ptr() != views[name].data_ptr():
+                    buffer.data = views[name].copy_(buffer)
+
+    def backward(self, loss: Tensor) -> None:
+        """Set `gradient`, see `Networks.backward`.
+
+        Raises:
+            UsageError: if the loss does not depend on a trained parameter; names it.
+        """
+        views = self.spec.unpack(self.gradient)
+        trained = [
+            (views[name][t], name, parameter)
+            for t, parameters in enumerate(self.parameters_of)
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        ]
+        gradients = torch.autograd.grad(loss, [parameter for _, _, parameter in trained], allow_unused=True)
+        for (view, name, _), gradient in zip(trained, gradients, strict=True):
+            if gradient is None:
+                raise UsageError(f"`{name}` does not affect the loss; freeze it (training.frozen) or remove it")
+            view.copy_(gradient)
+
+    def calibrate(self, batches: list[Tensor]) -> None:
+        """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
+        self.train()  # a network may keep some in evaluation mode
+        layers = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.training]
+        if not layers:
+            return
+        self.eval()
+        momenta = [layer.momentum for layer in layers]
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # a cumulative, equally weighted average
+            layer.train()
+        with torch.no_grad():
+            for batch in batches:
+                self(batch)
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
+
+class _NormMlp(nn.Module):
+    """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
+
+    def __init__(self, norm: Normalisation, mlp: Mlp) -> None:
+        super().__init__()
+        self.weights: tuple[Pair, ...] = tuple(_pair(layer) for layer in (norm, mlp.fc1, mlp.fc2))
+        self.count: int = norm.count
+        self.eps: float = norm.layer.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps, kernels="c"), x)
+
+
+class _ConvNeXtBlock(nn.Module):
+    """A whole block as one compiled function."""
+
+    def __init__(self, block: ConvNeXtBlock, gamma: Tensor | None) -> None:
+        super().__init__()
+        norm: Any = block.norm
+        self.filters, self.gamma, self.eps = _pair(block.conv_dw), gamma, norm.layer.eps
+        self.weights = [_pair(layer) for layer in (norm, block.mlp.fc1, block.mlp.fc2)]
+        self.sizes = *self.filters[0].shape, *self.weights[1][0].shape, self.eps
+
+    def block(self, dtype: torch.dtype) -> functions.Block:
+        """The weights as the kernels expect them, for activations of a type."""
+        norm, fc1, fc2 = self.weights
+        if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
+            weight, bias, gamma = (value.to(dtype) for value in (*fc2, self.gamma))
+            fc2 = weight * gamma[:, :, None], bias * gamma
+        return filters_of(*self.filters), norm, fc1, fc2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _in_sequence([self], x)
+
+
+class _ConvNeXtBlocks(nn.Module):
+    """Consecutive blocks of equal sizes as one compiled function."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks: list[_ConvNeXtBlock] = list(blocks)  # type: ignore[arg-type]  # all blocks are; the caller checks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _in_sequence(self.blocks, x)
+
+
+def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
+    weights = tuple(block.block(x.dtype) for block in blocks)
+    y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, blocks[0].eps, kernels="c")
+    return y.permute(3, 0, 1, 2)
+
+
+class _NormResidual(nn.Module):
+    """`x -> fn(x) + x` where the last layer of `fn` is a BatchNorm after GELU, which adds x."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.first: Any = layers[:-1]
+        self.norm: Any = layers[-1]
+        before: list[Any] = [layer for layer in self.first.children() if not isinstance(layer, nn.Identity)]
+        conv = before[0]
+        fits = len(before) == 1 and isinstance(conv, Conv2d) and conv.depthwise and "bias" in conv.leaves
+        # A list, so that the convolution is registered once, in `first`; one function computes it and the norm.
+        self._mixing = before if fits else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self._mixing and self.norm.training and not self.norm.calibrating):
+            return self.norm(self.first(x), x)
+        conv, norm, inner = self._mixing[0], self.norm, x.permute(1, 2, 3, 0)
+        gain, shift = (value.reshape(-1) for value in norm.pair)
+        eps, dilation, filters = norm.layer.eps, conv.layer.dilation[0], filters_of(*conv.pair)
+        y = functions.convmixer_mixing(inner, filters, (gain, shift), eps, dilation=dilation, kernels="c")
+        return y.permute(3, 0, 1, 2)
+
+
+def _fused_mlp(norm: Any, mlp: Mlp) -> tuple[Any, Any]:
+    """What takes the place of an MLP and of the norm before it."""
+    return _NormMlp(norm, mlp), nn.Identity()
+
+
+_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class BatchedNetworks(Networks):
+    """T networks of one architecture, their channels side by side.
+
+    The module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C
+    channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by
+    batched layers; residual additions, elementwise functions and pooling give the same result on network-stacked
+    channels. `batched_layers.py` describes the memory layout.
+
+    Args:
+        template: see `Networks`.
+        count: T.
+        device: of all tensors.
+        kernels: the backend, see `kernels/functions.py`.
+
+    Raises:
+        UsageError: if the module has a layer without a batched version, or the kernels do not run on the device.
+    """
+
+    def __init__(
+        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: Kernels = "torch"
+    ) -> None:
+        super().__init__(template, count, device)
+        if kernels not in get_args(Kernels) or (kernels == "c" and torch.device(device).type != "cpu"):
+            raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'inductor', found {kernels!r} on {device}")
+        self.kernels: Kernels = kernels
+        _refuse_shared(template)
+        self.network = self._batch(copy.deepcopy(template), "")
+        self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
+        self.drop_paths: int = len(self._drop_paths)
+
+    def _batch(self, module: nn.Module, path: str) -> nn.Module:
+        """Replace the leaf layers of `module` by batched ones, and fused blocks where the kernels have them."""
+        make = BATCHED_LAYERS.get(type(module))
+        batched = module
+        if make is not None:
+            batched = self._batched_layer(make, module, path)
+        elif _torch_layer(module) not in (nn.Module, *_CONTAINERS):
+            raise UsageError(f"`{path.rstrip('.')}` ({type(module).__name__}) has no batched version; {USE_LOOP}")
+        else:
+            self._stack_own_parameters(module, path)
+        for name, child in module.named_children():
+            setattr(batched, name, self._batch(child, f"{path}{name}."))
+        return self._fused(module, batched, path) if self.kernels == "c" else batched
+
+    def _batched_layer(self, make: Any, module: nn.Module, path: str) -> BatchedLayer:
+        try:
+            layer: BatchedLayer = make(module, self.count)
+        except UsageError as error:
+            raise UsageError(f"`{path.rstrip('.')}`: {error}; {USE_LOOP}") from None
+        layer.kernels = self.kernels
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        layer.leaves = {name: self.leaves[path + name] for name, value in own if value.is_floating_point()}
+        return layer
+
+    def _fused(self, module: nn.Module, batched: nn.Module, path: str) -> nn.Module:
+        """One module in place of several batched layers that one kernel computes."""
+        # exact types: a derived class may have a forward of its own
+        if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and _plain(batched.mlp):
+            if isinstance(batched.drop_path, nn.Identity):
+                return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
+            batched.mlp, batched.norm = _fused_mlp(batched.norm, batched.mlp)
+        if type(module) is Block and isinstance(batched, Block) and _plain(batched.mlp):
+            batched.mlp, batched.norm2 = _fused_mlp(batched.norm2, batched.mlp)
+        if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
+            sizes = {block.sizes if isinstance(block, _ConvNeXtBlock) else None for block in batched}
+            if len(sizes) == 1 and None not in sizes:
+                return _ConvNeXtBlocks(batched)
+            for k, (before, layer) in enumerate(pairwise(batched)):
+                if _is_gelu(before) and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                    layer.after_gelu = True
+                    batched[k] = nn.Identity()
+        if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
+            last = batched.fn[-1]
+            if isinstance(last, Normalisation) and last.after_gelu:
+                return _NormResidual(batched.fn)
+        return batched
+
+    def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
+        """Parameters that a container uses itself, (..., C), become (..., T*C) just before its forward."""
+        for name, value in module.named_buffers(recurse=False):
+            if value.is_floating_point():
+                raise UsageError(f"`{path}{name}`, a buffer of {type(module).__name__}, cannot be batched; {USE_LOOP}")
+        own = {name: self.leaves[path + name] for name, _ in module.named_parameters(recurse=False)}
+        if any(leaf.ndim < 2 for leaf in own.values()):
+            raise UsageError(f"`{path}{next(iter(own))}` is a scalar, which cannot be batched; {USE_LOOP}")
+        if not own:
+            return
+        for name in own:
+            del module._parameters[name]
+
+        def stack(container: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            for name, leaf in own.items():
+                value = leaf.movedim(0, -2).to(inputs[0].dtype)
+                container.__dict__[name] = value.reshape(*value.shape[:-2], -1)
+
+        def unstack(container: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            for name in own:  # so that no step's graph outlives it
+                container.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(stack)
+        module.register_forward_hook(unstack, always_call=True)
+
+    def drop(self, draws: Tensor | None) -> None:
+        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of the network's modules."""
+        for at, layer in enumerate(self._drop_paths):
+            layer.draws = None if draws is None else draws[:, :, at]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks."""
+        if images.ndim == 4:
+            images = images.expand(self.count, *images.shape)
+        inner = images.permute(0, 2, 3, 4, 1).reshape(-1, *images.shape[3:], images.shape[1])  # (T*C, H, W, B)
+        logits = self.network(inner.permute(3, 0, 1, 2))  # (B, T*K)
+        return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
+
+    def submodules(self, path: str) -> list[nn.Module]:
+        """The one module that computes all networks' submodules, on network-stacked channels."""
+        return [self.network.get_submodule(path)]
+
+    def of_each(self, outputs: list[Tensor]) -> Tensor:
+        """(T, B, d) of one output (B, T*d)."""
+        return outputs[0].unflatten(1, (self.count, -1)).transpose(0, 1)
+
+    def calibrate(self, batches: list[Tensor]) -> None:
+        """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
+        layers = [m for m in self.modules() if isinstance(m, Normalisation) and "running_mean" in m.leaves]
+        if not layers:
+            return
+        self.train()
+        self.drop(None)
+        for layer in layers:
+            layer.calibrating = 1
+        with torch.no_grad():
+            for batch in batches:
+                self(batch)
+        for layer in layers:
+            layer.calibrating = 0
+
+
+def _pair(layer: nn.Module) -> Pair:
+    assert isinstance(layer, BatchedLayer), layer
+    return layer.pair
+
+
+def _plain(mlp: Mlp) -> bool:
+    fc1: Any = mlp.fc1
+    return type(fc1.layer) is nn.Linear
+
+
+def _is_gelu(layer: nn.Module) -> bool:
+    return isinstance(layer, Elementwise) and type(layer.layer) is nn.GELU and layer.layer.approximate == "none"
+
+
+def _refuse_shared(template: nn.Module) -> None:
+    """Refuse modules and parameters with two names; they would become independent weights."""
+    first: dict[int, str] = {}
+    named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
+    for name, item in named:
+        if first.setdefault(id(item), name) != name:
+            raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
+
+
+def _torch_layer(module: nn.Module) -> type:
+    """The class of `torch.nn` that a module is or derives from."""
+    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch."))
