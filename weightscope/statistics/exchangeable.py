@@ -27,16 +27,7 @@ from weightscope.statistics.permutations import InvariantType, PermutationSpec, 
 
 
 def averaged(array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
-    """Entries of a view with the axes of other groups averaged away.
-
-    Args:
-        array: (N, *view.shape).
-        view: names the axes.
-        keep: the groups whose axes stay, S.
-
-    Returns:
-        (N, *sizes of S, copies): the mean over the other groups' axes times sqrt of their number.
-    """
+    """Entries of a view with the axes of other groups averaged away."""
     return _Averages({view.name: array})(view, keep)
 
 
@@ -85,13 +76,7 @@ def centred(stack: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: PermutationSpec) -> Iterator[np.ndarray]:
-    """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes.
-
-    Args:
-        weights: (N, D) in the order of `spec`.
-        spec: of the D columns.
-        permutations: of the same tensors.
-    """
+    """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes."""
     tensors = spec.unpack(weights)
     for kind in permutations.types:
         rows = [averaged(view.of(tensors[view.tensor]), view, kind.groups) for view in kind.views]
@@ -186,11 +171,7 @@ class ExchangeableMoments:
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
-        """Take up networks (n, D).
-
-        Raises:
-            DataError: if an entry is not finite.
-        """
+        """Take up networks (n, D)."""
         block = np.array(block, dtype=np.float64)
         if not len(block):
             return self
@@ -238,9 +219,6 @@ class ExchangeableMoments:
             about: "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
                 `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean
                 zero, so that a single network is enough. The empty type is always taken about its mean.
-
-        Raises:
-            DataError: if there are too few networks.
         """
         least = 2 if about == "networks" else 1
         if self.n < least:

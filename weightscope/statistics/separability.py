@@ -5,7 +5,7 @@ Order as in `sums`: vec(W) row-major, A (p, p) between rows, B (n, n) between co
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -43,26 +43,6 @@ class SeparabilityTest:
     def ratio(self) -> float:
         """The statistic over its mean for a separable covariance: about 1 for a separable one."""
         return self.value / float(self.null.mean())
-
-    def text(self) -> str:
-        """One line."""
-        kind = ("scale-free " if self.scale_free else "") + self.statistic.replace("_", " ")
-        return (
-            f"separability of {self.n} matrices: {kind} {self.ratio:.2f} times that of a separable covariance, "
-            f"p = {self.p_value:.3g} ({len(self.null)} simulations)"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "n": self.n,
-            "statistic": self.statistic,
-            "scale_free": self.scale_free,
-            "value": self.value,
-            "ratio": self.ratio,
-            "p": self.p_value,
-            "draws": len(self.null),
-        }
 
 
 def separability_test(
