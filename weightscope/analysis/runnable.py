@@ -36,7 +36,7 @@ def runnable_transformer(source: str | Path, network: int | None = None) -> tupl
     if is_population(source):
         return population_in(source).network(network or 0), ""
     if network is not None:
-        raise UsageError("network: expected a population with it, found a folder of one model")
+        raise UsageError("network: this source is a single model; the option applies to populations")
     folder = Path(source)
     if not (folder / "config.json").is_file():
         raise UsageError(
@@ -128,7 +128,7 @@ def runnable_sequence_model(source: str | Path, network: int | None = None) -> n
     if is_population(source):
         return population_in(source).network(network or 0)
     if network is not None:
-        raise UsageError("network: expected a population with it, found one model")
+        raise UsageError("network: this source is a single model; the option applies to populations")
     if (Path(source) / "config.json").is_file() and not find_state_spaces(named_tensors(source)):
         return runnable_transformer(source)[0]
     return rebuilt(source)
