@@ -26,13 +26,11 @@ from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
 
-def averaged(array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
-    """Entries of a view with the axes of other groups averaged away."""
-    return _Averages({view.name: array})(view, keep)
-
-
 class _Averages:
-    """`averaged` for several views; what has been summed over one axis is used again for sums over more."""
+    """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
+
+    What has been summed over one axis is used again for sums over more.
+    """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = arrays
@@ -79,7 +77,9 @@ def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: Permuta
     """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes."""
     tensors = spec.unpack(weights)
     for kind in permutations.types:
-        rows = [averaged(view.of(tensors[view.tensor]), view, kind.groups) for view in kind.views]
+        views = {view.name: view.of(tensors[view.tensor]) for view in kind.views}
+        averages = _Averages(views)
+        rows = [averages(view, kind.groups) for view in kind.views]
         unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
         yield centred(np.concatenate(rows, axis=-1), unsigned)
 
