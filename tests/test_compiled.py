@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from other_machines import PLAINEST, run_tests
 
 from weightscope.cli import main
 from weightscope.errors import UsageError
@@ -351,6 +352,13 @@ def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
     build._built.cache_clear()
     build.library()
     assert [f.read_bytes() for f in (fresh / "cache" / "weightscope").iterdir()] == [whole]
+
+
+@needs_compiler
+def test_numbers_are_right_without_vector_instructions():
+    """As on the plainest machine; tests/torture/other_machines.py has the others, and more tests."""
+    files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("compiled", "batched", "depthwise")]
+    run_tests(files, PLAINEST | {"CC": "cc -mno-avx"}, "-k", "equal or bits or gelu or gradcheck")
 
 
 @needs_compiler
