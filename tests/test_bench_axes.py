@@ -1,27 +1,23 @@
 """Axes of a benchmark: cells of recipes, grids of numbers, plans, seeds of its own, resuming, tables and pictures."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from fake_training import write_population
 from scipy.stats import ttest_rel
 
-import weightscope
-from weightscope import plots
+from weightscope import plots, training
 from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import plan as plans
 from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
 from weightscope.benchmarking.plan import _makespan
 from weightscope.benchmarking.run import Design
-from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.cli import cli
+from weightscope.errors import DataError, RecipeError, Resumable, UsageError
 from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
@@ -173,58 +169,54 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
         bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
 
 
-def test_workers_change_nothing_and_a_sweep_stays_in_its_table(tmp_path: Path) -> None:
+def test_a_sweep_stays_in_its_table() -> None:
     table = {"init": ["default", {"name": "mimetic_mlp", "sigma": 0.5}], "vary": {"data.train": [32, "all"]}}
     table["vary"] = {"data.train": [32, 64]}
     recipe = Recipe.parse({**PLAIN, "bench": {**table, "seeds": 2}})
-    one = bench(recipe, out=tmp_path / "one", **OPTIONS)
-    two = bench(recipe, out=tmp_path / "two", **{**OPTIONS, "workers": 2})
-    assert len(one.runs) == 8
-    assert [r["accuracy"] for r in one.runs] == [r["accuracy"] for r in two.runs]
+    arms = Design.of(recipe).arms
+    assert [(dict(arm.cell), arm.recipe.population.networks) for arm in arms[::2]] == [
+        ({"data.train": train}, 2) for train in (32, 64)
+    ]
     fewer = Design.of(recipe, ["default"], seeds=3).arms
     assert [(arm.init, arm.recipe.population.networks) for arm in fewer] == [("default", 3)] * 2, "arguments come first"
     with pytest.raises(RecipeError, match=r"bench\.seedz: unknown key"):
         Recipe.parse({**PLAIN, "bench": {"seedz": 2}})
 
 
-SWEEP = [  # 24 cells
-    *("--init", "default", "--vary", "network.kernel_size=3,5", "--vary", "data.train=32,48,64"),
-    *("--vary", "training.learning_rate=0.003,0.01,0.03,0.1"),
-]
-
-
-def test_a_sweep_resumes_after_sigkill_without_repeating_a_tile(tmp_path: Path) -> None:
-    """benchmarks/sweep.py does the same with two initialisers, and compares the time with the plan's."""
+def test_a_sweep_resumes_without_repeating_a_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/sweep.py does the same with SIGKILL, and compares the time with the plan's."""
+    monkeypatch.chdir(tmp_path)
     recipe = {**PLAIN, "training": {"epochs": 1, "batch_size": 16}}
     lines = [
         f"[{name}]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in part.items()) for name, part in recipe.items()
     ]
-    (tmp_path / "tiny.toml").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "weightscope", "bench", "tiny.toml", *SWEEP, "--seeds", "2"]
-    command += ["--workers", "1", "--device", "cpu", "-o", "out"]
-    environment = os.environ | {"PYTHONPATH": str(Path(weightscope.__file__).parent.parent)}
-    first = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 240
-        while len(list(tmp_path.rglob("*.h5"))) < 3:
-            assert first.poll() is None, "killed before it ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
+    Path("tiny.toml").write_text("\n".join(lines))
+    command = ["bench", "tiny.toml", "--init", "default", "--vary", "network.kernel_size=3,5"]
+    command += ["--vary", "data.train=32,48", "--seeds", "2", "--workers", "1", "--device", "cpu", "-o", "out"]
+    trained, train_tile = [], training.train_tile
+
+    def stopped(*given: Any, **options: Any) -> Any:
+        trained.append(given)
+        if len(trained) > 2:
+            raise KeyboardInterrupt
+        return train_tile(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train_tile", stopped)
+        first = CliRunner().invoke(cli, command)
+    assert isinstance(first.exception, Resumable)
+    assert "stopped: 4 of 8 networks are kept in" in str(first.exception)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert 3 <= len(before) < 24
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
+    assert len(before) == 2
+    again = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert "4 cells, 4 arms, 8 networks in 4 tiles, 2 of them done" in again.stderr
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}
-    assert len(after) == 24
+    assert len(after) == 4
     assert {path: after[path] for path in before} == before
-    assert f"24 cells, 24 arms, 48 networks in 24 tiles, {len(before)} of them done" in again.stderr
-    written = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(written["runs"]) == 48
-    assert all(run["curve"] for run in written["runs"])
-    assert (tmp_path / "out" / "table.md").exists()
+    written = json.loads(Path("out/results.json").read_text())
+    assert len(written["runs"]) == 8
+    assert all(run["curve"] and run["seconds"] for run in written["runs"])
+    assert Path("out/table.md").exists()
 
 
 def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> None:
@@ -266,13 +258,13 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    checked, asked = devices._checked, []
+    chosen, asked = devices._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
-        return checked(recipe, *rest)
+        return chosen(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_checked", counted)
+    monkeypatch.setattr(devices, "_choose", counted)
     monkeypatch.setattr(devices, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}

@@ -1,8 +1,5 @@
 """Covariances on disk and leading eigenpairs: equal to NumPy's in float64, from several passes over the same rows."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,11 +151,3 @@ def test_a_rank_that_the_data_do_not_have_is_refused() -> None:
     flat = np.outer(np.arange(10), np.ones(50))
     with pytest.raises(UsageError, match="rank: expected at most 1, the rank of the rows, found 3"):
         eigenpairs(source(flat), 3)
-
-
-def test_the_benchmark_runs_at_its_smallest_size(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "covariance_large.py"
-    out = tmp_path / "results.json"
-    command = [sys.executable, script, "--tall", "80", "30", "--wide", "40", "90", "--rounds", "1", "--json", out]
-    subprocess.run(command, check=True, capture_output=True)
-    assert [bool(r["peer"]) for r in json.loads(out.read_text())["rows"]] == [True, False, True]

@@ -4,12 +4,10 @@ import io
 import json
 import os
 import pickle
-import re
 import struct
-import subprocess
-import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -305,30 +303,13 @@ def test_torch_safe_globals_are_ignored(tmp_path):
         Checkpoint(tmp_path / "m.pt")
 
 
-def test_a_million_tensors_in_a_header_are_refused_in_bounded_time_and_memory(tmp_path):
-    path = tmp_path / "many.safetensors"
-    line = '"layer.{}":{{"dtype":"F32","shape":[1],"data_offsets":[{},{}]}}'
-    entries = ",".join(line.format(i, 4 * i, 4 * i + 4) for i in range(10**6))
-    raw = b"{" + entries.encode() + b"}"
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
-    os.truncate(path, 8 + len(raw) + 4 * 10**6)
-    code = f"""
-import resource, time
-from weightscope.checkpoint import Checkpoint
-from weightscope.errors import DataError
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-try:
-    Checkpoint({str(path)!r})
-except DataError as error:
-    print(error)
-print(time.process_time() - began, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    message, numbers = found.stdout.splitlines()
-    assert re.search(r"its header has [78],999,999 values, more than 3,000,000", message)
-    seconds, megabytes = map(float, numbers.split())
-    assert seconds < 5
-    assert megabytes < 300
+def test_millions_of_values_in_a_header_are_refused_unparsed(tmp_path):
+    line = b'"layer":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+    (tmp_path / "m.safetensors").write_bytes(packed(b"{" + line * 10**6 + b"}"))
+    began = time.process_time()
+    with pytest.raises(DataError, match=r"its header has [78],\d{3},\d{3} values, more than 3,000,000"):
+        Checkpoint(tmp_path / "m.safetensors")
+    assert time.process_time() - began < 5
 
 
 def test_a_hundred_thousand_tensors_are_read(tmp_path):

@@ -12,8 +12,10 @@ import time
 import pytest
 import torch
 from hub_server import COMMIT, REPOSITORY, Hub, connect, go_offline, header_bytes, isolate, serving
+from huggingface_hub import constants
 from safetensors.torch import save
 
+from weightscope.analysis.attention_products import products
 from weightscope.anatomy import attention
 from weightscope.checkpoint import Checkpoint
 from weightscope.checkpoint import hub as hub_module
@@ -92,9 +94,26 @@ def test_nothing_is_fetched_twice(hub):
     assert checkpoint.config == CONFIG
 
 
-def test_the_anatomy_of_a_model_at_the_hub(hub):
-    parts = attention(Checkpoint(SOURCE))
-    assert [part.heads for part in parts] == [4] * LAYERS
+def test_products_fetch_the_attention_only_and_once(hub, monkeypatch):
+    first = products(SOURCE, layers=[0])
+    attention_bytes = sum(value.nbytes for name, value in TENSORS.items() if "layers.0.self_attn" in name)
+    assert attention_bytes < hub.sent <= 1.05 * (attention_bytes + header_bytes(hub.files))
+    assert first.sources[0].bytes_read == hub.sent
+    assert first.sources[0].commit == COMMIT
+    assert [part.heads for part in attention(Checkpoint(SOURCE))] == [4] * LAYERS
+    go_offline(monkeypatch)
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids"):
+        products(SOURCE, layers=[2])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    everything = products(SOURCE)
+    assert len(hub.ranges()) == len(set(hub.ranges()))
+    count = len(hub.requests)
+    go_offline(monkeypatch)
+    again = products(SOURCE, biases=True, fold_norms=False)
+    assert again.sources[0].bytes_read == 0
+    assert len(hub.requests) == count
+    assert [r["beta"] for r in again.records] == [r["beta"] for r in everything.records]
+    assert first.records == [r for r in everything.records if r["layer"] == 0]
 
 
 def test_it_works_offline_afterwards(hub, monkeypatch):

@@ -3,6 +3,9 @@
 A bounded version of `tests/torture/mutate.py`, whose failures hypothesis makes small.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -86,3 +89,12 @@ def test_the_fuzzer_notices_what_it_should(kinds: dict) -> None:
         mutate.attempt(mutate.Kind((b"a",), fail), b"b")
     with pytest.raises(KeyError):
         mutate.attempt(mutate.Kind((b"a",), crash), b"b")
+
+
+def test_mutated_checkpoints_run_no_code() -> None:
+    """In a process with an audit hook, which sees an import, a call of exec or a socket even inside C code."""
+    command = [sys.executable, mutate.__file__, "--counts", "--count", "400", "--seed", "1", "--kinds", "checkpoint"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    tried, sound = json.loads(done.stdout.splitlines()[-1])["checkpoint"]
+    assert tried == 400
+    assert 40 < sound < 360  # a fuzzer whose files are all refused at the door tests the door

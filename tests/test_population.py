@@ -1,6 +1,5 @@
 """Populations on disk: what is written is read back, grown, and exported."""
 
-import io
 import json
 import subprocess
 import sys
@@ -148,7 +147,7 @@ def test_shards_are_the_same_bytes_whenever_handles_of_arrays_are_closed(
 
 def test_a_shard_is_what_the_format_says(folder: Path) -> None:
     with h5py.File(folder / "shards/00000.h5", "r") as h5:
-        weights = h5["weights"]
+        weights = h5["weights"]  # in chunks of about 250 rows and 1000 columns
         assert weights.shape == (8, fake.SPEC.size)
         assert weights.dtype == np.dtype("<f4")
         assert weights.chunks is not None
@@ -171,15 +170,6 @@ def test_population_json_holds_what_the_design_says(folder: Path) -> None:
     assert values["tile"] == 8
     assert values["environment"] == {"python": "3"}
     assert Recipe.parse(values["recipe"]) == Recipe.parse(values["recipe_toml"]) == fake.recipe()
-
-
-def test_a_large_shard_is_chunked_by_about_250_rows_and_1000_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (2500,))]))
-    recipe = fake.recipe(networks=300, tile=300)
-    manifest = manifests.Manifest(recipe, fake.SPEC, {}, (300,))
-    data = shards.encode(manifest, fake.train_tile(recipe, 0), 300, "cpu")
-    with h5py.File(io.BytesIO(data), "r") as h5:
-        assert h5["weights"].chunks == (250, 834)
 
 
 METRICS = [
@@ -240,6 +230,8 @@ def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -
     np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), numbers))
     np.testing.assert_array_equal(np.concatenate(list(population.chunks(size=5))), population.weights())
     np.testing.assert_array_equal(population.vector(17), population.weights()[9])
+    np.testing.assert_array_equal(population[8:9][0], population.vector(16))
+    np.testing.assert_array_equal(population[6:10], population.weights()[6:10])
     with pytest.raises(UsageError, match="no network 9"):
         population.vector(9)
 
@@ -319,16 +311,6 @@ def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, mo
     np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(24)))
 
 
-def test_a_growth_that_an_earlier_version_did_not_finish(folder: Path) -> None:
-    """It recorded the size before it was reached; the last tile is then short."""
-    manifest = manifests.read(folder).resized(40)
-    (folder / manifests.NAME).write_bytes(manifest.to_bytes())
-    population = Population(folder, partial=True)
-    assert population.missing == (2, 3, 4)
-    np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), range(20)))
-    assert shards.networks_on_disk(folder, manifest) == 20
-
-
 def test_a_growth_that_stopped_within_a_tile_can_become_another_one(folder: Path) -> None:
     """From 20 to 30 networks, whose last tile has 6 of 8, and then to 40, or back to 10."""
     to_30 = manifests.read(folder).resized(30)
@@ -403,14 +385,6 @@ def test_a_slice_is_a_slice_of_the_weights(real: Population, part: slice) -> Non
     assert real[part].dtype == np.float32
 
 
-def test_a_partial_population_counts_its_own_networks(tmp_path: Path) -> None:
-    path = tmp_path / "a.pop"
-    fake.write_population(path, fake.recipe(), tiles=[0, 2])
-    population = Population(path, partial=True)
-    np.testing.assert_array_equal(population[8:9][0], population.vector(16))
-    np.testing.assert_array_equal(population[6:10], population.weights()[6:10])
-
-
 def test_arrays_tensors_and_tables(folder: Path) -> None:
     population = Population(folder)
     np.testing.assert_array_equal(np.asarray(population), population.weights())
@@ -454,6 +428,8 @@ def test_export_is_one_matrix_with_its_spec(folder: Path, tmp_path: Path, select
         assert fake.WeightSpec.from_json(h5["spec"][()].decode()) == fake.SPEC.select(select)
         assert Recipe.parse(h5["recipe"][()].decode()) == population.recipe
         assert json.loads(h5["environment"][()]) == population.environment
+    with pytest.raises(UsageError, match="expected the name of a file, found a folder"):
+        export(population, folder)
     first = file.read_bytes()
     assert export(population, tmp_path / "two.h5", select).read_bytes() == first
 
@@ -468,12 +444,7 @@ def test_export_of_a_partial_and_of_an_empty_population(tmp_path: Path) -> None:
             np.testing.assert_array_equal(h5["weights"][:], population.weights())
 
 
-def test_export_refuses_a_folder(folder: Path) -> None:
-    with pytest.raises(UsageError, match="expected the name of a file, found a folder"):
-        export(Population(folder), folder)
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.05, 0.9])
 def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(
     folder: Path, tmp_path: Path, share: float
 ) -> None:

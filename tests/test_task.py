@@ -114,7 +114,7 @@ def recipe(**training: object) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("engine", ["batched"])
+@pytest.mark.parametrize("engine", ["batched", "loop"])
 def test_a_population_of_another_kind_of_task(engine: str, tmp_path: Path) -> None:
     population = collect(recipe(engine=engine), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
     start = population.metrics["train_loss_per_epoch"][:, 0]

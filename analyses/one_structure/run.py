@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.arm_labels import CONTROL
 from weightscope._util.environment import environment
 from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.design import labelled
+from weightscope.benchmarking.design import CONTROL, labelled
 from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.fits.fitting import fit

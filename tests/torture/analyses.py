@@ -113,7 +113,9 @@ def test_the_study_of_attention_maps(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.Dinov2Model(transformers.Dinov2Config(**settings)).save_pretrained(tmp_path / "model")
     study = script("analyses/attention_maps/run.py")
-    result, arrays = study.study(tmp_path / "model", torch.randn(2, 3, 48, 48), 32, 1, lambda text: None)
+    result, arrays = study.study(
+        tmp_path / "model", torch.randn(2, 3, families.IMAGE, families.IMAGE), 32, 1, lambda text: None
+    )
     study.write(tmp_path, {}, result, arrays)
     stored = json.loads((tmp_path / "results.json").read_text())
     assert [run["arm"] for run in stored["runs"]] == [

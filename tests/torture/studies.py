@@ -141,3 +141,9 @@ def test_the_time_of_frozen_filters(tmp_path: Path) -> None:
     times = ["trained_forward_s", "trained_backward_s", "frozen_forward_s", "frozen_backward_s"]
     assert all(row[name] >= 0 for row in rows for name in times)
     assert json.loads((tmp_path / "frozen.json").read_text())["rows"] == rows
+
+
+def test_covariances_larger_than_memory(tmp_path: Path) -> None:
+    sizes = ("--tall", 80, 30, "--wide", 40, 90, "--rounds", 1)
+    rows = run_script("benchmarks/covariance_large.py", tmp_path / "results.json", *sizes)
+    assert [bool(row["peer"]) for row in rows] == [True, False, True]

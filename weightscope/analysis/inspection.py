@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 import tomli_w
 
 from weightscope._util.names import unverified
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import is_population, population_member
 from weightscope.data.metrics import metric_named
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
@@ -123,7 +123,7 @@ class PopulationContents(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor of the spec: name, shape, role, and its columns of the weight matrix."""
-        return [row._asdict() | {"shape": _sizes(row.shape)} for row in self.tensors]
+        return _with_sizes(row._asdict() for row in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -131,7 +131,9 @@ class PopulationContents(Result):
 
     def text(self) -> str:
         """Everything as text for a terminal, sections separated by blank lines."""
-        return "\n\n".join((self._counts(), self._spec(), self._metrics(), self._origin(), self._recipe()))
+        columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
+        recipe = tomli_w.dumps(self.recipe).rstrip()
+        return "\n\n".join((self._counts(), row_table(columns, self.rows()), self._metrics(), self._origin(), recipe))
 
     def brief(self) -> str:
         """Counts and metrics on less than a screen, and where the rest is."""
@@ -147,10 +149,6 @@ class PopulationContents(Result):
         if missing:
             lines.append("run `weightscope collect` again to train the missing ones")
         return "\n".join(lines)
-
-    def _spec(self) -> str:
-        rows = [(t.name, _sizes(t.shape), t.role, f"{t.start}:{t.stop}") for t in self.tensors]
-        return text_table(("tensor", "shape", "role", "columns"), rows)
 
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
@@ -173,9 +171,6 @@ class PopulationContents(Result):
             lines.append(f"{key}: {text}")
         return "\n".join(lines)
 
-    def _recipe(self) -> str:
-        return tomli_w.dumps(self.recipe).rstrip()
-
 
 def population_contents(path: Path) -> PopulationContents:
     """The contents of a population, complete or not."""
@@ -191,7 +186,7 @@ def population_contents(path: Path) -> PopulationContents:
         tile=population.recipe.population.tile,
         root_seed=population.recipe.population.seed,
         first_seeds=tuple(int(seed) for seed in population.seeds[:4]),
-        tensors=_tensor_rows(spec),
+        tensors=_tensors(spec),
         quantiles=_quantiles(population.metrics),
         made_on=population.provenance(),
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
@@ -200,9 +195,14 @@ def population_contents(path: Path) -> PopulationContents:
     )
 
 
-def _tensor_rows(spec: WeightSpec) -> tuple[TensorRow, ...]:
-    places = spec.slices
-    return tuple(TensorRow(t.name, t.shape, t.role, places[t.name].start, places[t.name].stop) for t in spec.tensors)
+def _tensors(spec: WeightSpec) -> tuple[TensorRow, ...]:
+    places = zip(spec.tensors, spec.slices.values(), strict=True)
+    return tuple(TensorRow(t.name, t.shape, t.role, part.start, part.stop) for t, part in places)
+
+
+def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with their shapes as text."""
+    return [row | {"shape": "x".join(map(str, row["shape"])) or "scalar"} for row in tensors]
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,19 +223,22 @@ class ExportContents(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, role, and its columns of the weight matrix."""
-        return [row._asdict() | {"shape": _sizes(row.shape)} for row in _tensor_rows(self.exported.spec)]
+        return _with_sizes(row._asdict() for row in _tensors(self.exported.spec))
+
+    def notes(self) -> list[str]:
+        """The recipe."""
+        return ["", self.exported.recipe.rstrip()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
-        tensors = [row._asdict() for row in _tensor_rows(self.exported.spec)]
-        values = {"path": self.path, "networks": self.exported.networks, "tensors": tensors}
-        values |= {"quantiles": _quantiles(self.exported.metrics), "environment": self.exported.environment}
-        return values | {"recipe": tomllib.loads(self.exported.recipe)}
-
-    def text(self) -> str:
-        """Counts, the table of tensors, and the recipe."""
-        table = text_table(("tensor", "shape", "role", "start", "stop"), (tuple(row.values()) for row in self.rows()))
-        return "\n\n".join((self.summary(), table, self.exported.recipe.rstrip()))
+        found = self.exported
+        values = {
+            "path": self.path,
+            "networks": found.networks,
+            "tensors": [row._asdict() for row in _tensors(found.spec)],
+        }
+        values |= {"quantiles": _quantiles(found.metrics), "environment": found.environment}
+        return values | {"recipe": tomllib.loads(found.recipe)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -258,26 +261,26 @@ class CheckpointContents(Result):
     unverified: tuple[str, ...] = ()
     parts: dict[str, int] = field(default_factory=dict)
 
-    def summary(self) -> str:
-        """Source, number of tensors and of weights."""
-        numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
-        return f"{self.source}: {len(self.tensors):,} tensors, {numbers:,} weights"
-
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
-        return [{"name": name, "shape": _sizes(shape), "type": kind} for name, shape, kind in self.tensors]
+        return _with_sizes({"name": name, "shape": shape, "type": kind} for name, shape, kind in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         return asdict(self)
 
+    def summary(self) -> str:
+        """Source, number of tensors and of weights."""
+        numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
+        return f"{self.source}: {len(self.tensors):,} tensors, {numbers:,} weights"
+
     def text(self) -> str:
         """Counts, recognised parts, the table of tensors, and what was skipped."""
-        table = text_table(("tensor", "shape", "type"), (tuple(row.values()) for row in self.rows()))
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
+        table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
 
@@ -296,10 +299,6 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
 
 def _quantile_name(q: float) -> str:
     return {0.0: "minimum", 0.5: "median", 1.0: "maximum"}.get(q, f"{100 * q:g} %")
-
-
-def _sizes(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _bytes(count: int) -> str:

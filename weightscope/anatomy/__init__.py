@@ -21,7 +21,6 @@ from weightscope.anatomy import ssm as _ssm
 from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
-from weightscope.anatomy.lookalikes import described, refusal, unparsed
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
@@ -57,6 +56,11 @@ __all__ = [
 
 P = TypeVar("P")
 
+_UNPARSED: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
+    "attention modules": _attention.unparsed,
+    "depthwise convolutions": _convolution.unparsed,
+    "MLPs": _mlp.unparsed,
+}
 FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
     "attention modules": _attention.find,
     "depthwise convolutions": _convolution.find,
@@ -80,6 +84,39 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
     return out
 
 
+def unparsed(kind: str, tensors: NamedTensors, parts: Iterable[Any]) -> tuple[str, ...]:
+    """The names of the tensors that look like parts of a kind and belong to none that was found.
+
+    An initialiser that sets the parts that it recognises and leaves the others would make a network that is initialised
+    in part, without a word. So what resembles a part by its name and shape is found independently of the adapters.
+
+    Args:
+        kind: "attention modules", "MLPs" or "depthwise convolutions"; none of another kind is ever listed.
+        tensors: the model's.
+        parts: those found.
+    """
+    return _UNPARSED[kind](tensors, list(parts)) if kind in _UNPARSED else ()
+
+
+def _described(tensors: NamedTensors, names: tuple[str, ...]) -> str:
+    """The first few of the tensors with their shapes."""
+    some = ", ".join(f"`{name}` {tensors.shape(name)}" for name in names[:3])
+    return some + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refusal(kind: str, tensors: NamedTensors, names: tuple[str, ...], parts: int) -> str:
+    """The error message for tensors that look like parts of a kind and were not read, with what to do next."""
+    step = (
+        f"strict=False uses the {parts} that were read and lists the others"
+        if parts
+        else "none can be used; write an initialiser for this layout (docs: Your own initialiser)"
+    )
+    return (
+        f"expected {kind} that can be read, found {len(names)} tensors that look like them and were not: "
+        f"{_described(tensors, names)}; {step}"
+    )
+
+
 def _some(
     kind: str,
     finder: Callable[[NamedTensors], list[P]],
@@ -91,12 +128,12 @@ def _some(
     tensors = named_tensors(model, config)
     parts = finder(tensors)
     if strict is not None and (left := _unread(kind, tensors, parts, flag("strict", strict), caller)):
-        text = f"{len(left)} tensors look like {kind} and are left as they are: {described(tensors, left)}"
+        text = f"{len(left)} tensors look like {kind} and are left as they are: {_described(tensors, left)}"
         warnings.warn(f"{caller}: {text}", stacklevel=4)
     if parts:
         return parts
     if alike := unparsed(kind, tensors, parts):
-        raise AnatomyError(refusal(kind, tensors, alike, 0))
+        raise AnatomyError(_refusal(kind, tensors, alike, 0))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(
@@ -109,7 +146,7 @@ def _unread(kind: str, tensors: NamedTensors, parts: list[Any], strict: bool, ca
     """The tensors that look like parts of a kind and were not read; an error if strict."""
     left = unparsed(kind, tensors, parts)
     if left and strict:
-        raise AnatomyError(f"{caller}: {refusal(kind, tensors, left, len(parts))}")
+        raise AnatomyError(f"{caller}: {_refusal(kind, tensors, left, len(parts))}")
     return left
 
 

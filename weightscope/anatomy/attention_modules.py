@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Rows, Slot
+from weightscope.anatomy.tensors import InSlots, NamedTensors, Rows, Slot, deepest, unread_matrices
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 
@@ -502,3 +502,26 @@ def layer_scale(tensors: NamedTensors, part: AttentionPart) -> str | None:
             ):
                 return name
     return None
+
+
+_MODULE = re.compile(r"(attn|attention)s?\d*$", re.IGNORECASE)
+# Projections of queries, keys and values under any module's name.
+_PROJECTIONS = {"qk", "kv"} | {name.split(".")[0] for s in SCHEMES for name in (s.q, s.k, s.v)}
+
+
+def unparsed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> tuple[str, ...]:
+    """What looks like attention and was not read.
+
+    Two or more matrices in a module `..attn`, `..attention`, or one that has packed or separate projections of queries
+    and keys.
+    """
+    return unread_matrices(tensors, parts, _owner)
+
+
+def _owner(name: str) -> str | None:
+    found = deepest(name, _MODULE)
+    words = name.split(".")
+    if found is None and any(word in _PROJECTIONS for word in words[-3:]):
+        at = next(i for i, word in enumerate(words) if i >= len(words) - 3 and word in _PROJECTIONS)
+        return ".".join(words[:at])
+    return found

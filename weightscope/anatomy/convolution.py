@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put
+from weightscope.anatomy.tensors import NamedTensors, exact_float, put, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -119,7 +119,7 @@ def _depthwise(tensors: NamedTensors) -> Iterator[tuple[str, int]]:
         if (
             transposed is True
             or (groups < 2 if isinstance(groups, int) else name == stem)
-            or weight_norm(tensors, name)
+            or _weight_norm(tensors, name)
         ):
             continue
         if tensors.identity(name) not in seen:
@@ -127,7 +127,7 @@ def _depthwise(tensors: NamedTensors) -> Iterator[tuple[str, int]]:
             yield name, len(shape) - 2
 
 
-def weight_norm(tensors: NamedTensors, name: str) -> bool:
+def _weight_norm(tensors: NamedTensors, name: str) -> bool:
     """Whether a tensor is the direction v of weight normalisation, whose filter is g v / |v|."""
     magnitude = {"weight_v": "weight_g", "original1": "original0"}.get(name.rpartition(".")[2])
     return magnitude is not None and f"{name.rpartition('.')[0]}.{magnitude}".lstrip(".") in tensors
@@ -155,3 +155,29 @@ def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:
     """The stride of the convolution at `path`; None if unknown."""
     stride = tensors.own(path, "stride")
     return tuple(stride) if isinstance(stride, (tuple, list, torch.Size)) else None
+
+
+_NAMED = re.compile(r"(^|[._])(dw_?conv|conv_?dw|depth_?wise(_conv)?)[._\d]")
+
+
+def unparsed(tensors: NamedTensors, parts: Sequence[DepthwisePart]) -> tuple[str, ...]:
+    """What looks like depthwise filters and was not read.
+
+    Filters of the shapes (C, 1, k, k, k) and (C, 1, 0, 0), those of weight normalisation, and tensors named `dwconv`,
+    `conv_dw` or `depthwise` with a kernel.
+    """
+    return tuple(name for name in unread(tensors, parts) if _alike(tensors, name))
+
+
+def _alike(tensors: NamedTensors, name: str) -> bool:
+    shape = tensors.shape(name)
+    if len(shape) < 3 or all(n == 1 for n in shape[2:]):
+        return False
+    if len(shape) == 4 and shape[1] == 1 and 0 in shape:
+        return True
+    path = name.rpartition(".")[0]
+    if tensors.own(path, "transposed") is True:
+        return False
+    volume = len(shape) == 5 and shape[1] == 1 and shape[0] > 1 and (tensors.own(path, "groups") or shape[0]) > 1
+    normed = len(shape) == 4 and shape[1] == 1 and shape[0] > 1 and _weight_norm(tensors, name)
+    return volume or normed or _NAMED.search(name) is not None

@@ -1,7 +1,7 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.convolution import find as find_depthwise
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Slot
+from weightscope.anatomy.tensors import InSlots, NamedTensors, Slot, deepest, unread_matrices
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 MLPName = Literal["fc1", "fc2", "gate"]
@@ -224,6 +224,14 @@ def _is_conv1d(tensors: NamedTensors, path: str) -> bool:
 def _bias(tensors: NamedTensors, slot: Slot) -> Slot | None:
     name = slot.name.removesuffix("weight") + "bias"
     return Slot(name, slot.rows, vector=True) if name in tensors else None
+
+
+_MODULE = re.compile(r"(^|_)(mlp|ffn|feed_?forward|ff|experts)s?\d*$", re.IGNORECASE)
+
+
+def unparsed(tensors: NamedTensors, parts: Sequence[MLPPart]) -> tuple[str, ...]:
+    """Two or more matrices in a module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts` that were not read."""
+    return unread_matrices(tensors, parts, lambda name: None if POSITIONAL.search(name) else deepest(name, _MODULE))
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ attributes, never on classes.
 """
 
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -424,3 +424,53 @@ def _cast(name: str, value: Tensor, target: Tensor) -> Tensor:
     if cast.dtype != value.dtype and bool((cast.isinf() & value.to(cast.device).isfinite()).any()):
         raise DataError(f"`{name}`: the values overflow in {target.dtype}; use a wider type or a smaller scale")
     return cast
+
+
+def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:
+    """The names of the tensors that belong to none of some parts."""
+    done = set()
+    for part in parts:
+        names = part.parameters
+        names = [n for some in names.values() for n in some] if isinstance(names, Mapping) else names
+        done |= {tensors.identity(name) for name in names}
+    return [name for name in tensors.names if tensors.identity(name) not in done]
+
+
+def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable[[str], str | None]) -> tuple[str, ...]:
+    """The matrices of modules that have at least two of them and contain no part; in the order of the model.
+
+    Args:
+        tensors: the model's.
+        parts: those found.
+        owner: tensor -> path of the module that looks like a part, or None.
+    """
+    modules: dict[str, list[str]] = {}
+    for name in unread(tensors, parts):
+        module = owner(name)
+        if module is not None and _is_matrix(tensors.shape(name)):
+            modules.setdefault(module, []).append(name)
+    several = [
+        names
+        for module, names in modules.items()
+        if (len(names) > 1 or "qkv" in names[0].split("."))
+        and not any(_within(module, part.name) or _within(part.name, module) for part in parts)
+    ]
+    found = {name for names in several for name in names}
+    return tuple(name for name in tensors.names if name in found)
+
+
+def _within(inner: str, outer: str) -> bool:
+    return inner == outer or outer == "" or inner.startswith(f"{outer}.")
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    """A matrix, a 1 x 1 convolution, or a stack of matrices (experts)."""
+    if len(shape) == 3 and min(shape[1:]) > 1:
+        return True
+    return len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])
+
+
+def deepest(name: str, pattern: re.Pattern[str]) -> str | None:
+    """The path of a tensor up to its last module whose name matches."""
+    words = name.split(".")
+    return next((".".join(words[: i + 1]) for i in range(len(words) - 2, -1, -1) if pattern.search(words[i])), None)

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weightscope._util.arm_labels import CONTROL, FROZEN
 from weightscope._util.checks import choice, count
 from weightscope._util.plugins import reference_to
 from weightscope.errors import RecipeError, UsageError
@@ -26,6 +25,8 @@ from weightscope.recipe.base import explain
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
 CONTROLS = ("scale",)
+CONTROL = " (scale only)"  # suffix of the label of a control arm, before that of a frozen one
+FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
 _MOST_VALUES = 10_000  # of one axis

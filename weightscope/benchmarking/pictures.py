@@ -6,10 +6,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arm_labels import FROZEN, LEVEL
 from weightscope._util.divergence import divergence
-from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import cell_key, control_of, mean_curves, seed_differences, summarise
+from weightscope.benchmarking.design import FROZEN, point_text
+from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightscope._util.arm_labels import LEVEL
 from weightscope._util.checks import choice
 from weightscope._util.divergence import count_range, divergence
 from weightscope._util.names import unknown
@@ -15,7 +14,7 @@ from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import between_cells, cell_key, chance_note
+from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arm_labels import CONTROL, FROZEN, LEVEL
 from weightscope._util.names import unknown
+from weightscope.benchmarking.design import CONTROL, FROZEN
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
 
+LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
 

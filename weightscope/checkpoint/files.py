@@ -53,11 +53,7 @@ _BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 class Folder(Protocol):
-    """A folder of model files.
-
-    Attributes:
-        where: its name in errors.
-    """
+    """A folder of model files; `where` is its name in errors."""
 
     where: str
 
@@ -114,12 +110,7 @@ class LocalFolder:
 
 
 def check_file(name: str, path: Path) -> FileCheck:
-    """Compare a file on disk with the hash that names it in huggingface_hub's cache, or with the CRC-32 of its records.
-
-    Args:
-        name: of the file, for the result.
-        path: where it is: in the cache, a link to `blobs/HASH`.
-    """
+    """Compare a file with the hash that names it in huggingface_hub's cache, or with the CRC-32 of its records."""
     real = path.resolve()
     if real.parent.name == "blobs" and _HASH.fullmatch(real.name):
         kind = "sha256" if len(real.name) == 64 else "sha1"
@@ -146,12 +137,7 @@ def _digest(path: Path, kind: str) -> str:
 
 
 def open_path(path: Path, key: str | None) -> Store:
-    """The tensors of a file or a model folder on disk.
-
-    Raises:
-        DataError: if it is missing or damaged.
-        UsageError: if it is not a checkpoint by its name.
-    """
+    """The tensors of a file or a model folder on disk."""
     if path.is_dir():
         return open_folder(LocalFolder(path), key)
     if not path.exists():
@@ -166,11 +152,7 @@ def open_path(path: Path, key: str | None) -> Store:
 
 
 def open_folder(folder: Folder, key: str | None = None) -> Store:
-    """The tensors of a model folder.
-
-    Raises:
-        DataError: if it holds no checkpoint, several of them, or a damaged one.
-    """
+    """The tensors of a model folder."""
     names = set(folder.names())
     found = [name for name in CANDIDATES if name in names][:1]
     for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,)):

@@ -73,16 +73,7 @@ class _Broken(Exception):
 
 
 def open_hub(address: str, key: str | None = None) -> Store:
-    """The tensors of a model at the hub.
-
-    Args:
-        address: `hf://org/name` or `hf://org/name@revision`; a revision is a branch, a tag or a commit.
-        key: see `Checkpoint`.
-
-    Raises:
-        UsageError: if the address has another form.
-        DataError: if the model cannot be fetched, or is damaged; one line.
-    """
+    """The tensors of a model at the hub: `hf://org/name[@revision]`, where a revision is a branch, tag or commit."""
     match = _SOURCE.fullmatch(address)
     if not match or ".." in address or "--" in address or address.endswith("/"):
         raise UsageError(f"expected hf://org/name or hf://org/name@revision, found {ascii(address)[:200]}")
@@ -90,12 +81,7 @@ def open_hub(address: str, key: str | None = None) -> Store:
 
 
 class HubFolder:
-    """A model's files at one commit; see `weightscope.checkpoint.files.Folder`.
-
-    Args:
-        repository: `org/name`.
-        revision: a branch, a tag or a commit.
-    """
+    """A model's files at one commit; see `weightscope.checkpoint.files.Folder`."""
 
     def __init__(self, repository: str, revision: str) -> None:
         self.where = f"hf://{repository}"
@@ -216,15 +202,7 @@ class HubFolder:
 
 
 class HubFile:
-    """A file at the hub, of which only the byte ranges asked for are fetched; see `ByteReader`.
-
-    Args:
-        folder: the model.
-        name: name of the file, checked to be plain.
-
-    Raises:
-        DataError: if the file does not exist.
-    """
+    """A file at the hub, of which only the byte ranges asked for are fetched; see `ByteReader`."""
 
     def __init__(self, folder: HubFolder, name: str) -> None:
         self.where = f"{folder.where}: {name}"
@@ -325,12 +303,7 @@ class HubFile:
 
 
 def _tried(what: str, call: Callable[[], T]) -> T:
-    """The result of a call of the hub; transient failures are tried again.
-
-    Raises:
-        _Unreachable: if there is no answer.
-        DataError: if the hub refuses.
-    """
+    """The result of a call of the hub; transient failures are tried again, others are DataErrors of one line."""
     if constants.HF_HUB_OFFLINE:
         raise _Unreachable(f"{what}: it is in no cache, and HF_HUB_OFFLINE forbids downloads")
     for pause in (*PAUSES, None):

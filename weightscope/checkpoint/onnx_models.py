@@ -67,16 +67,7 @@ class _Graph:
 
 
 def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
-    """The tensors of an ONNX model.
-
-    Args:
-        file: the model.
-        beside: opens a file of external data in the same folder.
-
-    Raises:
-        UsageError: if the package onnx is not installed.
-        DataError: if the file is damaged, or names external data outside its folder or outside its file.
-    """
+    """The tensors of an ONNX model; `beside` opens a file of external data in the same folder."""
     try:
         import onnx
         from google.protobuf.message import DecodeError

@@ -89,18 +89,8 @@ class ByteReader(Protocol):
 class LocalFile:
     """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
 
-    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash.
-
-    Args:
-        path: path of the file.
-        where: its name in errors; None for the path.
-        base: position of its first byte in the file that it is a cached part of.
-
-    Attributes:
-        bytes_read: so far.
-
-    Raises:
-        DataError: if it does not exist, or is a folder, a device or a pipe.
+    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash. `base` is the
+    position of its first byte in the file that it is a cached part of.
     """
 
     def __init__(self, path: str | Path, where: str | None = None, base: int = 0) -> None:
@@ -141,11 +131,7 @@ def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
 
 
 def printable(name: Any, where: str) -> str:
-    """A tensor's name, checked: it is printed, and control characters could rewrite the terminal.
-
-    Raises:
-        DataError: if it is no text, empty or not printable.
-    """
+    """A tensor's name, checked: it is printed, and control characters could rewrite the terminal."""
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise DataError(f"{where}: a tensor's name is empty or not printable: {ascii(name)[:100]}")
     return name
@@ -186,14 +172,7 @@ class FileTensor:
         return (id(self.file), self.start, self.stop, self.shape, self.stride, self.name * (self.start == self.stop))
 
     def read(self, wide: bool) -> tuple[Tensor, int]:
-        """The tensor, and the number of its entries that are NaN or infinite.
-
-        Args:
-            wide: convert half and quarter precision to float32.
-
-        Raises:
-            DataError: if it cannot be read.
-        """
+        """The tensor (`wide`: of half or quarter precision as float32), and its number of NaN and infinite entries."""
         where = f"{self.file.where}: `{self.name}`"
         if self.dtype is None:
             raise DataError(f"{where}: torch has no data type {self.kind}, so it cannot be read")
@@ -296,11 +275,7 @@ def open_module(module: nn.Module) -> Store:
 
 
 def open_mapping(tensors: Mapping[str, Any], label: str = "state dict") -> Store:
-    """The tensors of a mapping.
-
-    Raises:
-        DataError: if a key is not a string, or no value is a tensor.
-    """
+    """The tensors of a mapping."""
     if not all(isinstance(name, str) for name in tensors):
         raise DataError(f"{label}: expected names of tensors as keys, found other keys")
     found: dict[str, StoredTensor] = {n: MemoryTensor(n, t) for n, t in tensors.items() if isinstance(t, Tensor)}

@@ -94,20 +94,12 @@ class _Odd:
 
 
 class _TorchUnpickler(DataUnpickler):
-    """Builds what `torch.save` writes: nested dictionaries of views into storages.
-
-    Args:
-        file: the pickle; left at its end.
-        where: name of its file, for errors.
-
-    Attributes:
-        widths: key of a storage -> bytes of one entry.
-    """
+    """Builds what `torch.save` writes: nested dictionaries of views into storages."""
 
     def __init__(self, file: BinaryIO, where: str) -> None:
         super().__init__(file, _ALLOWED)
         self.where = where
-        self.widths: dict[str, int] = {}
+        self.widths: dict[str, int] = {}  # key of a storage -> bytes of one entry
 
     def find_class(self, module: str, name: str) -> Any:
         """The function as data, or DataError with its name."""
@@ -122,14 +114,11 @@ class _TorchUnpickler(DataUnpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         """The storage that a persistent id denotes."""
         match pid:
-            case ("storage", Call(kind, None), str(key), str(), int(count), *view) if count >= 0 and view in (
-                [],
-                [None],
-            ):
-                name = kind.rpartition(" ")[2]
-                if kind in _UNTYPED or kind in _QUANTISED or name in _STORAGES:
-                    dtype = torch.uint8 if kind in _UNTYPED else _STORAGES.get(name)
-                    if self.widths.setdefault(key, dtype.itemsize if dtype else 1) != (dtype.itemsize if dtype else 1):
+            case ("storage", Call(kind, None), str(key), str(), int(count), *view) if view in ([], [None]):
+                dtype = torch.uint8 if kind in _UNTYPED else _STORAGES.get(kind.rpartition(" ")[2])
+                width = dtype.itemsize if dtype else 1
+                if count >= 0 and (dtype or kind in _QUANTISED):
+                    if self.widths.setdefault(key, width) != width:
                         raise ValueError("it gives one storage two data types")
                     return _Storage(key, dtype, count)
         raise ValueError("it asks for something that is not a storage of numbers")
@@ -156,16 +145,9 @@ class _TorchUnpickler(DataUnpickler):
 
 def _dictionary(arguments: tuple[Any, ...]) -> Entries:
     out = Entries()
-    match arguments:
-        case ():
-            pairs = []
-        case (dict(items),):
-            pairs = list(items.items())
-        case (list(pairs),):
-            pass
-        case _:
-            raise ValueError("it makes a dictionary of something unknown")
-    for key, value in pairs:
+    if len(arguments) > 1 or not isinstance(pairs := arguments[0] if arguments else {}, dict | list):
+        raise ValueError("it makes a dictionary of something unknown")
+    for key, value in pairs.items() if isinstance(pairs, dict) else pairs:
         out[key] = value
     return out
 
@@ -235,11 +217,7 @@ class _Record:
 
 
 def _records(file: LocalFile) -> dict[str, _Record]:
-    """The records of a zip archive by name.
-
-    Raises:
-        DataError: if its directory is damaged, or names two records alike.
-    """
+    """The records of a zip archive by name."""
     try:
         with zipfile.ZipFile(file.stream) as archive:
             infos = archive.infolist()
@@ -253,11 +231,7 @@ def _records(file: LocalFile) -> dict[str, _Record]:
 
 
 def check_records(file: LocalFile) -> bool:
-    """Compare every record of a file's zip archive with its CRC-32; whether all of them have one.
-
-    Raises:
-        DataError: if the archive is damaged; names the record.
-    """
+    """Compare every record of a file's zip archive with its CRC-32; whether all of them have one."""
     records = _records(file).values()
     checked = all(record.has_crc or not record.size for record in records)
     for record in records:
@@ -266,16 +240,7 @@ def check_records(file: LocalFile) -> bool:
 
 
 def open_torch(file: LocalFile, key: str | None = None) -> Store:
-    """The tensors of a file of `torch.save`.
-
-    Args:
-        file: a zip archive or a stream of pickles.
-        key: name of the dictionary of weights in a training checkpoint; None: find it.
-
-    Raises:
-        DataError: if it is neither, is damaged, or needs code.
-        UsageError: if the key does not exist.
-    """
+    """The tensors of a file of `torch.save`; `key` names the dictionary of weights in a training checkpoint."""
     start = read_bytes(file, 0, min(file.size, 512))
     if start.startswith(b"PK"):
         value, places = _from_zip(file)

@@ -1,5 +1,6 @@
 """Commands that train networks or fit initialisers: `demo`, `collect`, `fit-init`, `bench`."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def fit_init(
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
-    _check_gain(gain, structure, training)
+    number = _checked_gain(gain, structure, training)
     options = parsed_options(texts)
     curve: dict[str, Any] = {}
     result: Any
@@ -164,7 +165,7 @@ def fit_init(
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
-        options |= {} if gain is None else parsed_options([f"gain={gain}"])
+        options |= {} if number is None else {"gain": number}
         result = run(maybe_partial(source, partial), structure, options=options or None, **given)
     if standalone is not None and not isinstance(result, PopulationFit):
         raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
@@ -180,19 +181,21 @@ def fit_init(
 _GAIN_TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 
 
-def _check_gain(gain: str | None, structure: str, training: dict[str, Any]) -> None:
-    """Raise UsageError unless --gain suits the structure, and the options of its trainings suit --gain."""
+def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) -> float | None:
+    """The number of --gain, None without one or with auto; the options of its trainings need --gain auto."""
     if gain is not None and structure != "exchangeable":
         raise UsageError("--gain requires --structure exchangeable")
-    if gain not in (None, "auto"):
-        try:
-            valid = 0 <= float(gain) < float("inf")
-        except ValueError:
-            valid = False
-        if not valid:
-            raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
     if gain != "auto" and training:
         raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
+    if gain in (None, "auto"):
+        return None
+    try:
+        number = int(gain) if gain.isdigit() else float(gain)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
+    return number
 
 
 @click.command()

@@ -80,11 +80,7 @@ class DataConfig(Task, SourceConfig):
         return (dataset_info(self).classes,)
 
     def completed(self, root: str | Path | None = None) -> "DataConfig":
-        """The section with the number of a folder's classes.
-
-        Raises:
-            DataError: if the folder is missing or has no classes.
-        """
+        """The section with the number of a folder's classes."""
         if self.name != FOLDER or self.classes is not None:
             return self
         return self.model_copy(update={"classes": dataset_info(self, root).classes})

@@ -76,11 +76,7 @@ class Task(BaseModel):
         raise NotImplementedError
 
     def load(self, root: str | Path | None = None) -> Any:
-        """Read the data; a folder is searched first.
-
-        Raises:
-            DataError: if they are missing or damaged.
-        """
+        """Read the data; a folder is searched first."""
         return imported(self.source)(self, root)
 
     def sizes(self) -> dict[str, int]:
@@ -120,10 +116,8 @@ class Task(BaseModel):
         return None
 
     def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
-        """Changes of a recipe with which networks are evaluated on `count` examples that are not test examples.
-
-        Returns:
-            The changes, and the numbers of examples, `train` and `validation`.
+        """Changes of a recipe with which networks are evaluated on `count` examples that are not test
+        examples, and the numbers of examples, `train` and `validation`.
         """
         raise NotImplementedError
 

@@ -17,8 +17,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
 
-_PAGE = 1500  # pixels: width of all panels, at 150 dots per inch
-_LEAST, _MOST = 24, 260  # pixels: smallest and largest panel
+_MOST = 260  # pixels: largest panel, at 150 dots per inch
 _GAP = 10  # pixels
 _FOOT = 0.3  # inches from the panels to the note
 _SEQUENTIAL = "magma"
@@ -162,7 +161,7 @@ def matrix_grid(
     _checked_labels((row_labels, rows), (column_labels, columns))
     if share not in ("row", "all") or not 0 < quantile <= 1:
         raise UsageError(f"expected share row or all and 0 < quantile <= 1, found {share} and {quantile}")
-    panels, factor, size = _sized(panels, _LEAST)
+    panels, factor, size = _sized(panels, 1500, 24)
     limits = _limits(panels, share, quantile)
     note = f"{quantity}; colours hold {100 * quantile:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
     if clip is not None and clip < max(full):
@@ -197,10 +196,13 @@ def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]
     return [[None if m is None else m[:clip, :clip].astype(np.float64) for m in line] for line in lines], shape
 
 
-def _sized(panels: _Panels, least: int) -> tuple[_Panels, int, tuple[float, float]]:
-    """Average large matrices over f x f entries; returns them, f, and the size of a panel in inches."""
+def _sized(panels: _Panels, page: int, least: int) -> tuple[_Panels, int, tuple[float, float]]:
+    """Average large matrices over f x f entries; returns them, f, and the size of a panel in inches.
+
+    All panels of a row are at most `page` pixels wide, one at least `least`.
+    """
     largest = max(max(p.shape) for line in panels for p in line if p is not None)
-    target = min(_MOST, max(least, _PAGE // len(panels[0]) - _GAP))
+    target = min(_MOST, max(least, page // len(panels[0]) - _GAP))
     factor = -(-largest // target)
     if factor > 1:
         panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
@@ -323,7 +325,7 @@ def attention_grid(
     if any(p is None or not (np.isfinite(p).all() and (p >= 0).all()) for line in panels for p in line):
         raise DataError("attention grid: expected probabilities, found negative or non-finite entries")
     _checked_labels((row_labels, len(panels)), (column_labels, len(panels[0])))
-    panels, factor, size = _sized(panels, 60)
+    panels, factor, size = _sized(panels, 1660, 60)
     entries = np.stack([p for line in panels for p in line if p is not None])
     top = rounded_up(max(2.0, float(np.quantile(entries, _QUANTILE)) / uniform))
     text = "weight in units of uniform attention" + (f"; {note}" if note else "")

@@ -33,15 +33,7 @@ SUFFIXES = (".h5", ".hdf5")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an exported file holds, without its weights.
-
-    Attributes:
-        networks: n, the number of networks.
-        spec: of the exported tensors.
-        metrics: name -> value of each network (n,), or of each epoch (n, E).
-        recipe: TOML text.
-        environment: versions and machine with which the population was begun.
-    """
+    """What an exported file holds, without its weights; attributes as of `Population`."""
 
     networks: int
     spec: WeightSpec
@@ -106,11 +98,7 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
 
 
 def read_export(path: str | Path) -> Exported:
-    """Describe a file that `export` wrote, after its digest was compared.
-
-    Raises:
-        DataError: if it cannot be read, is damaged, or is another file.
-    """
+    """Describe a file that `export` wrote, after its digest was compared."""
     try:
         with open_regular(path) as file:
             stated = _DIGEST.fullmatch(file.read(_USER_BLOCK))

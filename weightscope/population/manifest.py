@@ -116,11 +116,7 @@ class Manifest:
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the population in folder `path`.
-
-    Raises:
-        DataError: if it is missing or damaged.
-    """
+    """The manifest of the population in folder `path`."""
     file = path / NAME
     try:
         values = json.loads(read_regular(file, _LARGEST).decode("utf-8"))
@@ -181,7 +177,6 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
 
     Raises:
         RecipeError: if the existing population has another recipe; shows the differences.
-        UsageError: if the folder is not a population.
         DataError: if the existing manifest is damaged, or this version builds another network from the recipe.
     """
     # Listed before the manifest is searched for: another process may create the population at any moment.
@@ -210,12 +205,7 @@ def record_size(path: Path, reached: Manifest) -> None:
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
-    """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels.
-
-    Raises:
-        RecipeError: if the recipes differ.
-        DataError: if specs or inputs differ.
-    """
+    """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels."""
     recipe = wanted.recipe
     if recipe.training.kernels == "auto":
         recipe = recipe.replace({"training.kernels": there.recipe.training.kernels})
@@ -240,11 +230,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
 
 
 def artifact_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"init FILE"` -> 16 hex digits of the sha256 of each initialiser artifact that a recipe names.
-
-    Raises:
-        DataError: if one cannot be read.
-    """
+    """`"init FILE"` -> 16 hex digits of the sha256 of each initialiser artifact that a recipe names."""
     hashes = {}
     for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
         try:

@@ -332,7 +332,7 @@ class Population(Result):
         file = shards.shard_file(self.path, tile)
         try:
             least = self._rows.get(tile, 1)
-            with shards.opened(file, self._manifest, tile, known=self._verified.get(tile), least=least) as h5:
+            with shards.open_shard(file, self._manifest, tile, known=self._verified.get(tile), least=least) as h5:
                 self._verified[tile] = shards.signature(file)
                 yield h5
         except FileNotFoundError:

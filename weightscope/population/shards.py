@@ -102,10 +102,7 @@ def complete(path: Path, manifest: Manifest) -> bool:
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
-    """Write the shard of a trained tile, unless a valid one with as many networks exists.
-
-    Returns:
-        The shard's file and its sha256.
+    """Write the shard of a trained tile, unless a valid one with as many networks exists; its file and its sha256.
 
     Raises:
         WeightscopeError: if it cannot be written; no partial file is left.
@@ -132,14 +129,10 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kern
 
 
 def state(path: Path, manifest: Manifest, tile: int) -> State:
-    """Whether the shard of a tile exists, is undamaged and has all its networks.
-
-    Raises:
-        DataError: if the file is a valid shard of another recipe, spec or tile.
-    """
+    """Whether the shard of a tile exists, is undamaged and has all its networks; DataError if it is foreign."""
     file = shard_file(path, tile)
     try:
-        with opened(file, manifest, tile) as h5:
+        with open_shard(file, manifest, tile) as h5:
             rows = h5["weights"].shape[0]
     except FileNotFoundError:
         return State("missing")
@@ -158,7 +151,7 @@ def tidy_hash(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(
+def open_shard(
     file: Path, manifest: Manifest, tile: int, *, known: tuple[int, ...] | None = None, least: int = 1
 ) -> Iterator[h5py.File]:
     """A shard, open for reading, after its hash and its structure were verified.
@@ -169,8 +162,7 @@ def opened(
         file: the shard.
         manifest: of its population.
         tile: the expected tile.
-        known: the `signature` of the file when it was last verified; it is not verified again while the signature
-            is the same.
+        known: the `signature` of the file when it was last verified; it is not verified again while that is the same.
         least: the number of networks that it must have.
 
     Raises:
@@ -181,16 +173,13 @@ def opened(
     try:
         if fresh:
             _check_hash(file)
-    except FileNotFoundError:
-        raise
-    except OSError as error:  # no permission, or a pipe or a device under this name
-        raise DataError(f"{file}: cannot be read: {error.strerror or error}; change its permissions") from error
-    try:
         # No lock: the file never changes, and a read-only or network file system may not have any.
         h5 = h5py.File(file, "r", locking=False)
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno is not None:  # no permission, or a pipe or a device under this name
+            raise DataError(f"{file}: cannot be read: {error.strerror or error}; change its permissions") from error
         raise DataError(
             f"{file}: its checksum is right, but it cannot be read as an HDF5 shard: {error}; upgrade weightscope if a "
             f"newer version wrote it, or move it out of the population and {AGAIN}"

@@ -34,12 +34,7 @@ class Section(BaseModel):
 
 
 def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
-    """Raise ValueError unless the values are what TOML can hold, and finite.
-
-    Args:
-        values: name -> value.
-        tables: whether a value may be a table.
-    """
+    """Raise ValueError unless the values are what TOML can hold, and finite."""
     for key, value in values.items():
         if isinstance(value, list | tuple):
             check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)}, tables=tables)
@@ -66,11 +61,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def check_bounds(values: Any, where: str, path: str = "", depth: int = 0) -> None:
-    """Check the depth of nested values and the size of integers.
-
-    Raises:
-        RecipeError: naming the path of the first value that is too deep or too large.
-    """
+    """Check the depth of nested values and the size of integers."""
     if depth > _DEEPEST:
         raise RecipeError(f"{where}: {shortened(path)}: nested too deeply, expected at most {_DEEPEST} levels")
     if isinstance(values, Mapping):

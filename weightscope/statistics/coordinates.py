@@ -115,41 +115,21 @@ def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
     return np.concatenate(flat, axis=1).reshape(vectors.shape).astype(vectors.dtype, copy=False)
 
 
-def _product(matrix: np.ndarray) -> np.ndarray:
-    return matrix
-
-
 def _diagonal(matrix: np.ndarray) -> np.ndarray:
     if matrix.shape[-1] != matrix.shape[-2]:
         raise UsageError(f"diag: expected a square matrix, found {matrix.shape[1:]}")
     return np.diagonal(matrix, axis1=-2, axis2=-1)
 
 
-def _trace(matrix: np.ndarray) -> np.ndarray:
-    return _diagonal(matrix).sum(axis=-1)
-
-
-def _mean(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=(-2, -1))
-
-
-def _row_means(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=-1)
-
-
-def _column_means(matrix: np.ndarray) -> np.ndarray:
-    return matrix.mean(axis=-2)
-
-
 # Functions of a matrix or a product of matrices, (N, a, b) -> (N, ...). A tensor with more axes is reshaped to
 # (first axis, all others).
 FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "product": _product,
+    "product": lambda matrix: matrix,
     "diag": _diagonal,
-    "trace": _trace,
-    "mean": _mean,
-    "row_means": _row_means,
-    "column_means": _column_means,
+    "trace": lambda matrix: _diagonal(matrix).sum(axis=-1),
+    "mean": lambda matrix: matrix.mean(axis=(-2, -1)),
+    "row_means": lambda matrix: matrix.mean(axis=-1),
+    "column_means": lambda matrix: matrix.mean(axis=-2),
 }
 
 
@@ -249,17 +229,14 @@ def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
 
 def _fits(pattern: str, spec: WeightSpec) -> list[dict[str, str]]:
     """The values of the placeholders for which the pattern is the name of a tensor."""
-    pieces, seen = re.split(r"(\{\w+\})", pattern), set()
-    regex = ""
-    for piece in pieces:
-        key = piece[1:-1]
-        if not re.fullmatch(r"\{[A-Za-z_]\w*\}", piece):
-            regex += re.escape(piece)
-        elif key in seen:
-            regex += f"(?P={key})"
-        else:
-            seen.add(key)
-            regex += f"(?P<{key}>[^.]+)"
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        again = match[1] in seen
+        seen.add(match[1])
+        return f"(?P={match[1]})" if again else f"(?P<{match[1]}>[^.]+)"
+
+    regex = re.sub(r"\\\{([A-Za-z_]\w*)\\\}", group, re.escape(pattern))
     matches = (re.fullmatch(regex, name) for name in spec.names)
     return [match.groupdict() for match in matches if match]
 

@@ -6,14 +6,7 @@ from torch import Tensor
 
 
 class Batches(Protocol):
-    """The batches of T networks.
-
-    Attributes:
-        batch: B.
-        reported: the names of what `losses` returns, `train_loss` first.
-        steps: of an epoch.
-        evaluated: the names of the metrics that `evaluate` returns.
-    """
+    """The batches of T networks."""
 
     batch: int
     reported: tuple[str, ...]

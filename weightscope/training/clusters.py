@@ -28,10 +28,6 @@ class DaskPool:
     """The `Pool` of the worker processes of a dask cluster, those included that join later.
 
     Each is given one tile at a time by name, so that a tile is known to be lost when its worker is.
-
-    Raises:
-        UsageError: if dask is not installed or there is no address.
-        WeightscopeError: if the scheduler does not respond.
     """
 
     def __init__(self, task: Task, scheduler: str | None, progress: Progress) -> None:
@@ -149,10 +145,6 @@ class RayPool:
 
     Ray queues the tiles and notices workers that die. It does not notice processes that are stopped, so tasks send
     heartbeats to an actor, which keeps the time of the last one of each tile.
-
-    Raises:
-        UsageError: if ray is not installed.
-        WeightscopeError: if the cluster does not respond.
     """
 
     def __init__(self, task: Task, scheduler: str | None, gpu: bool, progress: Progress) -> None:
@@ -265,11 +257,7 @@ def _run_on_ray(task: Task, tile: Any, board: Any, attempt: int, hangs: float) -
 
 
 def _package(name: str, backend: str, package: str) -> Any:
-    """The module of a cluster's package.
-
-    Raises:
-        UsageError: if it is not installed.
-    """
+    """The module of a cluster's package."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -282,11 +270,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _Lookout:
-    """Calls a function of a cluster again and again in a thread, which may block when the cluster is gone.
-
-    Attributes:
-        latest: what the function returned last; None before that.
-    """
+    """Calls a function of a cluster again and again in a thread, which may block when the cluster is gone."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
         self.latest: Any = None

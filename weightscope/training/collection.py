@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
@@ -33,8 +33,15 @@ from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, W
 
 _log = logging.getLogger(__name__)
 
-Item = tuple[int, int]
-"""Index of a request, and a tile of its population."""
+
+class Item(NamedTuple):
+    """Index of a request, and a tile of its population."""
+
+    at: int
+    tile: int
+
+    def __str__(self) -> str:
+        return f"{self.tile} of population {self.at}" if self.at else str(self.tile)
 
 
 def collect(
@@ -126,7 +133,7 @@ def train(
                 created += [(request.path, existed)] if new else []
                 begun.append(replace(request, manifest=manifest))
                 tiles = _scan(begun[-1], shard)
-                todo += [(len(begun) - 1, tile) for tile in tiles]
+                todo += [Item(len(begun) - 1, tile) for tile in tiles]
                 if tiles:
                     warn_of_other_builds(begun[-1])
             todo.sort(key=lambda item: item[1])
@@ -170,7 +177,7 @@ def _spread(
     total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in requests)
     done = total - sum(map(rows, todo))
     running: dict[Item, float] = {}
-    job = partial(_train_item, training.train_tile, requests)
+    job = partial(train_shard, training.train_tile, requests)
     with _Bar(total, done, show=progress, label=label) as bar:
 
         def show(item: Item, fraction: float) -> None:
@@ -186,41 +193,22 @@ def _spread(
                     finished(requests[item[0]], item[1], seconds)
 
 
-def _train_item(
+def train_shard(
     train_tile: Callable[..., TrainedTile],
     requests: Sequence[Request],
     item: Item,
-    progress: Callable[[float], None] | None = None,
-) -> float:
-    """The task of a worker: `train_shard`; returns the seconds that it took."""
-    begun = time.perf_counter()
-    train_shard(train_tile, requests[item[0]], item[1], progress=progress)
-    return time.perf_counter() - begun
-
-
-def train_shard(
-    train_tile: Callable[..., TrainedTile],
-    request: Request,
-    tile: int,
     *,
     progress: Callable[[float], None] | None = None,
-) -> str:
-    """Train one tile and write its shard, unless it is there; idempotent.
-
-    Args:
-        train_tile: the trainer.
-        request: the population.
-        tile: index of the tile, counted from 0.
-        progress: called with the fraction done.
-
-    Returns:
-        The shard's sha256.
-    """
+) -> float:
+    """The task of a worker: train one tile and write its shard, unless it is there; returns the seconds it took."""
+    begun, (at, tile) = time.perf_counter(), item
+    request = requests[at]
     path, manifest = request.path, request.manifest
     # Another process may have changed the population's size in the meantime; the shard then holds more networks.
     manifests.match(path, manifests.read(path), manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
-        return shards.tidy_hash(shards.shard_file(path, tile))
+        shards.tidy_hash(shards.shard_file(path, tile))
+        return time.perf_counter() - begun
     request.own_code.load()
     kernels, device = request.kernels_here()
     trained = train_tile(
@@ -229,7 +217,8 @@ def train_shard(
     there = manifests.read(path)
     manifests.match(path, there, manifest)
     larger = there if there.networks > manifest.networks else manifest
-    return shards.save(path, larger, trained, device, kernels.checked)[1]
+    shards.save(path, larger, trained, device, kernels.checked)
+    return time.perf_counter() - begun
 
 
 def _scan(request: Request, shard: int | None) -> list[int]:

@@ -26,13 +26,7 @@ _IMAGES = 1024  # that the teacher sees at once
 
 
 def teacher_of(recipe: Recipe) -> nn.Module | None:
-    """The teacher of a recipe in evaluation mode, without gradients; None if there is none, or alpha = 0.
-
-    Raises:
-        UsageError: if it takes other images than the recipe's, or has other classes and logits are compared.
-        DataError: if it cannot be read.
-        SpecError: if its tensors are not those of its network.
-    """
+    """The teacher of a recipe in evaluation mode, without gradients; None if there is none, or alpha = 0."""
     config = recipe.distillation
     if config is None or config.alpha == 0:
         return None
@@ -44,11 +38,7 @@ def teacher_of(recipe: Recipe) -> nn.Module | None:
 
 
 def head_of(network: nn.Module, outputs: int | None = None) -> str:
-    """The path of a network's classifier, its last linear layer, whose inputs are the network's features.
-
-    Raises:
-        UsageError: if there is none, or it has another number of outputs.
-    """
+    """The path of a network's classifier, its last linear layer, whose inputs are the network's features."""
     found = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not found or outputs not in (None, found[-1][1].out_features):
         what = f"`{found[-1][0]}` with {found[-1][1].out_features} outputs" if found else "no linear layer"
@@ -61,11 +51,6 @@ class Distillation:
 
     Call `extended` on the template before the networks are made, `attach` on the networks, and in each step `observe`
     with the images before `losses` with the logits.
-
-    Args:
-        config: the recipe's section.
-        teacher: in evaluation mode.
-        device: of the networks.
     """
 
     def __init__(self, config: DistillationConfig, teacher: nn.Module, device: torch.device) -> None:
@@ -89,11 +74,7 @@ class Distillation:
         return None if teacher is None or config is None else cls(config, teacher, device)
 
     def extended(self, template: nn.Module, classes: int) -> nn.Module:
-        """A copy of a student's network with the MLP from its features to the teacher's, if features are compared.
-
-        Raises:
-            UsageError: if the network's last linear layer does not give the logits.
-        """
+        """A copy of a student's network with the MLP from its features to the teacher's, if features are compared."""
         if self.config.kind == "logit":
             return template
         self.head = head_of(template, classes)

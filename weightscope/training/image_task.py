@@ -22,16 +22,7 @@ _PURPOSES = (Purpose.ORDER, Purpose.AUGMENT, Purpose.MIXUP, Purpose.CUTMIX, Purp
 
 
 class ImageBatches:
-    """The `Batches` of a data set of images.
-
-    Args:
-        recipe: batch size, augmentation, mixup, CutMix, label smoothing and precision.
-        ids: the indices of T networks.
-        data: the images.
-        device: of all tensors.
-        nets: the networks.
-        distillation: the teacher's term of the losses, if there is one.
-    """
+    """The `Batches` of a data set of images."""
 
     reported = ("train_loss", "train_accuracy")
     evaluated = ("test_accuracy", "test_loss")
@@ -54,18 +45,51 @@ class ImageBatches:
         self.classes = data.info.classes
         self.batch = min(recipe.training.batch_size, len(self.images))
         self.steps = len(self.images) // self.batch
-        self.random = RandomNumbers(
-            recipe,
-            ids,
-            images=len(self.images),
-            size=self.images.shape[-1],
-            batch=self.batch,
-            drop_paths=nets.drop_paths,
-        )
+        root = recipe.population.seed
+        self.streams = {purpose: [numpy_generator(root, k, purpose) for k in ids] for purpose in _PURPOSES}
 
     def draw(self) -> dict[str, Tensor]:
-        """See `RandomNumbers.draw`."""
-        return self.random.draw()
+        """The numbers of the next epoch, a row for each step.
+
+        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
+        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
+        `shares` (steps, T): the share of each image in its mixture, if mixup or CutMix is used: a draw from
+        Beta(mixup, mixup), or 1 where the batch has CutMix.
+        `boxes` (steps, T, 4): the rectangles of CutMix, if it is used; empty where the batch has mixup.
+        `paths` (steps, T, B, L): uniform numbers of the DropPath layers, if any.
+        """
+        steps, training = self.steps, self.recipe.training
+        needed = draws_needed(self.augment)
+        numbers: dict[str, list[np.ndarray]] = {"order": [self._order(s) for s in self.streams[Purpose.ORDER]]}
+        if needed:
+            numbers["draws"] = self._uniform(Purpose.AUGMENT, needed)
+        if training.mixup:
+            alpha = training.mixup
+            numbers["shares"] = [s.beta(alpha, alpha, steps).astype(np.float32) for s in self.streams[Purpose.MIXUP]]
+        if training.cutmix:
+            mixup = numbers.get("shares", [None] * len(self.streams[Purpose.CUTMIX]))
+            found = [self._cutmix(s, shares) for s, shares in zip(self.streams[Purpose.CUTMIX], mixup, strict=True)]
+            numbers["shares"], numbers["boxes"] = [shares for shares, _ in found], [boxes for _, boxes in found]
+        if self.nets.drop_paths:
+            numbers["paths"] = self._uniform(Purpose.DROP_PATH, self.nets.drop_paths)
+        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
+
+    def _order(self, stream: np.random.Generator) -> np.ndarray:
+        return stream.permutation(len(self.images))[: self.steps * self.batch].reshape(self.steps, self.batch)
+
+    def _uniform(self, purpose: Purpose, each: int) -> list[np.ndarray]:
+        shape = (self.steps, self.batch, each)
+        return [stream.random(shape, dtype=np.float32) for stream in self.streams[purpose]]
+
+    def _cutmix(self, stream: np.random.Generator, mixup: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Shares (steps,) and boxes (steps, 4) of one network, whose batches have either mixup or CutMix."""
+        training, steps = self.recipe.training, self.steps
+        chance, kept = stream.random(steps), stream.beta(training.cutmix, training.cutmix, steps)
+        boxes = cutmix_boxes(kept, stream.random((steps, 2)), self.images.shape[-1])
+        if mixup is None:
+            return np.ones(steps, np.float32), boxes
+        cut = chance < training.mixup_switch
+        return np.where(cut, np.float32(1), mixup), boxes * cut[:, None]
 
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Losses and accuracies (T,) of a batch of training images, augmented and mixed."""
@@ -117,70 +141,6 @@ def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
     return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)
 
 
-class RandomNumbers:
-    """Draws one epoch's numbers after the other.
-
-    Args:
-        recipe: batch order, augmentation, mixup and CutMix.
-        ids: the indices of T networks.
-        images: number of training images.
-        size: S, side of an image.
-        batch: B.
-        drop_paths: L, how many DropPath layers a network has.
-    """
-
-    def __init__(
-        self, recipe: Recipe, ids: Sequence[int], *, images: int, size: int, batch: int, drop_paths: int
-    ) -> None:
-        self.recipe, self.images, self.size, self.batch, self.drop_paths = recipe, images, size, batch, drop_paths
-        self.steps = images // batch
-        root = recipe.population.seed
-        self.streams = {purpose: [numpy_generator(root, k, purpose) for k in ids] for purpose in _PURPOSES}
-
-    def draw(self) -> dict[str, Tensor]:
-        """The numbers of the next epoch, a row for each step.
-
-        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
-        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
-        `shares` (steps, T): the share of each image in its mixture, if mixup or CutMix is used: a draw from
-        Beta(mixup, mixup), or 1 where the batch has CutMix.
-        `boxes` (steps, T, 4): the rectangles of CutMix, if it is used; empty where the batch has mixup.
-        `paths` (steps, T, B, L): uniform numbers of the DropPath layers, if any.
-        """
-        steps, training = self.steps, self.recipe.training
-        needed = draws_needed(self.recipe.images.augment)
-        numbers: dict[str, list[np.ndarray]] = {"order": [self._order(s) for s in self.streams[Purpose.ORDER]]}
-        if needed:
-            numbers["draws"] = self._uniform(Purpose.AUGMENT, needed)
-        if training.mixup:
-            alpha = training.mixup
-            numbers["shares"] = [s.beta(alpha, alpha, steps).astype(np.float32) for s in self.streams[Purpose.MIXUP]]
-        if training.cutmix:
-            mixup = numbers.get("shares", [None] * len(self.streams[Purpose.CUTMIX]))
-            found = [self._cutmix(s, shares) for s, shares in zip(self.streams[Purpose.CUTMIX], mixup, strict=True)]
-            numbers["shares"], numbers["boxes"] = [shares for shares, _ in found], [boxes for _, boxes in found]
-        if self.drop_paths:
-            numbers["paths"] = self._uniform(Purpose.DROP_PATH, self.drop_paths)
-        return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
-
-    def _order(self, stream: np.random.Generator) -> np.ndarray:
-        return stream.permutation(self.images)[: self.steps * self.batch].reshape(self.steps, self.batch)
-
-    def _uniform(self, purpose: Purpose, each: int) -> list[np.ndarray]:
-        shape = (self.steps, self.batch, each)
-        return [stream.random(shape, dtype=np.float32) for stream in self.streams[purpose]]
-
-    def _cutmix(self, stream: np.random.Generator, mixup: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Shares (steps,) and boxes (steps, 4) of one network, whose batches have either mixup or CutMix."""
-        training, steps = self.recipe.training, self.steps
-        chance, kept = stream.random(steps), stream.beta(training.cutmix, training.cutmix, steps)
-        boxes = cutmix_boxes(kept, stream.random((steps, 2)), self.size)
-        if mixup is None:
-            return np.ones(steps, np.float32), boxes
-        cut = chance < training.mixup_switch
-        return np.where(cut, np.float32(1), mixup), boxes * cut[:, None]
-
-
 def load_images(
     images: Tensor,
     index: Tensor,
@@ -223,13 +183,8 @@ def load_images(
 def cutmix_boxes(shares: np.ndarray, centres: np.ndarray, size: int) -> np.ndarray:
     """Rectangles of CutMix: sides `floor(S sqrt(1 - share))` around a random pixel, clipped at the border.
 
-    Args:
-        shares: (steps,), of the image that is kept.
-        centres: (steps, 2), uniform numbers in [0, 1) for row and column.
-        size: S, side of the images.
-
-    Returns:
-        (steps, 4) int64: first row, row after the last, first column, column after the last.
+    Of shares (steps,) of the image that is kept and centres (steps, 2) in [0, 1): (steps, 4) int64, first row, row
+    after the last, first column, column after the last.
 
     Source: Yun et al., CutMix, 2019, section 3.1; timm's Mixup in mode "batch".
     """

@@ -1,6 +1,5 @@
 """Initial weights of the networks of a tile, each from its own random streams."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import torch
 
 from weightscope import init as initialisers
-from weightscope._util.plugins import imported
 from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.scale_control import ScaleControl
@@ -19,22 +17,11 @@ from weightscope.spec import WeightSpec
 def initial_weights(
     recipe: Recipe, ids: Sequence[int], build: Callable[[], torch.nn.Module]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The initial weights of some networks.
+    """The initial weights (T, D) float32 of networks `ids`, and their seeds (T,) uint64.
 
     Network k is built with torch's default initialisation under the seed of its INIT stream; then its initialiser
     (entry k mod number of [[init]] tables) is called with a generator on its STRUCTURE stream. So two recipes that
     differ only in the initialiser start from the same default weights: their networks are paired.
-
-    Args:
-        recipe: provides the root seed and the initialisers.
-        ids: the indices of T networks.
-        build: makes one network from torch's global generator.
-
-    Returns:
-        weights (T, D) float32 and seeds (T,) uint64.
-
-    Raises:
-        UsageError: if an initialiser fails, or changes the network's tensors.
     """
     draw = _default_start(recipe, build)
     rows, seeds = [], []
@@ -48,32 +35,16 @@ def initial_weights(
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
 
 
-_checked: set[Any] = set()
-
-
 def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> None:
-    """Apply each initialiser to one network; once per process, network, data and [init] table.
-
-    Args:
-        recipe: its entry i is applied to network i.
-        build: as in `initial_weights`.
-
-    Raises:
-        RecipeError: if an initialiser is unknown, does not apply to the network or raises; names the table.
-        DataError: if a file that it reads is missing or damaged; names the table.
-    """
-    draw, about = _default_start(recipe, build), recipe.to_dict()
+    """Apply each initialiser to one network."""
+    draw = _default_start(recipe, build)
     for i, config in enumerate(recipe.init):
         if config.name == "default" and config.artifact is None:
             continue
         where = f"init{f'.{i}' if len(recipe.init) > 1 else ''} ({config.artifact or config.name})"
         try:
-            own = tuple(imported(name) for section, name in recipe.references if section != "data")
-            key = json.dumps([about["network"], about["data"], about["init"][i], recipe.population.seed, i]), own
-            if key not in _checked:
-                with torch.random.fork_rng(devices=[]), kept_generators():
-                    _initialised(config.name, resolve(config), *draw(i))
-                _checked.add(key)
+            with torch.random.fork_rng(devices=[]), kept_generators():
+                _initialised(config.name, resolve(config), *draw(i))
         except (AnatomyError, SpecError, UsageError) as error:
             raise RecipeError(f"{where}: {error}") from error
         except DataError as error:
@@ -119,12 +90,7 @@ def _controlled(
 
 
 def resolve(config: InitConfig) -> Callable[..., Any]:
-    """The initialiser of an [init] table: an artifact's, then the named ones on top, several joined by `+`.
-
-    Raises:
-        UsageError: if the name or a parameter is unknown.
-        DataError: if the artifact cannot be read.
-    """
+    """The initialiser of an [init] table: an artifact's, then the named ones on top, several joined by `+`."""
     if config.artifact is None:
         return initialisers.get(config.name, **config.parameters)
     fitted = initialisers.load_init(config.artifact)

@@ -57,6 +57,7 @@ class Networks(nn.Module):
         leaves: name -> tensor (T, ...), views of `weights`.
         kernels: the backend that computes them.
         drop_paths: L, how many DropPath layers one network has.
+        input_axes: number of axes of one input, `Task.input_axes`; inputs of each network have two more, T and B.
 
     Args:
         template: a module of the architecture; its weights are not used.
@@ -66,6 +67,7 @@ class Networks(nn.Module):
 
     kernels: Kernels = "torch"
     drop_paths: int = 0
+    input_axes: int = 1
 
     def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -133,14 +135,19 @@ def networks_for(
     Raises:
         UsageError: if the recipe's engine cannot train the module.
     """
+    nets: Networks
     if recipe.training.engine == "loop":
         seeds = [torch_seed(recipe.population.seed, k, Purpose.FORWARD) for k in ids]
-        return LoopNetworks(template, len(ids), device, seeds=seeds)
-    if isinstance(recipe.network, OwnNetworkConfig):  # its constants, too
-        template = template.to(device)
-    if recipe.data.stacked:
-        return StackedNetworks(template, len(ids), device)
-    return BatchedNetworks(template, len(ids), device, kernels=kernels)
+        nets = LoopNetworks(template, len(ids), device, seeds=seeds)
+    else:
+        if isinstance(recipe.network, OwnNetworkConfig):  # its constants, too
+            template = template.to(device)
+        if recipe.data.stacked:
+            nets = StackedNetworks(template, len(ids), device)
+        else:
+            nets = BatchedNetworks(template, len(ids), device, kernels=kernels)
+    nets.input_axes = recipe.data.input_axes
+    return nets
 
 
 class StackedNetworks(Networks):
@@ -192,7 +199,7 @@ class StackedNetworks(Networks):
         # the fused attention of a CPU has no batching rule, and would run in a loop
         with sdpa_kernel(SDPBackend.MATH):
             given = self.leaves | self._draws if self.training else self.leaves
-            logits: Tensor = torch.vmap(one, (0, 0 if tokens.ndim == 3 else None))(given, tokens)
+            logits: Tensor = torch.vmap(one, (0, 0 if tokens.ndim == self.input_axes + 2 else None))(given, tokens)
         return logits
 
 
@@ -250,8 +257,7 @@ class LoopNetworks(Networks):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of all networks, see `Networks.forward`."""
-        own = 5 if inputs.is_floating_point() else 3
-        parts = inputs if inputs.ndim == own else inputs.expand(self.count, *inputs.shape)
+        parts = inputs if inputs.ndim == self.input_axes + 2 else inputs.expand(self.count, *inputs.shape)
         logits = []
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), kept_generators():
             for seed, network, part in zip(self.seeds, self.networks, parts, strict=True):

@@ -178,11 +178,7 @@ class TileCost:
 
 
 def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
-    """What a tile of each request costs while all workers are busy; the slowest of those that were timed.
-
-    Raises:
-        TilesFailed: if one cannot be timed.
-    """
+    """What a tile of each request costs while all workers are busy; the slowest of those that were timed."""
     rounds = -(-(workers.count or 1) // len(requests))  # so that every worker is busy, as later
     slowest: dict[int, TileCost] = {}
     for i, cost in spread(partial(_time_tile, requests), range(rounds * len(requests)), workers):

@@ -124,9 +124,10 @@ class Request:
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
+        about = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path.absolute(),
-            manifest=Manifest(wanted, spec, environment(str(where)), (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -217,7 +218,7 @@ def warn_of_other_builds(request: Request) -> None:
     path, manifest, device = request.path, request.manifest, request.made_on
     for tile in shards.tiles_on_disk(path, manifest):
         try:
-            with shards.opened(shards.shard_file(path, tile), manifest, tile) as h5:
+            with shards.open_shard(shards.shard_file(path, tile), manifest, tile) as h5:
                 there = header_text(h5, "device")
         except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
             continue
@@ -233,15 +234,7 @@ def warn_of_other_builds(request: Request) -> None:
 
 
 def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
-    """`"weights PATH"` -> 16 hex digits of the SHA-256 of the tensors of each source; `"teacher PATH"` for the teacher.
-
-    Args:
-        recipe: which refers to the sources.
-        known: hashes of sources that are not read again; new ones are added.
-
-    Raises:
-        WeightscopeError: if one cannot be read.
-    """
+    """`"weights PATH"` or `"teacher PATH"` -> 16 hex digits of the SHA-256 of tensors; what is known is not read."""
     known = {} if known is None else known
     for key in _named(recipe):
         if key not in known:

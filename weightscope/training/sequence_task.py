@@ -20,15 +20,7 @@ _EVALUATION_TOKENS = 2048  # of one network at once
 
 
 class SequenceBatches:
-    """The `Batches` of a source of sequences. Each network sees sequences of its own, new ones in every epoch.
-
-    Args:
-        recipe: batch size and label smoothing.
-        ids: the indices of T networks.
-        data: the source.
-        device: of all tensors; training sequences are drawn there.
-        nets: the networks.
-    """
+    """The `Batches` of a source of sequences. Each network sees sequences of its own, new ones in every epoch."""
 
     reported = ("train_loss", "train_accuracy")
 

@@ -34,23 +34,13 @@ def spread(
         tiles: its arguments.
         workers: where to run them.
         progress: called with a tile and the fraction of it that is done.
-
-    Raises:
-        TilesFailed: at the end, if tiles have failed; at once, if the first ones have all failed.
-        ClusterLost: if the cluster's scheduler or all its workers are gone for `LOST_SECONDS`.
-        UsageError: if the backend is not installed or needs an address.
-        WeightscopeError: if a task raises an error that concerns every tile, or the cluster does not respond.
     """
     with contextlib.closing(_pool(task, workers, progress or (lambda _tile, _done: None))) as pool:
         yield from _distribute(pool, tiles, progress)
 
 
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
-    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`.
-
-    Raises:
-        As `spread`.
-    """
+    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, lambda _tile, _done: None)) as pool:
         return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), None)]
 

@@ -66,11 +66,7 @@ class ClusterLost(Exception):
 
 
 class TilesFailed(Exception):
-    """Some tiles failed; all others are finished, unless none succeeded.
-
-    Attributes:
-        errors: tile -> the error that its task raised, or `WorkerDied`.
-    """
+    """Some tiles failed; all others are finished, unless none succeeded."""
 
     def __init__(self, errors: dict[Any, Exception]) -> None:
         super().__init__(f"{len(errors)} tiles failed")
@@ -98,11 +94,7 @@ class Pool(Protocol):
         """Give a tile to a worker."""
 
     def poll(self) -> list[Ended]:
-        """Wait a moment, and return the tiles that have ended.
-
-        Raises:
-            ClusterLost: if no worker can be reached any more.
-        """
+        """Wait a moment, and return the tiles that have ended."""
 
     def close(self) -> None:
         """Stop what still runs."""
@@ -133,11 +125,7 @@ class Workers:
 
 
 def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
-    """The workers that arguments of `collect` name.
-
-    Raises:
-        UsageError: if an argument is invalid.
-    """
+    """The workers that arguments of `collect` name."""
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
