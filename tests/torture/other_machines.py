@@ -30,7 +30,7 @@ MACHINES = {
     "kernels without AVX": {"CC": "cc -mno-avx"},
 }
 PLAINEST = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OPENBLAS_CORETYPE": "Prescott"}
-NUMERIC = ("audit", "batched", "closed_form", "compiled", "covariance", "depthwise", "distillation", "exchangeable")
+NUMERIC = ("audit", "batched", "closed_form", "compiled", "covariance", "distillation", "exchangeable")
 NUMERIC += ("gain", "group_means", "init", "kernel_check", "kronecker", "moments", "networks", "permutations")
 NUMERIC += ("products", "sequences", "shrinkage", "stacked", "state_space", "structures", "train", "within")
 
