@@ -31,11 +31,6 @@ def build_for(recipe: Recipe) -> nn.Module:
     return _build(recipe.network, recipe.data.sizes())
 
 
-def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
-    """The network for sequences that a recipe's [network] section describes, with its default initial weights."""
-    return _build(config, {"vocabulary": vocabulary})
-
-
 def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
     """The network described by a recipe's [network] section, with torch's default initial weights.
 
