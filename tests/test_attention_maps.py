@@ -524,7 +524,7 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     ("arguments", "message"),
     [
         (("vits.pop", "--images", "digits"), "images of its recipe"),
-        (("hf", "--images", "digits", "--network", "1"), "expected a population with it"),
+        (("hf", "--images", "digits", "--network", "1"), "the option applies to populations"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "cifar11"), "cifar1"),
     ],

@@ -177,6 +177,20 @@ def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
     assert all(authorised for *_, authorised in hub.requests)
 
 
+def test_a_token_is_not_sent_in_the_clear(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert Checkpoint(SOURCE).commit == COMMIT
+    for endpoint, token in (
+        ("http://example.com", False),
+        ("https://example.com", None),
+        ("http://localhost:80", None),
+    ):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        with monkeypatch.context() as patch:
+            patch.setattr(hub_module.HubFolder, "_resolve", lambda self, revision: (COMMIT, []))
+            assert hub_module.HubFolder(REPOSITORY, "main").token is token
+
+
 def test_a_redirect_to_a_file_is_not_followed(hub):
     checkpoint = Checkpoint(SOURCE)
     hub.redirect = "file:///etc/passwd"

@@ -1,9 +1,317 @@
 import numpy as np
 import pytest
-import references_statistics as naive
+import references_kronecker as naive
+from references_statistics import flip_flop_log_likelihood, random_covariance
+from scipy.stats import binom
 
-from weightscope.errors import DataError
-from weightscope.statistics.kronecker import matrix_normal, nearest_kronecker
+from weightscope.errors import DataError, UsageError
+from weightscope.statistics import kronecker
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum, tensor_normal
+from weightscope.statistics.separability import _statistic, separability_test
+
+
+def symmetric(rng, size):
+    x = rng.standard_normal((size, size))
+    return x + x.T
+
+
+def relative_error(covariance, fit):
+    return np.linalg.norm(covariance - fit.matrix()) / np.linalg.norm(covariance)
+
+
+# --- order ---------------------------------------------------------------------------------------------------------
+
+
+def test_order_of_the_factors_on_filters():
+    """Rows of a filter that are correlated go to the first factor, row-major pixels: Cov(W_ij, W_kl) = A_ik B_jl."""
+    rng = np.random.default_rng(0)
+    a, b = np.diag([1.0, 2.0, 3.0]), np.array([[1.0, 0.8, 0.0], [0.8, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    w = np.linalg.cholesky(a) @ rng.standard_normal((200_000, 3, 3)) @ np.linalg.cholesky(b).T
+    covariance = np.cov(w.reshape(-1, 9), rowvar=False)
+    fit = kronecker_sum(covariance)
+    scale = 3 / np.trace(fit.columns[0])
+    np.testing.assert_allclose(fit.columns[0] * scale, b, atol=0.02)  # 6 standard errors
+    np.testing.assert_allclose(fit.rows[0] / scale, a, atol=0.04)
+    for (i, j), (k, l) in [((0, 1), (0, 0)), ((2, 2), (2, 2)), ((1, 0), (1, 1))]:  # noqa: E741
+        assert fit.matrix()[3 * i + j, 3 * k + l] == pytest.approx(a[i, k] * b[j, l], abs=0.06)
+
+
+# --- A (x) B and sums: Eckart and Young on the rearrangement ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "n"), [(3, 3), (4, 3), (2, 6), (1, 5), (5, 1)])
+def test_sums_are_the_truncated_svd_of_the_rearrangement(p, n):
+    covariance = symmetric(np.random.default_rng(2), p * n)
+    values = np.linalg.svd(naive.rearranged(covariance, p, n), compute_uv=False)
+    for terms in range(1, min(p, n) ** 2 + 1):
+        fit = kronecker_sum(covariance, p, n, terms=terms)
+        np.testing.assert_allclose(fit.values, values[:terms], rtol=1e-10)
+        left = np.sqrt(np.sum(values[terms:] ** 2))
+        assert np.linalg.norm(covariance - fit.matrix()) == pytest.approx(left, abs=1e-12 * values[0])
+        assert fit.explained == pytest.approx(1 - left**2 / np.sum(values**2), abs=1e-12)
+        assert fit.explained == pytest.approx(explained_variance(covariance, fit.matrix()), abs=1e-12)
+    assert relative_error(covariance, fit) < 1e-13  # min(p^2, n^2) terms are exact
+
+
+def test_a_sum_of_r_products_is_found_with_r_terms():
+    rng = np.random.default_rng(3)
+    covariance = sum(np.kron(symmetric(rng, 4), symmetric(rng, 5)) for _ in range(3))
+    fit = kronecker_sum(covariance, 4, 5, terms=8)
+    assert fit.terms == 3
+    assert relative_error(covariance, fit) < 1e-13
+    assert relative_error(covariance, kronecker_sum(covariance, 4, 5, terms=2)) > 0.01
+
+
+def test_terms_are_orthogonal_and_symmetric_or_antisymmetric():
+    fit = kronecker_sum(random_covariance(20, np.random.default_rng(4)), 4, 5, terms=16)
+    flat = np.stack([np.kron(a, b).ravel() for a, b in zip(fit.rows, fit.columns, strict=True)])
+    np.testing.assert_allclose(flat @ flat.T, np.diag(fit.values**2), atol=1e-11)
+    signs = [np.sign(np.sum(a * a.T)) for a in fit.rows]
+    for sign, a, b in zip(signs, fit.rows, fit.columns, strict=True):
+        np.testing.assert_allclose(a, sign * a.T, atol=1e-14)
+        np.testing.assert_allclose(b, sign * b.T, atol=1e-14)
+    assert {-1.0, 1.0} == set(signs)
+    np.testing.assert_allclose(np.linalg.norm(fit.columns, axis=(1, 2)), np.sqrt(5))
+
+
+# --- A (x) A -------------------------------------------------------------------------------------------------------
+
+
+def test_a_kronecker_square_is_found_exactly():
+    a = random_covariance(5, np.random.default_rng(5))
+    fit = kronecker_sum(np.kron(a, a), same=True)
+    np.testing.assert_allclose(fit.rows[0], a, atol=1e-13)
+    assert fit.rows is fit.columns
+    assert fit.explained == pytest.approx(1, abs=1e-14)
+    assert kronecker_sum(np.kron(a, a), same=True, terms=4).terms == 1
+
+
+def test_a_kronecker_square_of_an_antisymmetric_matrix_is_found():
+    """The optimum is over all A: here the symmetric ones would leave everything."""
+    a = np.array([[0.0, 2.0, 0.0], [-2.0, 0.0, 1.0], [0.0, -1.0, 0.0]])
+    fit = kronecker_sum(np.kron(a, a), same=True)
+    assert relative_error(np.kron(a, a), fit) < 1e-13
+    np.testing.assert_allclose(np.abs(fit.rows[0]), np.abs(a), atol=1e-13)
+
+
+@pytest.mark.parametrize("definite", [True, False])
+def test_no_other_single_factor_is_better(definite):
+    """Gradient descent from many starts, over factors that need not be symmetric, ends at our optimum or above it."""
+    rng = np.random.default_rng(6)
+    covariance = random_covariance(9, rng) if definite else symmetric(rng, 9)
+    fit = kronecker_sum(covariance, same=True)
+    best = 1 - fit.explained
+    found = [naive.gradient_descent(covariance, rate=0.05, steps=500, seed=seed)[1] for seed in range(3)]
+    assert min(found) >= best - 1e-9
+    assert min(found) == pytest.approx(best, abs=1e-6)
+    assert np.linalg.norm(covariance - fit.matrix()) ** 2 / fit.norm**2 == pytest.approx(best, abs=1e-12)
+
+
+def test_sums_of_squares_are_the_positive_part_of_the_symmetric_rearrangement():
+    covariance = symmetric(np.random.default_rng(7), 16)
+    r = naive.rearranged(covariance, 4, 4)
+    values = np.sort(np.linalg.eigvalsh((r + r.T) / 2))[::-1]
+    positive = values[values > 0]
+    fit = kronecker_sum(covariance, terms=16, same=True)
+    np.testing.assert_allclose(fit.values, positive, rtol=1e-10)
+    left = np.linalg.norm(r) ** 2 - np.sum(positive**2)
+    assert np.linalg.norm(covariance - fit.matrix()) ** 2 == pytest.approx(left)
+
+
+def test_a_matrix_without_positive_eigenvalue_is_best_left_alone():
+    """A (x) A has <vec A, R vec A> >= 0, so nothing of -I (x) I is explained."""
+    fit = kronecker_sum(-np.eye(9), same=True)
+    assert (fit.terms, fit.explained) == (0, 0.0)
+    np.testing.assert_array_equal(fit.matrix(), np.zeros((9, 9)))
+    assert kronecker_sum(-np.eye(9)).explained == pytest.approx(1)
+
+
+# --- positive factors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("rank", [1, 3, 16])
+def test_first_factors_of_a_positive_covariance_are_positive(same, rank):
+    """Krein and Rutman: R maps positive semi-definite matrices to such."""
+    for seed in range(20):
+        x = np.random.default_rng(seed).standard_normal((16, rank))
+        fit = kronecker_sum(x @ x.T, same=same)
+        for factor in (fit.rows[0], fit.columns[0]):
+            values = np.linalg.eigvalsh(factor)
+            assert values[0] > -1e-12 * values[-1]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_first_factors_are_positive_where_they_are_not_unique(same):
+    """diag(A) (x) diag(A) blocks that do not interact: the leading value is double, its vectors must not mix signs."""
+    covariance = np.zeros((4, 4))
+    covariance[0, 0] = covariance[3, 3] = 1.0  # R is e_11 e_11^T + e_22 e_22^T
+    fit = kronecker_sum(covariance, same=same)
+    np.testing.assert_allclose(np.kron(fit.rows[0], fit.columns[0]), 0.5 * np.eye(4), atol=1e-14)
+    both = kronecker_sum(covariance, same=same, terms=2)
+    assert relative_error(covariance, both) < 1e-14
+    np.testing.assert_allclose(both.rows[0], fit.rows[0], atol=1e-14)
+
+
+def test_transposing_the_matrices_exchanges_the_factors():
+    covariance = random_covariance(12, np.random.default_rng(8))
+    swapped = covariance.reshape(4, 3, 4, 3).transpose(1, 0, 3, 2).reshape(12, 12)
+    fit, other = kronecker_sum(covariance, 4, 3, terms=3), kronecker_sum(swapped, 3, 4, terms=3)
+    np.testing.assert_allclose(fit.values, other.values)
+    np.testing.assert_allclose(np.kron(fit.columns[0], fit.rows[0]), np.kron(other.rows[0], other.columns[0]))
+
+
+# --- paths that buy speed only -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_powers_and_lanczos_change_nothing(monkeypatch, same):
+    rng = np.random.default_rng(9)
+    covariance = np.kron(random_covariance(7, rng), np.eye(7)) + 0.1 * random_covariance(49, rng)
+    fast = kronecker_sum(covariance, same=same)
+    monkeypatch.setattr(kronecker, "_POWERS", 0)
+    dense, several = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
+    monkeypatch.setattr(kronecker, "_DENSE", 0)
+    lanczos, few = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
+    for other in (fast, lanczos):
+        np.testing.assert_allclose(other.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
+    np.testing.assert_allclose(few.matrix(), several.matrix(), rtol=0, atol=1e-11 * np.abs(covariance).max())
+
+
+# --- explained variance, the result --------------------------------------------------------------------------------
+
+
+def test_explained_variance_off_the_diagonal():
+    sigma = np.array([[2.0, 1.0], [1.0, 2.0]])
+    assert explained_variance(sigma, np.diag([2.0, 2.0])) == pytest.approx(0.8)
+    assert explained_variance(sigma, np.diag([2.0, 2.0]), diagonal=False) == 0
+    assert explained_variance(sigma, 3 * sigma) == pytest.approx(-3)
+    with pytest.raises(DataError, match="entries other than zero, found none off the diagonal"):
+        explained_variance(np.eye(3), np.eye(3), diagonal=False)
+    with pytest.raises(DataError, match=r"one size, found \(2, 2\) and \(3, 3\)"):
+        explained_variance(sigma, np.eye(3))
+
+
+# --- separability --------------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_are_pivotal():
+    """G W H leaves them as they are, so their null distribution does not depend on A and B."""
+    rng = np.random.default_rng(11)
+    w = rng.standard_normal((2, 40, 4, 3)) / rng.chisquare(3, (2, 40, 1, 1))
+    g, h = rng.standard_normal((4, 4)), rng.standard_normal((3, 3))
+    for scale_free in (True, False):
+        before, after = (_statistic(x, scale_free, "w") for x in (w, g @ (w + 2) @ h))
+        np.testing.assert_allclose(after, before, rtol=1e-4)
+    # Scales are free, too: about a centre that is known to be zero in the limit of many samples; exactly in pairs.
+    pairs = np.concatenate([w, -w], axis=1)
+    scales = np.tile(rng.exponential(size=(2, 40, 1, 1)), (1, 2, 1, 1)) + 0.1
+    one, two = (_statistic(x, True, "w") for x in (pairs, pairs * scales))
+    np.testing.assert_allclose(two, one, rtol=1e-4)
+
+
+def heavy(rng, size):
+    return rng.standard_normal((size, 60, 4, 3)) / np.sqrt(rng.chisquare(3, (size, 60, 1, 1)) / 3)
+
+
+@pytest.mark.parametrize("case", ["gauss", "heavy"])
+def test_false_alarms(case):
+    """Level 0.05, exact for Gaussians: of 400 separable samples 20 alarms are expected; limits at 1e-4 each side."""
+    rng = np.random.default_rng(12)
+    mix, other = rng.standard_normal((4, 4)), rng.standard_normal((3, 3))
+    w = mix @ (heavy(rng, 400) if case == "heavy" else rng.standard_normal((400, 60, 4, 3))) @ other
+    null = separability_test(w[0], draws=999).null
+    values = _statistic(w, True, "w")
+    p = (1 + (null >= values[:, None]).sum(1)) / 1000
+    alarms, rate = int((p <= 0.05).sum()), 0.06 if case == "heavy" else 0.05
+    assert binom.ppf(1e-4, 400, 0.05) <= alarms <= binom.ppf(1 - 1e-4, 400, rate)
+
+
+def test_a_gaussian_test_takes_heavy_tails_for_dependence():
+    w = heavy(np.random.default_rng(13), 1)[0]
+    assert separability_test(w, scale_free=False).p_value == 0.005
+    assert separability_test(w).p_value > 0.05
+
+
+def test_power():
+    """A sum of two products that no single one comes near: found with 60 samples."""
+    rng = np.random.default_rng(14)
+    one, two = np.diag([3.0, 3.0, 0.3, 0.3]), np.diag([0.3, 0.3, 3.0, 3.0])
+    a, b = np.diag([2.0, 1.0, 0.2]), np.diag([0.2, 1.0, 2.0])
+    root = np.linalg.cholesky(np.kron(one, a) + np.kron(two, b))
+    w = (rng.standard_normal((60, 12)) @ root.T).reshape(60, 4, 3)
+    found = separability_test(w)
+    assert found.p_value == 0.005
+    assert found.ratio > 1.3
+    again = separability_test(w, draws=199, seed=0)
+    np.testing.assert_array_equal(again.null, found.null)
+
+
+def test_batches_change_nothing(monkeypatch):
+    from weightscope.statistics import separability as module
+
+    w = np.random.default_rng(15).standard_normal((20, 3, 3))
+    whole = separability_test(w, draws=39)
+    monkeypatch.setattr(module, "_BYTES", 1)
+    np.testing.assert_allclose(separability_test(w, draws=39).null, whole.null, rtol=1e-9)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_covariances():
+    with pytest.raises(DataError, match=r"expected a covariance \(D, D\), found \(3, 4\)"):
+        kronecker_sum(np.zeros((3, 4)))
+    with pytest.raises(DataError, match="expected a covariance of square matrices, found 8 coordinates"):
+        kronecker_sum(np.eye(8))
+    with pytest.raises(DataError, match=r"expected a covariance \(6, 6\) of 3 x 2 matrices, found \(7, 7\)"):
+        kronecker_sum(np.eye(7), 3)
+    with pytest.raises(DataError, match=r"of 2 x 2 matrices, found \(5, 5\)"):
+        kronecker_sum(np.eye(5), n=2)
+    with pytest.raises(UsageError, match="p: expected an integer >= 1"):
+        kronecker_sum(np.eye(4), 0)
+    with pytest.raises(DataError, match="2 non-finite entries"):
+        kronecker_sum(np.diag([1.0, np.nan, np.inf, 1.0]))
+    lopsided = np.eye(4)
+    lopsided[0, 1] = 0.1
+    with pytest.raises(DataError, match="expected a symmetric covariance"):
+        kronecker_sum(lopsided)
+    with pytest.raises(DataError, match="expected a covariance other than zero"):
+        kronecker_sum(np.zeros((4, 4)))
+    with pytest.raises(UsageError, match="needs square matrices, found 2 x 3"):
+        kronecker_sum(np.eye(6), 2, 3, same=True)
+    for terms in (0, 5, 1.5, True):
+        with pytest.raises(UsageError, match="terms: expected an integer from 1 to 4"):
+            kronecker_sum(np.eye(4), terms=terms)
+
+
+def test_bad_samples():
+    rng = np.random.default_rng(16)
+    with pytest.raises(DataError, match=r"expected matrices \(N, p, n\), found \(3, 4\)"):
+        separability_test(np.zeros((3, 4)))
+    with pytest.raises(DataError, match="expected more than 4, found 4"):
+        separability_test(rng.standard_normal((4, 3, 3)))
+    with pytest.raises(DataError, match="1 of 20 matrices contain non-finite numbers"):
+        separability_test(np.concatenate([rng.standard_normal((19, 3, 3)), np.full((1, 3, 3), np.nan)]))
+    with pytest.raises(DataError, match="found 1 x 3: always separable"):
+        separability_test(rng.standard_normal((20, 1, 3)))
+    dependent = rng.standard_normal((50, 3, 3))
+    dependent[:, 2] = dependent[:, 0]
+    with pytest.raises(DataError, match="linearly dependent"):
+        separability_test(dependent)
+    with pytest.raises(DataError, match="they are all equal"):
+        separability_test(np.zeros((20, 3, 3)))
+    with pytest.raises(DataError, match="5 matrices are too few, or nearly dependent; scale_free=False needs fewer"):
+        separability_test(rng.standard_normal((5, 3, 3)))
+    w = rng.standard_normal((20, 3, 3))
+    with pytest.raises(UsageError, match="at least 19"):
+        separability_test(w, draws=5)
+
+
+# --- the benchmark -------------------------------------------------------------------------------------------------
+
+
+# --- matrix normals ---------------------------------------------------------------------------------------------------
 
 
 def sample(rng, n, rows, columns):
@@ -13,110 +321,52 @@ def sample(rng, n, rows, columns):
 @pytest.fixture
 def factors():
     rng = np.random.default_rng(0)
-    rows, columns = naive.random_covariance(5, rng), naive.random_covariance(3, rng)
+    rows, columns = random_covariance(5, rng), random_covariance(3, rng)
     return rows * np.trace(columns) / 3, columns * 3 / np.trace(columns)
-
-
-def test_order_is_rows_times_columns():
-    # Row-major vec: neighbours in vec(W) share a row, so a perfect correlation within rows is R (x) 1 1^T.
-    rng = np.random.default_rng(1)
-    w = np.repeat(rng.standard_normal((4000, 4, 1)), 3, axis=2) + 1e-3 * rng.standard_normal((4000, 4, 3))
-    found = np.cov(w.reshape(len(w), -1), rowvar=False)
-    np.testing.assert_allclose(found, np.kron(np.eye(4), np.ones((3, 3))), atol=0.1)
-    rows, columns, _ = nearest_kronecker(found, 4, 3)
-    np.testing.assert_allclose(columns, np.ones((3, 3)), atol=0.02)
-    np.testing.assert_allclose(rows, np.eye(4), atol=0.1)
-    fit = matrix_normal(w)
-    np.testing.assert_allclose(fit.columns, np.ones((3, 3)), atol=0.02)
-    np.testing.assert_allclose(fit.rows, np.eye(4), atol=0.1)
-
-
-def test_nearest_of_an_exact_product_is_exact(factors):
-    rows, columns, error = nearest_kronecker(np.kron(*factors), 5, 3)
-    np.testing.assert_allclose(rows, factors[0], atol=1e-14)
-    np.testing.assert_allclose(columns, factors[1], atol=1e-13)
-    assert error < 1e-14
-
-
-def test_nearest_is_a_minimum_and_positive_definite():
-    rng = np.random.default_rng(2)
-    covariance = naive.random_covariance(12, rng)
-    rows, columns, error = nearest_kronecker(covariance, 4, 3)
-    best = np.linalg.norm(covariance - np.kron(rows, columns))
-    assert error == pytest.approx(best / np.linalg.norm(covariance), rel=1e-12)
-    assert np.linalg.eigvalsh(rows).min() > 0
-    assert np.linalg.eigvalsh(columns).min() > 0
-    for _ in range(200):
-        other = np.kron(rows + 1e-2 * rng.standard_normal((4, 4)), columns + 1e-2 * rng.standard_normal((3, 3)))
-        assert np.linalg.norm(covariance - other) > best
-
-
-def test_nearest_large_enough_for_lanczos():
-    rng = np.random.default_rng(3)
-    rows, columns = naive.random_covariance(18, rng), naive.random_covariance(17, rng)
-    columns *= 17 / np.trace(columns)
-    noise = 1e-3 * rng.standard_normal((306, 306))
-    found = nearest_kronecker(np.kron(rows, columns) + noise + noise.T, 18, 17)
-    again = nearest_kronecker(np.kron(rows, columns) + noise + noise.T, 18, 17)
-    np.testing.assert_allclose(found[0], rows, atol=2e-3)
-    np.testing.assert_allclose(found[1], columns, atol=1e-2)
-    np.testing.assert_array_equal(found[0], again[0])
-
-
-def test_nearest_with_one_row_or_column():
-    covariance = naive.random_covariance(6, np.random.default_rng(4))
-    for p, n in ((1, 6), (6, 1)):
-        rows, columns, error = nearest_kronecker(covariance, p, n)
-        np.testing.assert_allclose(np.kron(rows, columns), covariance, atol=1e-14)
-        assert error < 1e-14
 
 
 def test_matrix_normal_recovers_the_factors(factors):
     # Standard error of a variance from N n = 6,000 values is 2 %; 10 % has a false-alarm rate below 1e-5.
     w = sample(np.random.default_rng(5), 2000, *factors)
-    fit = matrix_normal(w)
+    fit = tensor_normal(w)
     assert fit.converged
-    assert np.trace(fit.columns) == pytest.approx(3, rel=1e-12)
-    np.testing.assert_allclose(fit.rows, factors[0], atol=0.1 * np.diag(factors[0]).max())
-    np.testing.assert_allclose(fit.columns, factors[1], atol=0.1 * np.diag(factors[1]).max())
+    assert np.trace(fit.factors[1]) == pytest.approx(3, rel=1e-12)
+    np.testing.assert_allclose(fit.factors[0], factors[0], atol=0.1 * np.diag(factors[0]).max())
+    np.testing.assert_allclose(fit.factors[1], factors[1], atol=0.1 * np.diag(factors[1]).max())
 
 
 def test_matrix_normal_is_a_maximum(factors):
     rng = np.random.default_rng(6)
     w = sample(rng, 40, *factors)
-    fit = matrix_normal(w, tolerance=1e-14)
-    best = naive.flip_flop_log_likelihood(w, fit.rows, fit.columns)
+    fit = tensor_normal(w, tolerance=1e-14)
+    best = flip_flop_log_likelihood(w, fit.factors[0], fit.factors[1])
     for _ in range(100):
-        step = [m @ (np.eye(len(m)) + 0.02 * rng.standard_normal(m.shape)) for m in (fit.rows, fit.columns)]
+        step = [m @ (np.eye(len(m)) + 0.02 * rng.standard_normal(m.shape)) for m in (fit.factors[0], fit.factors[1])]
         rows, columns = ((m + m.T) / 2 for m in step)
-        assert naive.flip_flop_log_likelihood(w, rows, columns) < best
+        assert flip_flop_log_likelihood(w, rows, columns) < best
 
 
 def test_matrix_normal_does_not_depend_on_order_and_conjugates(factors):
     rng = np.random.default_rng(7)
     w = sample(rng, 60, *factors)
-    fit, shuffled = matrix_normal(w), matrix_normal(rng.permutation(w))
-    np.testing.assert_allclose(shuffled.rows, fit.rows, rtol=1e-10, atol=1e-12)
+    fit, shuffled = tensor_normal(w), tensor_normal(rng.permutation(w))
+    np.testing.assert_allclose(shuffled.factors[0], fit.factors[0], rtol=1e-10, atol=1e-12)
     # Permuting hidden units conjugates the covariance between rows.
     order = rng.permutation(5)
-    permuted = matrix_normal(w[:, order])
-    np.testing.assert_allclose(permuted.rows, fit.rows[np.ix_(order, order)], atol=1e-8)
-    np.testing.assert_allclose(permuted.columns, fit.columns, atol=1e-8)
-    transposed = matrix_normal(w.transpose(0, 2, 1), tolerance=1e-14)
-    both = np.kron(transposed.columns, transposed.rows)
-    exact = matrix_normal(w, tolerance=1e-14)
-    np.testing.assert_allclose(both, np.kron(exact.rows, exact.columns), atol=1e-6)
+    permuted = tensor_normal(w[:, order])
+    np.testing.assert_allclose(permuted.factors[0], fit.factors[0][np.ix_(order, order)], atol=1e-8)
+    np.testing.assert_allclose(permuted.factors[1], fit.factors[1], atol=1e-8)
+    transposed = tensor_normal(w.transpose(0, 2, 1), tolerance=1e-14)
+    both = np.kron(transposed.factors[1], transposed.factors[0])
+    exact = tensor_normal(w, tolerance=1e-14)
+    np.testing.assert_allclose(both, np.kron(exact.factors[0], exact.factors[1]), atol=1e-6)
 
 
-def test_bad_input(factors):
+def test_too_few_or_dependent_matrices(factors):
     rng = np.random.default_rng(8)
     with pytest.raises(DataError, match="expected more matrices, found 1"):
-        matrix_normal(rng.standard_normal((1, 5, 3)))
+        tensor_normal(rng.standard_normal((1, 5, 3)))
     dependent = rng.standard_normal((50, 4, 3))
     dependent[:, 3] = dependent[:, 0]
     with pytest.raises(DataError, match="too few matrices for an estimate"):
-        matrix_normal(dependent)
-    with pytest.raises(DataError, match=r"expected a covariance \(12, 12\)"):
-        nearest_kronecker(np.eye(11), 4, 3)
-    with pytest.raises(DataError, match="expected a covariance other than zero"):
-        nearest_kronecker(np.zeros((12, 12)), 4, 3)
+        tensor_normal(dependent)

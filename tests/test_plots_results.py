@@ -124,14 +124,6 @@ def test_stripes_need_rows_that_differ() -> None:
             plots.stripe_ratios(rows)
 
 
-def test_ratio_ticks_are_round_and_include_one() -> None:
-    for low, high in ((0.9, 1.1), (0.4, 2), (0.01, 3), (0.5, 1e5), (1e-4, 1e4)):
-        ticks = plots.forests._ratio_ticks(low, high)
-        assert 1.0 in ticks
-        assert len(ticks) <= 9
-        assert ticks == sorted(ticks)
-
-
 def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
     ax = plots.heldout_scores(SCORES)
     names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]

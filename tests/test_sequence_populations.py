@@ -367,8 +367,8 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
         ),
         ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
         ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
-        ({"training__mixup": 0.5}, "training.mixup: of images"),
-        ({"training__precision": "bfloat16"}, "training.precision: of images"),
+        ({"training__mixup": 0.5}, "training.mixup applies to images"),
+        ({"training__precision": "bfloat16"}, "training.precision applies to images"),
         ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
         (
             {"network": NETWORKS["transformer"] | {"context": 20}},

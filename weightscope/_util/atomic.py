@@ -65,11 +65,7 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Check that a file can be written at `path`, by creating a temporary one beside it and removing it.
-
-    Raises:
-        WeightscopeError: if it cannot.
-    """
+    """Check that a file can be written at `path`, by creating a temporary one beside it and removing it."""
     with _one_line(Path(path), "change permissions, or name another place"):
         temporary, file = _open_temporary(Path(path))
         file.close()
@@ -90,9 +86,6 @@ def create(path: Path, data: bytes) -> bool:
     """Write a new file atomically; returns whether it is new. An existing file is left as it is.
 
     Of several processes that create one path at the same time, one succeeds.
-
-    Raises:
-        WeightscopeError: if it cannot be written.
     """
     try:
         with replacing(path, new=True) as file:
@@ -103,11 +96,7 @@ def create(path: Path, data: bytes) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents durably.
-
-    Raises:
-        WeightscopeError: if they cannot be created.
-    """
+    """Create a folder and its parents durably."""
     new = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -118,12 +107,7 @@ def make_folder(path: Path) -> None:
 
 
 def sweep(folder: Path, pattern: str = f".*{_SUFFIX}") -> list[Path]:
-    """Remove abandoned temporary files in `folder`; returns their paths.
-
-    Args:
-        folder: which one.
-        pattern: of the names; the default suits folders that only weightscope writes to.
-    """
+    """Remove abandoned temporary files in `folder`, by default one that only weightscope writes to; their paths."""
     swept = []
     for path in sorted(folder.glob(pattern)):
         # Removed meanwhile, or the file of another user in a folder such as /tmp.

@@ -8,11 +8,7 @@ from weightscope.errors import UsageError
 
 
 def number(name: str, value: Any, *, least: float = -math.inf, most: float = math.inf) -> float:
-    """`value` as a finite float in [least, most].
-
-    Raises:
-        UsageError: if it is not a number or out of range; names the argument.
-    """
+    """`value` as a finite float in [least, most]; raises UsageError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UsageError(f"{name}: expected a finite number, found {value!r}")
     if not least <= value <= most:

@@ -30,11 +30,7 @@ def unwrapped(name: str) -> str:
 
 
 def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> list[str]:
-    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence.
-
-    Raises:
-        UsageError: if there are none, or one is empty or not a string.
-    """
+    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence."""
     parts = pattern.split(",") if isinstance(pattern, str) else list(pattern)
     if not parts or not all(isinstance(p, str) and p.strip() for p in parts):
         raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {pattern!r}")
@@ -42,11 +38,7 @@ def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> li
 
 
 def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:
-    """The names that match any of the patterns, in the order of `names`.
-
-    Raises:
-        UsageError: if one of the patterns matches no name; lists the names, the nearest first.
-    """
+    """The names that match any of the patterns, in their order; UsageError if a pattern matches none."""
     names, patterns = list(names), split_patterns(pattern, argument)
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):

@@ -43,15 +43,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self.details: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str, **details: Any) -> Callable[[T], T]:
-        """A decorator that registers a function or class under `name`.
-
-        Args:
-            name: unique among those of this kind.
-            details: what `weightscope list` shows beside it, such as `source="thesis 3.2"`.
-
-        Raises:
-            ValueError: if the name is already registered for another object.
-        """
+        """A decorator that registers a function or class; `weightscope list` shows the details beside its name."""
 
         def decorate(item: T) -> T:
             if self._entries.get(name, item) is not item:
@@ -77,11 +69,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._entries)
 
     def find(self, wanted: Any) -> T:
-        """The object for a registered name or a reference `"package.module:name"`; other objects unchanged.
-
-        Raises:
-            UsageError: if the name is unknown or the reference cannot be imported.
-        """
+        """The object for a registered name or a reference `"package.module:name"`; other objects unchanged."""
         if not isinstance(wanted, str):
             return wanted
         return imported(wanted) if is_reference(wanted) else self[wanted]
@@ -99,11 +87,7 @@ def underscored(wanted: Any) -> Any:
 
 
 def imported(reference: str) -> Any:
-    """Import `"package.module:name"`; the working directory is searched, too.
-
-    Raises:
-        UsageError: if the module cannot be imported or does not have this name.
-    """
+    """Import `"package.module:name"`; the working directory is searched, too."""
     if reference in _passed:
         return _passed[reference]
     module_name, _, path = reference.partition(":")
@@ -124,9 +108,8 @@ def imported(reference: str) -> Any:
 def reference_to(item: Any) -> str:
     """`"package.module:name"` for a function or class, such that `imported` gives it back in this process.
 
-    Raises:
-        UsageError: if the object is anonymous, such as a lambda or a `functools.partial`, or depends on values that
-            its source does not show: variables of the function around it, or the object of a bound method.
+    UsageError if it is anonymous (a lambda, a `functools.partial`), or depends on values that its source does not show:
+    variables of the function around it, or the object of a bound method.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if not module or not name or "<lambda>" in name:
@@ -155,17 +138,10 @@ def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
 
 
 def source_hash(item: Any, reference: str = "") -> str:
-    """16 hex digits of the sha256 of the source of a function or class.
-
-    Args:
-        item: a function or class, or another object with a `reference`, whose module is hashed then.
-        reference: `"package.module:name"` of the object.
+    """16 hex digits of the sha256 of the source of a function or class, or of the module of another object.
 
     For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
     notebook, only the function.
-
-    Raises:
-        UsageError: if the source cannot be read.
     """
     if reference in _hashes:
         return _hashes[reference]
@@ -216,29 +192,17 @@ def _working_directory_importable() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function after its first, positional one.
+    """The parameters of a function after its first, positional one."""
 
-    Attributes:
-        name: of the function, for error messages.
-        defaults: parameter -> default, `REQUIRED` where it has none.
-        open: whether it takes any other parameter, too (`**parameters`).
-        text: the parameters as they are written, for error messages.
-        positional: whether the first parameter can be passed by position.
-    """
-
-    name: str
-    defaults: dict[str, Any]
-    open: bool
-    text: str
-    positional: bool
+    name: str  # of the function, for error messages
+    defaults: dict[str, Any]  # parameter -> default, `REQUIRED` where it has none
+    open: bool  # whether it takes any other parameter, too (`**parameters`)
+    text: str  # the parameters as they are written, for error messages
+    positional: bool  # whether the first parameter can be passed by position
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> "Signature":
-        """Read a function's signature.
-
-        Raises:
-            UsageError: if it has none, as some functions written in C.
-        """
+        """Read a function's signature; UsageError if it has none, as some functions written in C."""
         try:
             found = list(inspect.signature(function).parameters.values())
         except ValueError as error:
@@ -250,11 +214,7 @@ class Signature:
         return cls(name, named, any_name, ", ".join(map(str, found)), bool(first))
 
     def require(self, given: Mapping[str, Any]) -> None:
-        """Check that every required parameter is given.
-
-        Raises:
-            UsageError: naming those that are missing.
-        """
+        """Check that every required parameter is given."""
         missing = [key for key, default in self.defaults.items() if default is REQUIRED and key not in given]
         if missing:
             raise UsageError(f"{self.name}: missing {', '.join(missing)}")
@@ -266,11 +226,7 @@ def label_of(item: Any) -> str:
 
 
 def distribute(signatures: Sequence[Signature], given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each function's share of the given parameters.
-
-    Raises:
-        UsageError: if no function has a parameter of that name (names the nearest one), or several have.
-    """
+    """Each function's share of the given parameters."""
     shares: list[dict[str, Any]] = [{} for _ in signatures]
     joined = "+".join(signature.name for signature in signatures)
     for key, value in given.items():

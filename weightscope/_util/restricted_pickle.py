@@ -45,17 +45,11 @@ _ERRORS = (
 
 @dataclass
 class Call:
-    """A function named in a pickle with its arguments, not called.
+    """A function named in a pickle with its arguments, not called."""
 
-    Attributes:
-        name: `module function`.
-        arguments: what it would be called with; None for the bare function.
-        state: what would be given to the result's `__setstate__`.
-    """
-
-    name: str
-    arguments: tuple[Any, ...] | None = None
-    state: Any = None
+    name: str  # `module function`
+    arguments: tuple[Any, ...] | None = None  # None for the bare function
+    state: Any = None  # what would be given to the result's `__setstate__`
 
 
 class Entries(dict[Any, Any]):
@@ -73,12 +67,7 @@ class _Handlers(dict[int, Callable[..., None]]):
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Builds data; subclasses may interpret calls, states and persistent ids.
-
-    Args:
-        file: the pickle; left at its end.
-        allowed: names of the functions that may be named, each as `module function`.
-    """
+    """Builds data; `allowed` are the functions that may be named. Subclasses may interpret calls, states, ids."""
 
     # Of the base class, whose types typeshed does not state.
     stack: list[Any]
@@ -136,11 +125,7 @@ class DataUnpickler(pickle._Unpickler):
 
 
 def run(unpickler: DataUnpickler, where: str) -> Any:
-    """The value of a pickle.
-
-    Raises:
-        DataError: if it is no pickle, or does anything but build data; with `where`.
-    """
+    """The value of a pickle; DataError if it does anything but build data."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
@@ -151,16 +136,7 @@ def run(unpickler: DataUnpickler, where: str) -> Any:
 
 
 def loads(raw: bytes, where: str, allowed: frozenset[str]) -> Any:
-    """The value that a pickle describes, with `Call`s in place of calls.
-
-    Args:
-        raw: the pickle.
-        where: name of its file, for errors.
-        allowed: names of the functions that may be named, each as `module function`.
-
-    Raises:
-        DataError: as `run`.
-    """
+    """The value that a pickle describes, with `Call`s in place of calls to the `allowed` functions."""
     return run(DataUnpickler(io.BytesIO(raw), allowed), where)
 
 
@@ -177,15 +153,10 @@ NUMPY_ARRAY = frozenset(
 
 
 def uint8_array(value: Any, where: str) -> np.ndarray:
-    """The uint8 array that a pickle's `Call` describes.
+    """The uint8 array that a `Call` of `loads` describes.
 
-    Args:
-        value: from `loads`, as NumPy pickles an array: `_reconstruct(ndarray, (0,), b'b')` with the state
-            `(version, shape, dtype, fortran order, bytes)`.
-        where: name of its file, for errors.
-
-    Raises:
-        DataError: if it describes something else.
+    NumPy pickles it as `_reconstruct(ndarray, (0,), b'b')` with the state `(version, shape, dtype, fortran order,
+    bytes)`.
     """
     match value:
         case Call(name, _, (int(), tuple(shape), Call("numpy dtype", (str(kind), *_)), fortran, data)) if (

@@ -28,15 +28,7 @@ def is_population(source: object) -> bool:
 
 
 def population_member(source: object) -> tuple[Path, int] | None:
-    """`(PATH, k)` of the text `"PATH::k"`, network k of the population in folder PATH; None for anything else.
-
-    Raises:
-        UsageError: if what follows the colons is not an index.
-
-    Example:
-        >>> population_member("digits.pop::3")
-        (PosixPath('digits.pop'), 3)
-    """
+    """`(PATH, k)` of the text `"PATH::k"`, network k of the population in folder PATH; None for anything else."""
     path, colons, index = str(source).rpartition("::") if isinstance(source, str | Path) else ("", "", "")
     if not colons or not is_population(path):
         return None
@@ -46,24 +38,14 @@ def population_member(source: object) -> tuple[Path, int] | None:
 
 
 class ShippedRecipe(NamedTuple):
-    """One recipe of the package.
-
-    Attributes:
-        path: its TOML file.
-        about: the first line of the comment at its top.
-    """
+    """One recipe of the package."""
 
     path: Path
-    about: str
+    about: str  # the first line of the comment at its top
 
 
 def recipes() -> dict[str, ShippedRecipe]:
-    """The recipes that are part of the package, by name.
-
-    Example:
-        >>> recipes()["digits-convnext"].about
-        'Tiny ConvNeXts on scikit-learn's handwritten digits, ...'
-    """
+    """The recipes that are part of the package, by name."""
     found = {}
     for path in sorted(_RECIPES.glob("*.toml"), key=lambda path: path.stem):
         with path.open(encoding="utf-8") as file:
@@ -73,13 +55,7 @@ def recipes() -> dict[str, ShippedRecipe]:
 
 
 def recipe_path(source: str | Path) -> Path:
-    """The file of a recipe, given by its path or by the name of a recipe of the package.
-
-    A path wins over a name. A path is not checked; reading the file does that.
-
-    Raises:
-        RecipeError: if there is no such file and no recipe of that name.
-    """
+    """The file of a recipe, given by its path, which is not checked, or by the name of a recipe of the package."""
     path = Path(source)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
@@ -92,11 +68,7 @@ def recipe_path(source: str | Path) -> Path:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """A regular file, open for reading in binary.
-
-    Raises:
-        OSError: if it cannot be opened, or is a pipe, a socket or a device.
-    """
+    """A regular file, open for reading in binary; OSError if it is a pipe, a socket or a device, or unreadable."""
     # Without O_NONBLOCK, opening a pipe without a writer would wait.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
@@ -108,15 +80,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_regular(path: str | Path, most: int) -> bytes:
-    """The bytes of a regular file.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
-
-    Raises:
-        OSError: as `open_regular`, or if the file is larger.
-    """
+    """The bytes of a regular file; OSError if it has more than `most`."""
     with open_regular(path) as file:
         data = file.read(most + 1)
         if len(data) > most:

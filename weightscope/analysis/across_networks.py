@@ -138,9 +138,6 @@ class PopulationCovariance(Result):
             path: a .png, .pdf or .svg file to write; None to return the figure only.
             means: average over hidden units, which shows stripes that the noise of single entries hides. None: where
                 stripe ratios were computed, or single entries do not fit into the picture.
-
-        Raises:
-            UsageError: if the suffix of the path is another one.
         """
         from weightscope import plots
 
@@ -173,9 +170,6 @@ class PopulationCovariance(Result):
         """Write `matrix`, `mean`, and the blocks' `names` and `stops` as an .npz file.
 
         A matrix that was computed on disk (`file=...`) is already in that file, and nothing is written.
-
-        Raises:
-            UsageError: if the file's name does not end in .npz.
         """
         if isinstance(self.matrix, np.memmap):
             return

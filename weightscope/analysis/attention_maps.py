@@ -152,9 +152,6 @@ class AttentionMaps(Result):
         """Mean weight by relative position, (L, H, 2 rows - 1, 2 columns - 1); the middle is the token itself.
 
         Entry (dy, dx) is the mean of `maps[(y, x), (y + dy, x + dx)]` over the patch tokens for which it exists.
-
-        Raises:
-            DataError: if layers have different numbers of heads.
         """
         rows, columns, prefix = self.tokens.rows, self.tokens.columns, self.tokens.prefix
         maps = _stack([layer.maps for layer in self.layers])
@@ -249,10 +246,6 @@ class AttentionMaps(Result):
             kind: `"maps"`, or `"expected"` for Eq. 3.19: layers across, heads down; `"offsets"` the same by relative
                 position; `"ranks"`: stable ranks against the layer.
             title: instead of the finding in numbers.
-
-        Raises:
-            UsageError: for an unknown kind, `"ranks"` of sequences, or if there is no position table for Eq. 3.19.
-            DataError: if layers have different numbers of heads.
         """
         from weightscope import plots
 

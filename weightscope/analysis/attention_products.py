@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
-from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope.analysis.attention_reading import AttentionReader, gain_before, mean_rotation, name_of
 from weightscope.anatomy import AttentionPart, SSMPart
 from weightscope.anatomy.attention_modules import layer_scale
@@ -246,9 +246,6 @@ class ProductsResult(Result):
             values: in the grid, W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`.
             source: label of a single model to draw.
             title: instead of the finding.
-
-        Raises:
-            UsageError: for an unknown view or model, or if no corners were kept (`clip=None`).
         """
         from weightscope import plots
 
@@ -279,61 +276,46 @@ class ProductsResult(Result):
         text = f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}"
         if info.bytes_read:
             text += f", read {info.bytes_read / 1e6:,.1f} MB"
-        head = ("layer", "QK beta", "lowest", "highest", "alpha", "heads > 0", "VO beta", "alpha", "rank", "z")
-        layers = dict.fromkeys((r["layer"], r["kind"]) for r in self.select("qk", info.label))
-        rows = [self._cells(info.label, layer, kind) for layer, kind in layers]
-        tables = [text_table(head, rows, left=())] if rows else []
-        if info.state_spaces:
-            tables.append(self._state_spaces(info.label))
-        return "\n".join([text, *tables, self.finding(info.label)])
-
-    def _state_spaces(self, label: str) -> str:
-        head = ("layer", "CB beta", "lowest", "highest", "alpha", "groups > 0", "rank", "z")
-        rows = []
-        for layer in dict.fromkeys(row["layer"] for row in self.select("cb", label)):
-            found = [row for row in self.select("cb", label) if row["layer"] == layer and row["finite"]]
-            if not found:
-                rows.append([f"{layer}", "not finite", *[""] * 6])
-                continue
-            beta, alpha, z, rank = ([row[key] for row in found] for key in ("beta", "alpha", "z", "effective_rank"))
-            counted = f"{sum(b > 0 for b in beta)} of {len(beta)}"
-            cells = map(_number, (float(np.mean(beta)), min(beta), max(beta), float(np.mean(alpha))))
-            rows.append([f"{layer}", *cells, counted, f"{np.mean(rank):.0f}", f"{np.mean(z):+.1f}"])
-        return text_table(head, rows, left=())
-
-    def _cells(self, label: str, layer: int, kind: str) -> Sequence[str]:
-        def rows(part: Part, layers: bool) -> list[Row]:
-            found = self.select(part, label, layers=layers)
-            return [row for row in found if (row["layer"], row["kind"]) == (layer, kind) and row["finite"]]
-
-        qk, vo = rows("qk", layers=False), rows("vo", layers=True)
-        name = f"{layer}" if kind == "self" else f"{layer} cross"
-        beta = [row["beta"] for row in qk]
-        cells = [name, *["not finite", "", "", "", ""]]
-        if qk:
-            alpha = float(np.mean([row["alpha"] for row in qk]))
-            counted = f"{sum(b > 0 for b in beta)} of {len(qk)}"
-            cells = [name, *map(_number, (float(np.mean(beta)), min(beta), max(beta), alpha)), counted]
-        if not vo:
-            return [*cells, "not finite", "", "", ""]
-        z = "" if vo[0]["z"] is None else f"{vo[0]['z']:+.1f}"
-        rank = "" if vo[0]["effective_rank"] is None else f"{vo[0]['effective_rank']:.0f}"
-        return [*cells, _number(vo[0]["beta"]), _number(vo[0]["alpha"]), rank, z]
+        lines = [text]
+        parts: tuple[tuple[Part, str], ...] = (("qk", "heads"), ("cb", "groups"))
+        for part, counted in parts:
+            columns = {"layer": "{layer}", f"{part.upper()} beta": "{beta:.4g}", "lowest": "{lowest:.4g}"}
+            columns |= {"highest": "{highest:.4g}", "alpha": "{alpha:.4g}", f"{counted} > 0": "{positive}"}
+            columns |= {"VO beta": "{vo_beta:.4g}", "VO alpha": "{vo_alpha:.4g}"} if part == "qk" else {}
+            columns |= {"rank": "{rank:.0f}", "z": "{z:+.1f}"}
+            table = []
+            mine, whole = self.select(part, info.label), self.select("vo", info.label, layers=True)
+            for place in dict.fromkeys((row["layer"], row["kind"]) for row in mine):
+                here, layer = ([r for r in rows if (r["layer"], r["kind"]) == place] for rows in (mine, whole))
+                row = {"layer": f"{place[0]}{' cross' * (place[1] == 'cross')}"} | _means(here)
+                if part == "qk":  # rank and z are those of VO
+                    vo = _means(layer)
+                    row |= {"vo_beta": vo.get("beta"), "vo_alpha": vo.get("alpha")}
+                    row |= {"rank": vo.get("rank"), "z": vo.get("z")}
+                table.append(row)
+            lines += [row_table(columns, table, left=())] * bool(table)
+        return "\n".join([*lines, self.finding(info.label)])
 
     def _comparison(self) -> str:
-        head = ("mean over", "QK beta", "alpha", "heads > 0", "VO beta", "alpha", "layers < 0")
-        rows = []
-        for info in self.sources:
-            qk, vo = self.count("qk", info.label), self.count("vo", info.label, layers=True)
-            cells = [info.label, _number(qk.beta), _number(qk.alpha), f"{qk.positive} of {qk.n}"]
-            rows.append([*cells, _number(vo.beta), _number(vo.alpha), f"{vo.negative} of {vo.n}"])
-        return text_table(head, rows)
+        columns = {"mean over": "{label}", "QK beta": "{qk.beta:.4g}", "alpha": "{qk.alpha:.4g}"}
+        columns |= {"heads > 0": "{qk.positive} of {qk.n}", "VO beta": "{vo.beta:.4g}", "VO alpha": "{vo.alpha:.4g}"}
+        columns |= {"layers < 0": "{vo.negative} of {vo.n}"}
+        labels = [info.label for info in self.sources]
+        counts = [(label, self.count("qk", label), self.count("vo", label, layers=True)) for label in labels]
+        return row_table(columns, [{"label": label, "qk": qk, "vo": vo} for label, qk, vo in counts])
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 or value == 0 else f"{value:.2e}"
+def _means(rows: Sequence[Row]) -> dict[str, Any]:
+    """Means over the finite products, and the range of beta; empty without any."""
+    finite = [row for row in rows if row["finite"]]
+    if not finite:
+        return {}
+    beta = [row["beta"] for row in finite]
+    out = {"beta": float(np.mean(beta)), "lowest": min(beta), "highest": max(beta)}
+    for name, key in (("alpha", "alpha"), ("rank", "effective_rank"), ("z", "z")):
+        known = [row[key] for row in finite if row[key] is not None]
+        out[name] = float(np.mean(known)) if known else math.nan
+    return out | {"positive": f"{sum(b > 0 for b in beta)} of {len(beta)}"}
 
 
 # --- computing -------------------------------------------------------------------------------------------------------

@@ -47,25 +47,7 @@ class _Cached(Mapping[str, Tensor]):
 
 
 class AttentionReader:
-    """One model, its self-attention and its state-space layers.
-
-    Args:
-        source: as for `weightscope.population.open_network`, or an anatomy `NamedTensors`.
-        config: the model's config, for sources without one.
-        layers: indices of layers; None for all.
-        cross: include cross-attention between streams of equal width.
-
-    Attributes:
-        tensors: of the model.
-        checkpoint: None for a model in memory.
-        parts: attention modules, in order.
-        state_spaces: state-space layers, in order.
-        skipped: name of an attention module -> why it is left out.
-
-    Raises:
-        AnatomyError: if the model has no such attention and no state-space layer.
-        UsageError: if a layer does not exist.
-    """
+    """One model, its self-attention and its state-space layers."""
 
     def __init__(self, source: Any, config: Mapping[str, Any] | None, layers: Any, cross: bool) -> None:
         source = open_network(source)
@@ -131,11 +113,7 @@ _POST_NORM = {"bart", "bert", "distilbert", "marian", "fsmt", "blenderbot-small"
 
 
 def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tensor | None]:
-    """Gain (d,) and shift (d,) or None of the normalisation whose output an attention module reads; float64.
-
-    Raises:
-        AnatomyError: if there is no such normalisation, or it cannot be identified.
-    """
+    """Gain (d,) and shift (d,) or None of the normalisation whose output an attention module reads; float64."""
     block = part.name.rpartition(".")[0]
     kind = source.hint(part.name, ("model_type",), str)
     for parent in (block, block.rpartition(".")[0]):
@@ -180,9 +158,6 @@ def mean_rotation(source: NamedTensors, part: AttentionPart, positions: range) -
     A query at position m and a key at n give `q R(m - n) k^T`; in the plane of channels (i, j) that turns with
     frequency w, R(t) is [[cos wt, sin wt], [-sin wt, cos wt]]. The mean is over t in `positions`, and over -t as well
     for a model that is not causal.
-
-    Raises:
-        AnatomyError: if the model's rotation is unknown.
     """
     k, kind = part.head_width, source.hint(part.name, ("model_type",), str)
     scaling = source.hint(part.name, ("rope_parameters", "rope_scaling"), dict) or {}

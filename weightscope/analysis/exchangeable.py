@@ -107,9 +107,6 @@ class ExchangeableCovariance(Result):
         Args:
             path: a .png, .pdf or .svg file; None only returns the axes.
             groups: of the type; by default that of one group with the most copies, the residual channels.
-
-        Raises:
-            UsageError: if there is no such type.
         """
         from weightscope import plots
 

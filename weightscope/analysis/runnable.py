@@ -32,15 +32,11 @@ def runnable_transformer(source: str | Path, network: int | None = None) -> tupl
     Args:
         source: a population, or a folder of transformers: config.json and model.safetensors.
         network: index of a population's network; None for the first.
-
-    Raises:
-        DataError: if the folder cannot be read as a model.
-        UsageError: if it is neither, transformers is not installed, or `network` is given for a folder.
     """
     if is_population(source):
         return population_in(source).network(network or 0), ""
     if network is not None:
-        raise UsageError("network: expected a population with it, found a folder of one model")
+        raise UsageError("network: this source is a single model; the option applies to populations")
     folder = Path(source)
     if not (folder / "config.json").is_file():
         raise UsageError(
@@ -96,10 +92,6 @@ def images_for(
         count: B.
         size: S in pixels; None for the population's, or the one in the config.
         root: folder searched first for the data set.
-
-    Raises:
-        DataError: if the data set cannot be read.
-        UsageError: if a size or a name is given for a population, whose recipe says both.
     """
     if is_population(source):
         if name is not None or size is not None:
@@ -132,21 +124,11 @@ _MOST_BYTES = 1 << 24  # of a file of tokens
 
 
 def runnable_sequence_model(source: str | Path, network: int | None = None) -> nn.Module:
-    """A network that takes tokens: of a population, rebuilt from a checkpoint of Mamba or Mamba-2, or a Transformer.
-
-    Args:
-        source: a population; a file or folder of weights, or `hf://org/name`; of a Transformer a folder of
-            transformers.
-        network: index of a population's network; None for the first.
-
-    Raises:
-        AnatomyError: if a checkpoint has no state-space layer, and is no folder of transformers.
-        UsageError: if `network` is given for a checkpoint.
-    """
+    """A network that takes tokens: of a population, rebuilt from a checkpoint of Mamba or Mamba-2, or a Transformer."""
     if is_population(source):
         return population_in(source).network(network or 0)
     if network is not None:
-        raise UsageError("network: expected a population with it, found one model")
+        raise UsageError("network: this source is a single model; the option applies to populations")
     if (Path(source) / "config.json").is_file() and not find_state_spaces(named_tensors(source)):
         return runnable_transformer(source)[0]
     return rebuilt(source)
@@ -165,11 +147,6 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
             such as "copy:20", whose vocabulary is the network's.
         network: with an embedding of the tokens.
         count: B, for a task.
-
-    Raises:
-        DataError: if a file is not of this form.
-        UsageError: if there is no such file or task, the task needs another vocabulary, its sequences are too long for
-            maps, or the network has no embedding of tokens.
 
     Example:
         >>> tokens_for("copy:20", Mamba(32, 16, 2), 4).shape
@@ -196,12 +173,7 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
 
 
 def held_out(source: str | Path, count: int = 64, root: str | Path | None = None) -> Tensor:
-    """The first `count` held-out sequences (B, n) of a population's recipe, at its training length.
-
-    Raises:
-        DataError: if its text is missing or damaged.
-        UsageError: if the recipe has images.
-    """
+    """The first `count` held-out sequences (B, n) of a population's recipe, at its training length."""
     config = population_in(source).recipe.data
     if config.what != "sequences":
         raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has {config.what}")

@@ -127,17 +127,7 @@ _EMBEDDING = "backbone.embeddings.weight"
 
 
 def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
-    """A `Mamba` or `Mamba2` with a model's weights; sizes are those of its tensors.
-
-    Args:
-        model: as for `anatomy`: a module, a mapping of tensors, a `Checkpoint`, a path or `hf://org/name`; with the
-            names of `MambaForCausalLM`, `Mamba2ForCausalLM`, their base models, or mamba_ssm. The output projection is
-            the embedding unless there is another.
-        config: the model's config, for a mapping.
-
-    Raises:
-        AnatomyError: if it has no state-space layer, or layers or tensors of other kinds.
-    """
+    """A `Mamba` or `Mamba2` with a model's weights; sizes are those of its tensors."""
     tensors = named_tensors(model, config)
     parts = ssms(tensors)
     ours = {_our_name(name): name for name in tensors.names}
@@ -234,11 +224,7 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
 
 
 def check_size(sequences: int, tokens: int) -> None:
-    """Refuse tokens (B, n) whose maps, B n^2 numbers for a channel, would not fit into memory.
-
-    Raises:
-        UsageError: naming the largest n.
-    """
+    """Refuse tokens (B, n) whose maps, B n^2 numbers for a channel, would not fit into memory."""
     if sequences * tokens * tokens > _MOST:
         raise UsageError(
             f"tokens: expected at most {math.isqrt(_MOST // sequences)} in a sequence for maps of B = {sequences}, "
@@ -276,11 +262,7 @@ def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, e
 
 
 def channel_maps(selected: Selected) -> Tensor:
-    """M_d of every channel, (B, p, n, n); see `state_space_maps`.
-
-    Args:
-        selected: of a mixer, `mixer.select(x)`.
-    """
+    """M_d of every channel, (B, p, n, n); see `state_space_maps`."""
     return torch.cat([maps for _, maps, _ in _chunks(selected)], 1)
 
 

@@ -220,11 +220,7 @@ class NetworkCovariances(Result):
     unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, label: str, group: str | None = None) -> list[Layer]:
-        """The layers of one network (and one group of matrices).
-
-        Raises:
-            UsageError: if there is no network of that label.
-        """
+        """The layers of one network (and one group of matrices)."""
         choice("label", label, self.labels)
         return _selected(self.layers, label, group)
 
@@ -327,9 +323,6 @@ class NetworkCovariances(Result):
                 depth; `"samples"`, the filters (thesis Fig. 2.4-2.6). By default maps of one network and the depth
                 of several.
             title: instead of the finding.
-
-        Raises:
-            UsageError: for an unknown picture, samples that are not images, or if no covariance was kept.
         """
         from weightscope import plots
 
@@ -344,11 +337,7 @@ class NetworkCovariances(Result):
         return figure
 
     def save_matrix(self, path: str | Path) -> None:
-        """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept.
-
-        Raises:
-            UsageError: if the file's name does not end in .npz.
-        """
+        """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept."""
         if Path(path).suffix != ".npz":
             raise UsageError(f"expected a file name that ends in .npz, found {path}")
         arrays: dict[str, Any] = {}
@@ -389,11 +378,7 @@ _MATRIX_CURVES = (
 
 
 def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
-    """The covariances in block form (thesis Fig. 3.1).
-
-    Raises:
-        UsageError: if no covariance was kept.
-    """
+    """The covariances in block form (thesis Fig. 3.1)."""
     from weightscope import plots
 
     large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in layers if _unkept(x)})
@@ -406,11 +391,7 @@ def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
 
 
 def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
-    """Some of the filters or patches (thesis Fig. 2.4-2.6).
-
-    Raises:
-        UsageError: if samples are rows or columns, not images.
-    """
+    """Some of the filters or patches (thesis Fig. 2.4-2.6)."""
     from weightscope import plots
 
     if all(x.focus is None for x in layers):

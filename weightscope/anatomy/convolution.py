@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -23,8 +22,8 @@ _STAGES = (
 
 
 @dataclass(frozen=True, eq=False)
-class DepthwisePart:
-    """One depthwise convolution, groups == channels.
+class DepthwisePart(OneTensor):
+    """One depthwise convolution, groups == channels; `read` and `write` take filters (C, kh, kw).
 
     Attributes:
         layer: position among the depthwise layers (of this `ndim`) of the model, from 0.
@@ -49,9 +48,8 @@ class DepthwisePart:
     _tensor: str = field(repr=False)
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the tensors that `read` and `write` touch."""
-        return (self._tensor,)
+    def _shape(self) -> tuple[int, ...]:
+        return (self.channels, *self.kernel)
 
     @property
     def square(self) -> bool:
@@ -65,14 +63,6 @@ class DepthwisePart:
         if self.ndim != 2:
             return f"two-dimensional filters, found {self.ndim}-D of size {kw}"
         return f"square filters of odd size, found {kh} x {kw}"
-
-    def read(self) -> Tensor:
-        """A copy of the filters (C, kh, kw), float32 or better."""
-        return exact_float(self._tensors.get(self._tensor)).reshape(self.channels, *self.kernel)
-
-    def write(self, value: Tensor) -> None:
-        """Write filters (C, kh, kw) in place; the exact inverse of `read`."""
-        put(self._tensors, self._tensor, value, (self.channels, *self.kernel))
 
 
 def find(tensors: NamedTensors) -> list[DepthwisePart]:

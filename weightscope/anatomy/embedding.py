@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, exact_float, put
+from weightscope.anatomy.tensors import NamedTensors, OneTensor
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -26,8 +26,8 @@ _TOKENS = re.compile(
 
 
 @dataclass(frozen=True, eq=False)
-class PatchEmbedding:
-    """The convolution that turns patches of an image into tokens.
+class PatchEmbedding(OneTensor):
+    """The convolution that turns patches of an image into tokens; `read` and `write` take weights (d, c, kh, kw).
 
     Attributes:
         name: path of the convolution.
@@ -44,22 +44,13 @@ class PatchEmbedding:
     _tensor: str = field(repr=False)
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the tensors that `read` and `write` touch."""
-        return (self._tensor,)
-
-    def read(self) -> Tensor:
-        """A copy of the weights (d, c, kh, kw), float32 or better."""
-        return exact_float(self._tensors.get(self._tensor))
-
-    def write(self, value: Tensor) -> None:
-        """Write weights (d, c, kh, kw) in place; the exact inverse of `read`."""
-        put(self._tensors, self._tensor, value, (self.width, self.channels, *self.patch))
+    def _shape(self) -> tuple[int, ...]:
+        return (self.width, self.channels, *self.patch)
 
 
 @dataclass(frozen=True, eq=False)
-class PositionEmbedding:
-    """A table of position embeddings, one row for each token.
+class PositionEmbedding(OneTensor):
+    """A table of position embeddings (tokens, d), one row for each token.
 
     Attributes:
         name: the tensor.
@@ -79,17 +70,12 @@ class PositionEmbedding:
     _tensors: NamedTensors = field(repr=False)
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the tensors that `read` and `write` touch."""
-        return (self.name,)
+    def _tensor(self) -> str:  # type: ignore[override]
+        return self.name
 
-    def read(self) -> Tensor:
-        """A copy of the table (tokens, d), float32 or better."""
-        return exact_float(self._tensors.get(self.name)).reshape(self.tokens, self.width)
-
-    def write(self, value: Tensor) -> None:
-        """Write a table (tokens, d) in place; the exact inverse of `read`."""
-        put(self._tensors, self.name, value, (self.tokens, self.width))
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (self.tokens, self.width)
 
 
 def find_patches(tensors: NamedTensors) -> list[PatchEmbedding]:

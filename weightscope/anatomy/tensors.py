@@ -387,6 +387,30 @@ class Slot:
         view[rows] = _cast(self.name, value, view)
 
 
+class OneTensor:
+    """A part that is one tensor, seen in the shape `_shape`."""
+
+    _tensors: NamedTensors
+    _tensor: str
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the tensors that `read` and `write` touch."""
+        return (self._tensor,)
+
+    def read(self) -> Tensor:
+        """A copy of the numbers, float32 or better."""
+        return exact_float(self._tensors.get(self._tensor)).reshape(self._shape)
+
+    def write(self, value: Tensor) -> None:
+        """Write numbers in place; the exact inverse of `read`."""
+        put(self._tensors, self._tensor, value, self._shape)
+
+
 class InSlots:
     """A part whose matrices and biases are slots, by name: "q" or "fc1"."""
 

@@ -20,6 +20,7 @@ from weightscope.anatomy.attention_modules import chosen_heads, find
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import (
+    DRAWS,
     LEVEL,
     UNTOUCHED,
     Interval,
@@ -147,7 +148,8 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float
         if getattr(null, name) and (name == "beta" or null.construction == "svd"):
             other = replace(small, **{name: 1.2 * getattr(small, name)})
             wrong[error_in(f"{name}_{kind}")] = partial(other.draw, g)
-    drawn = Simulated.of(lambda: small.draw(g), wrong)
+    draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
+    drawn = Simulated.of(lambda: small.draw(g), wrong, draws, draws // 4)
     # For half precision, an approximate SVD, and the finite width of the simulation.
     base = 2e-3 + (1 / small.width if ratio < 1 else 0)
     out = {}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -178,25 +179,12 @@ def _spectrum(k: int, sigma: float, psd: str) -> Spectrum:
 
 @lru_cache(maxsize=512)
 def _conv_covariance_draws(k: int, sigma: float, psd: str, channels: int, dtype: torch.dtype) -> Simulated:
-    """Layers by the initialiser, and with errors.
-
-    Untouched filters are those of the default start, here with the total variance that is expected, which is the
-    hardest to tell.
-    """
+    """Untouched filters have the total variance that is expected, which is the hardest to tell."""
     spectrum = _spectrum(k, sigma, psd)
-    layer, g = _Layer((k, k), channels, dtype), torch.Generator().manual_seed(0)
-
-    def drawn(variance: float, scale: float = 1.0) -> dict[str, float]:
-        conv_covariance_(layer, sigma0=variance, v=0.0, a=0.0, psd=psd, scale=scale, generator=g)
-        return covariance_statistics(layer.filters(), spectrum)
-
-    hardest = math.sqrt(float(spectrum[0].mean()) * 3) * k
-    wrong: dict[str, Callable[[], dict[str, float]]] = {
-        UNTOUCHED: lambda: covariance_statistics(layer.untouched(g) * hardest, spectrum),
-        error_in("sigma"): lambda: drawn(1.2 * sigma),
-        error_in("scale"): lambda: drawn(sigma, 1.2),
-    }
-    return Simulated.of(lambda: drawn(sigma), wrong)
+    init = partial(conv_covariance_, v=0.0, a=0.0, psd=psd)
+    errors = {"sigma": partial(init, sigma0=1.2 * sigma), "scale": partial(init, sigma0=sigma, scale=1.2)}
+    hardest = k * math.sqrt(3 * float(spectrum[0].mean()))
+    return _draws((k, k), channels, dtype, spectrum, partial(init, sigma0=sigma), errors, hardest)
 
 
 @lru_cache(maxsize=512)
@@ -204,34 +192,34 @@ def _random_filters_draws(
     kernel: tuple[int, int], distribution: str, gain: float, channels: int, dtype: torch.dtype
 ) -> Simulated:
     size = math.prod(kernel)
-    spectrum = np.full(size, 1 / size), np.eye(size)
-    layer, g = _Layer(kernel, channels, dtype), torch.Generator().manual_seed(0)
-
-    def drawn(factor: float) -> dict[str, float]:
-        random_filters_(layer, distribution=distribution, gain=factor, generator=g)
-        return covariance_statistics(layer.filters(), spectrum)
-
-    wrong = {
-        UNTOUCHED: lambda: covariance_statistics(layer.untouched(g) / gain, spectrum),
-        error_in("gain"): lambda: drawn(1.2),
-    }
-    return Simulated.of(lambda: drawn(1.0), wrong)
+    init = partial(random_filters_, distribution=distribution)
+    errors = {"gain": partial(init, gain=1.2)}
+    return _draws(kernel, channels, dtype, (np.full(size, 1 / size), np.eye(size)), init, errors, 1 / gain)
 
 
-class _Layer(nn.Module):
-    """A depthwise layer on which an initialiser is run."""
+def _draws(
+    kernel: tuple[int, int],
+    channels: int,
+    dtype: torch.dtype,
+    spectrum: Spectrum,
+    correct: Callable[..., Any],
+    errors: Mapping[str, Callable[..., Any]],
+    untouched: float,
+) -> Simulated:
+    """Statistics of a layer after an initialiser, after it with errors, and of a multiple of its default start."""
+    layer = nn.Conv2d(channels, channels, kernel, groups=channels, bias=False, dtype=dtype)
+    g = torch.Generator().manual_seed(0)
+    edge = 1 / math.sqrt(math.prod(kernel))
 
-    def __init__(self, kernel: tuple[int, int], channels: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Conv2d(channels, channels, kernel, groups=channels, bias=False, dtype=dtype)
+    def drawn(init: Callable[..., Any]) -> dict[str, float]:
+        init(layer, generator=g)
+        return covariance_statistics(layer.weight.detach().double().flatten(1).numpy(), spectrum)
 
-    def filters(self) -> np.ndarray:
-        return self.layer.weight.detach().double().flatten(1).numpy()
+    def default(_: nn.Module, *, generator: torch.Generator) -> None:
+        layer.weight.detach().uniform_(-edge, edge, generator=generator).mul_(untouched)
 
-    def untouched(self, g: torch.Generator) -> np.ndarray:
-        """The default start of torch's layers, U(-1, 1) / sqrt(kh kw)."""
-        self.layer.weight.detach().uniform_(-1, 1, generator=g).div_(math.sqrt(math.prod(self.layer.kernel_size)))
-        return self.filters()
+    wrong = {error_in(name): partial(drawn, init) for name, init in errors.items()}
+    return Simulated.of(partial(drawn, correct), {UNTOUCHED: partial(drawn, default), **wrong})
 
 
 @EXPECTATIONS.register("impulse_filters", reads=_KINDS)

@@ -274,7 +274,7 @@ def _expected(name: str, what: str, correlation: float, sizes: tuple[int, ...]) 
 
 
 @lru_cache(maxsize=256)
-def simulated_correlations(rho: float, sizes: tuple[int, ...], draws: int = 96) -> tuple[Simulated, float]:
+def simulated_correlations(rho: float, sizes: tuple[int, ...], draws: int = 192) -> tuple[Simulated, float]:
     """Pooled correlations of independent samples after `correlated`, and the factor on their deviation at these sizes.
 
     Samples of more than `_MOST` pairs are simulated by as many; the deviation goes with the root of the number.

@@ -108,8 +108,8 @@ class AuditReport(Result):
     def powers(self) -> dict[str, dict[str, float]]:
         """Initialiser -> error -> probability that the audit fails if all parts have the error, approximately.
 
-        Of the statistics of a part only the most powerful one counts, which is too low; parts, and the statistic that
-        pools all layers, are taken for independent, which is too high where they are not.
+        Only the most powerful statistic of each part is used, which underestimates the probability. Parts, and the
+        statistic that pools all layers, are treated as independent, which overestimates it where they are not.
         """
         out: dict[str, dict[str, float]] = {}
         for (name, _), errors in self._parts().items():

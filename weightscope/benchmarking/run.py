@@ -156,8 +156,7 @@ class Design:
         used = _fitted_seeds(arms)
         if own is not None and seed in used:
             raise UsageError(
-                f"seed: expected one that no artifact was fitted to, found {seed}, that of the population of "
-                f"{used[seed]}; give another, or none"
+                f"seed {seed} is that of the population to which {used[seed]} was fitted; choose another seed, or none"
             )
         while seed in used:
             seed += SEED_OFFSET

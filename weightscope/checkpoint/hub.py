@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 from huggingface_hub import (
     HfApi,
@@ -38,7 +38,7 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
 from weightscope._version import __version__
-from weightscope.checkpoint.files import CANDIDATES, CONFIG, check_file, open_folder, plain
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, Folder, check_file, open_folder, plain
 from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store, read_bytes
 from weightscope.errors import DataError, UsageError
 
@@ -80,14 +80,17 @@ def open_hub(address: str, key: str | None = None) -> Store:
     return open_folder(HubFolder(match[1], match[2] or "main"), key)
 
 
-class HubFolder:
-    """A model's files at one commit; see `weightscope.checkpoint.files.Folder`."""
+class HubFolder(Folder):
+    """A model's files at one commit."""
 
     def __init__(self, repository: str, revision: str) -> None:
         self.where = f"hf://{repository}"
         self.repository = repository
         root = Path(os.environ.get("WEIGHTSCOPE_CACHE") or Path(constants.HF_HOME, "weightscope")).expanduser()
         self.cache = root / _hash(constants.ENDPOINT.rstrip("/"))[:12] / repository.replace("/", "--")
+        address = urlsplit(constants.ENDPOINT)
+        private = address.scheme == "https" or address.hostname in ("localhost", "127.0.0.1", "::1")
+        self.token = None if private else False  # None: huggingface_hub's token; none is sent in the clear
         self.fetched = 0
         self._ranged: dict[str, HubFile] = {}
         self._whole: dict[str, Path] = {}
@@ -129,7 +132,8 @@ class HubFolder:
     def download(self, name: str) -> Path:
         """Download a file into huggingface_hub's cache; removed again if it does not have its hash."""
         where = f"{self.where}: {name}"
-        options: dict[str, Any] = {"revision": self.commit, "user_agent": USER_AGENT, "etag_timeout": TIMEOUT}
+        options: dict[str, Any] = {"revision": self.commit, "token": self.token, "user_agent": USER_AGENT}
+        options |= {"etag_timeout": TIMEOUT}
         path = Path(_tried(where, lambda: hf_hub_download(self.repository, name, **options)))
         if path.parent.name != self.commit:
             raise DataError(f"{where}: expected commit {self.commit}, found {ascii(path.parent.name)[:60]}")
@@ -165,7 +169,7 @@ class HubFolder:
         cached = cached or self._snapshot(revision)
         where = self.where if revision == "main" else f"{self.where}@{revision}"
         try:
-            api = HfApi(constants.ENDPOINT, user_agent=USER_AGENT)
+            api = HfApi(constants.ENDPOINT, token=self.token, user_agent=USER_AGENT)
             info = _tried(where, lambda: api.model_info(self.repository, revision=revision, timeout=TIMEOUT))
             names = [name for file in info.siblings or () if plain(name := file.rfilename)]
         except _Unreachable as error:
@@ -235,7 +239,8 @@ class HubFile:
         return f"{self.where}: {bad} cached ranges changed; {advice}" if bad else ""
 
     def _stated_size(self) -> int:
-        found = _tried(self.where, lambda: get_hf_file_metadata(self._url, timeout=TIMEOUT, user_agent=USER_AGENT))
+        options: dict[str, Any] = {"token": self._folder.token, "timeout": TIMEOUT, "user_agent": USER_AGENT}
+        found = _tried(self.where, lambda: get_hf_file_metadata(self._url, **options))
         if found.commit_hash not in (None, self._folder.commit):
             raise DataError(
                 f"{self.where}: expected commit {self._folder.commit}, found {ascii(found.commit_hash)[:60]}"
@@ -275,7 +280,7 @@ class HubFile:
     def _answer(self, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of one answer, in pieces, and then their SHA-256."""
         url = self._direct or self._url
-        headers = build_hf_headers(token=None if url == self._url else False, user_agent=USER_AGENT)
+        headers = build_hf_headers(token=self._folder.token if url == self._url else False, user_agent=USER_AGENT)
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
         digest, missing = hashlib.sha256(), stop - start
         with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util import atomic
-from weightscope.errors import UsageError
 
 PAIRS = 12  # rows of the table of correlated pairs
 FITTED, CONTROL = "fitted", "fitted (scale only)"
@@ -53,10 +52,10 @@ def write_report(
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
-        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci95", "_p_holm")), n=row["beyond_scale_pairs"])
-        default = verdict(row["difference"], row["difference_ci95"], row["p_holm"], n=row["pairs"])
+        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci95", "_p_holm", "_pairs")))
+        default = verdict(row["difference"], row["difference_ci95"], row["p_holm"], row["pairs"])
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
-        sections.append(about | {"beyond": _as_clause(beyond), "default": _as_clause(default)})
+        sections.append(about | {"beyond": beyond, "default": default})
     text = environment.get_template("report.html").render(
         pictures={name: _embedded(png) for name, png in pictures.items()},
         contents=contents,
@@ -70,11 +69,6 @@ def write_report(
     )
     atomic.write(path, text.encode())
     return path
-
-
-def _as_clause(words: str) -> str:
-    """A verdict as it follows "the initialiser is"."""
-    return words.replace("no significant difference:", "not significantly different:", 1)
 
 
 def _embedded(png: bytes) -> dict[str, Any]:
@@ -92,60 +86,34 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 
-def verdict(
-    difference: float | None,
-    ci95: Sequence[float] | None,
-    p: float | None,
-    unit: str = "percentage points",
-    *,
-    n: int | None = None,
-    alpha: float = 0.05,
-    higher_is_better: bool = True,
-) -> str:
-    """Describe a paired difference in words.
+def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | None, n: int | None) -> str:
+    """Describe a paired difference of accuracies (fractions) in words that follow "the initialiser is".
 
-    Significant means p < alpha and an interval that excludes zero. If the two disagree (a p-value corrected for several
-    comparisons), the text says so. A difference that is not significant is reported with its interval, not as equality.
-
-    Args:
-        difference: of the means; a fraction for the unit "percentage points", as in `results.json`, else in `unit`s.
-        ci95: its 95 % confidence interval, likewise.
-        p: its p-value.
-        unit: printed unit of the difference.
-        n: number of paired seeds.
-        alpha: significance level.
-        higher_is_better: whether a positive difference is an improvement.
-
-    Raises:
-        UsageError: if a difference in percentage points is not a fraction, or is outside its interval.
+    Significant means p < 0.05 and an interval that excludes zero; a p-value that is corrected for several comparisons
+    may disagree with the interval, and the text says so. What is not significant is not called equal.
 
     Example:
-        >>> verdict(0.021, (0.015, 0.027), 2e-9, n=64)
+        >>> verdict(0.021, (0.015, 0.027), 2e-9, 64)
         'better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)'
     """
     if difference is None:
         return "the reference of the comparison"
-    scale = 100.0 if unit == "percentage points" else 1.0
-    if scale != 1 and abs(difference) > 1:
-        raise UsageError(f"difference: expected a fraction between -1 and 1 for percentage points, found {difference}")
     if ci95 is None or p is None or not all(map(math.isfinite, (difference, *ci95, p))):
         return f"cannot be judged: no confidence interval{' with one seed' if n == 1 else ''}"
-    if not ci95[0] - 1e-9 <= difference <= ci95[1] + 1e-9:
-        raise UsageError(f"difference: expected a value within its interval {tuple(ci95)}, found {difference}")
+    value, low, high = (100 * number for number in (difference, *ci95))
+    places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
     chance = f"p = {p:.2g}".replace("e-0", "e-") if p > 0 else "p < 1e-300"
     chance += f", {n} paired seeds" if n is not None else ""
-    value, low, high = (scale * number for number in (difference, *ci95))
-    places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
 
     def fixed(number: float, sign: str = "") -> str:
         text = f"{round(number, places) + 0.0:{sign}.{places}f}"
         return text if float(text) else text.lstrip("+")
 
     clear = low > 0 or high < 0
-    if clear and p < alpha:
-        word = "better" if (value > 0) == higher_is_better else "worse"
-        a, b = sorted((abs(low), abs(high)))
-        return f"{word} by {fixed(abs(value))} {unit} (95 % CI {fixed(a)} to {fixed(b)}, {chance})"
+    if clear and p < 0.05:
+        least, most = sorted((abs(low), abs(high)))
+        ends = f"95 % CI {fixed(least)} to {fixed(most)}"
+        return f"{'better' if value > 0 else 'worse'} by {fixed(abs(value))} percentage points ({ends}, {chance})"
     after, which = (" after correction for multiple comparisons", "uncorrected ") if clear else ("", "")
     ends = f"{which}95 % CI {fixed(low, '+')} to {fixed(high, '+')}"
-    return f"no significant difference{after}: {fixed(value, '+')} {unit} ({ends}, {chance})"
+    return f"not significantly different{after}: {fixed(value, '+')} percentage points ({ends}, {chance})"

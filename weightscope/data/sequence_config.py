@@ -145,11 +145,11 @@ class SequenceConfig(Task):
         training = recipe.training
         for field in ("mixup", "cutmix", "precision"):
             if getattr(training, field) != type(training).model_fields[field].default:
-                raise ValueError(f"training.{field}: of images; leave it out for {self.name}")
+                raise ValueError(f"training.{field} applies to images only; remove it for {self.name}")
         if training.kernels == "compiled":
             raise ValueError(f"training.kernels: expected 'torch' or 'auto' for {self.name}, found 'compiled'")
         if recipe.distillation is not None:
-            raise ValueError(f"distillation: of images; leave it out for {self.name}")
+            raise ValueError(f"distillation applies to images only; remove it for {self.name}")
         limit = recipe.network.longest
         if limit is not None and self.longest > limit:
             raise ValueError(

@@ -108,11 +108,7 @@ def _ordered(raw: bytes) -> bytes:
 
 
 def checked_header(values: Any, model: type[H]) -> H:
-    """The header as a pydantic model.
-
-    Raises:
-        DataError: if the version differs or a value is invalid; names the first invalid field.
-    """
+    """The header as a pydantic model; a DataError names the first invalid field."""
     if isinstance(values, Mapping) and values.get("version") != VERSION:
         raise DataError(
             f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"

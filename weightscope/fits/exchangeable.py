@@ -31,11 +31,7 @@ _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
 
 @dataclass(frozen=True)
 class Amplification:
-    """The options `gain` and `denoise` of `Exchangeable.accumulator`.
-
-    Raises:
-        UsageError: if one is invalid.
-    """
+    """The options `gain` and `denoise` of `Exchangeable.accumulator`, checked."""
 
     gain: Gain | None = None
     denoise: str = "threshold"
@@ -114,10 +110,8 @@ def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) 
     The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
     number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
     Where the result is not positive definite, the nearest correlation matrix is taken.
-
-    Returns:
-        the matrix, and the shares of the sums of squares that were removed within tensors and between them, and
-        Frobenius distance of the projection relative to the norm without the diagonal.
+    Returns the matrix, the shares of the sums of squares that were removed within tensors and between them, and the
+    Frobenius distance of the projection relative to the norm without the diagonal.
     """
     same, weights = np.zeros(correlation.shape, dtype=bool), np.ones(correlation.shape)
     parts = list(found.kind.slices.values())
@@ -249,12 +243,7 @@ class Exchangeable(Structure):
     def context(
         cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **own: Any
     ) -> dict[str, Any]:
-        """The permutation specification of the tensors that are fitted, as part of that of their network.
-
-        Raises:
-            AnatomyError: if the network's architecture is not known and no specification is given.
-            UsageError: if some but not all entries of a tensor vary.
-        """
+        """The permutation specification of the tensors that are fitted, as part of that of their network."""
         for tensor in part.tensors:
             if tensor.shape != network[tensor.name].shape:
                 whole = network[tensor.name].shape

@@ -256,13 +256,7 @@ def filter_distributions(
 def square_and_others(
     source: Any, config: Mapping[str, Any] | None = None
 ) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
-    """The distributions of the layers with square filters of odd size, and the other layers.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution.
-        UsageError: if no layer has square filters of odd size.
-        DataError: if the source cannot be read, or a weight is not finite.
-    """
+    """The distributions of the layers with square filters of odd size, and the other layers."""
     parts = depthwise(source, config)
     square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
     if not square:
@@ -430,19 +424,12 @@ def drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _LayerFit:
-    """How well each sigma fits one layer: the cosine between C and S(sigma) as a function of log sigma.
-
-    Attributes:
-        low: smallest log sigma for which the closed form was computed.
-        high: the largest.
-        cosine: smooth, from log sigma.
-        best: the log sigma with the largest cosine.
-    """
+    """How well each sigma fits one layer: the cosine of C and S(sigma), smooth in log sigma from `low` to `high`."""
 
     low: float
     high: float
     cosine: CubicSpline
-    best: float
+    best: float  # log sigma with the largest cosine
 
     @staticmethod
     def of(logs: np.ndarray, cosines: np.ndarray) -> "_LayerFit":

@@ -180,14 +180,9 @@ def _provenance(source: WeightSamples) -> dict[str, Any]:
 class _UsableNetworks:
     """The networks of a source that did not diverge and are finite in the selected tensors, numbered from 0.
 
-    The source is read once; again by each call of `blocks` if its weights are more than `HELD` bytes, one chunk at a
-    time.
-
-    Attributes:
-        n: how many there are.
-        excluded: how many were left out.
-        first: (D,) the first network's values, float64.
-        varying: (D,) booleans, which entries differ between networks.
+    The source is read once; again by each call of `blocks`, one chunk at a time, if its weights are more than `HELD`
+    bytes. `n` were used and `excluded` left out; `first` (D,) are the first network's values, `varying` (D,) tells
+    which entries differ between networks.
     """
 
     def __init__(self, source: WeightSamples, spec: WeightSpec) -> None:
@@ -214,11 +209,7 @@ class _UsableNetworks:
         self.first = np.zeros(spec.size) if first is None else first.astype(np.float64)
 
     def blocks(self, part: WeightSpec) -> Iterator[tuple[int, np.ndarray]]:
-        """The varying entries of some tensors, in blocks of 256 rows.
-
-        Yields:
-            the number of the block's first network, and rows (n, D') float64, valid until the next block.
-        """
+        """The varying entries of some tensors in blocks of 256: first network, rows (n, D') until the next block."""
         varying = self.varying[self._spec.columns(part)]
         block = np.empty((_BLOCK, int(varying.sum())))
         start = filled = 0
@@ -264,23 +255,14 @@ class _UsableNetworks:
 
 @dataclass
 class _Candidate:
-    """A structure with options, and its score in one group.
-
-    Attributes:
-        structure: the class.
-        options: of its fit.
-        context: further arguments that follow from the network.
-        scores: (held-out networks,) log-likelihoods in nats.
-        parameters: the number of fitted numbers.
-        failed: why it could not be fitted or scored, or None.
-    """
+    """A structure with options, and its score in one group."""
 
     structure: type[Structure]
     options: dict[str, Any]
-    context: dict[str, Any] = field(default_factory=dict)
-    scores: np.ndarray = field(default_factory=lambda: np.empty(0))
-    parameters: int = 0
-    failed: str | None = None
+    context: dict[str, Any] = field(default_factory=dict)  # further arguments that follow from the network
+    scores: np.ndarray = field(default_factory=lambda: np.empty(0))  # (held-out networks,), nats
+    parameters: int = 0  # the number of fitted numbers
+    failed: str | None = None  # why it could not be fitted or scored
 
     @property
     def label(self) -> str:

@@ -84,11 +84,7 @@ class _Header(StrictModel):
 
 
 def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
-    """The fit that a header and arrays describe.
-
-    Raises:
-        DataError: if a value is invalid, or the arrays do not match the header or are not finite.
-    """
+    """The fit that a header and arrays describe; errors as `load_artifact`."""
     header = checked_header(values, _Header)
     depths = [layer.depth for layer in header.numbers.layers]
     if any(b < a for a, b in itertools.pairwise(depths)):

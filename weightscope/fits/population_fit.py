@@ -261,16 +261,7 @@ class _Header(BaseModel):
 def population_fit_of(
     values: Any, arrays: Mapping[str, np.ndarray], structures: Sequence[str | type[Structure]] = ()
 ) -> PopulationFit:
-    """The fit that a header and arrays describe.
-
-    Args:
-        values: the header.
-        arrays: by name.
-        structures: allowed beside those of weightscope; see `load_artifact`.
-
-    Raises:
-        DataError: if a value is invalid, or the arrays do not match the header or are not finite.
-    """
+    """The fit that a header and arrays describe; errors as `load_artifact`."""
     header = checked_header(values, _Header)
     spec = _spec(header.spec)
     groups = []

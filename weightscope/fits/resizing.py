@@ -25,19 +25,12 @@ _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  #
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the tensors of the other network are made from.
-
-    Attributes:
-        structure: fitted.
-        permutations: of the other network's tensors.
-        origins: view of the other network -> view of the fitted one.
-        ratios: view -> its default deviation over that of its origin, or 1.
-    """
+    """What the tensors of the other network are made from."""
 
     structure: Exchangeable
-    permutations: PermutationSpec
-    origins: dict[str, View]
-    ratios: dict[str, float]
+    permutations: PermutationSpec  # of the other network's tensors
+    origins: dict[str, View]  # view of the other network -> view of the fitted one
+    ratios: dict[str, float]  # view -> its default deviation over that of its origin, or 1
 
 
 def default_deviations(network: WeightSpec) -> dict[str, float]:

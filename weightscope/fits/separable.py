@@ -173,7 +173,7 @@ class Kronecker(Separable):
 
     A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
     filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
-    maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`).
+    maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`).
 
     Args:
         spec: names and shapes of the D entries.

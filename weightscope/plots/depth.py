@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
@@ -89,8 +89,13 @@ def depth_curves(
             ax.axhline(statistic.even, color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), zorder=1, gid="even")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer", min_n_ticks=1))
         ax.grid(axis="y")
-    handles = [_handle(curve.label, i, None) for i, curve in enumerate(curves)] if len(curves) > 1 else []
-    handles += [_handle(kind, None, j) for j, kind in enumerate(kinds)] if len(kinds) > 1 else []
+    handles = [
+        Line2D([], [], color=theme.colour(i), ls=theme.line(i), label=curve.label) for i, curve in enumerate(curves)
+    ] * (len(curves) > 1)
+    handles += [
+        Line2D([], [], color=theme.INK, marker=theme.marker(j), mfc="white" if j else theme.INK, ls="", label=kind)
+        for j, kind in enumerate(kinds)
+    ] * (len(kinds) > 1)
     if any(s.even is not None for s in statistics):
         handles.append(Line2D([], [], color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), label="independent entries"))
     text = wrap(note, figure.get_size_inches()[0] - 0.3)
@@ -130,23 +135,11 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, count: int,
 def _scale(ax: Axes, statistic: Statistic, drawn: Sequence[np.ndarray]) -> None:
     values = np.concatenate([*drawn, [] if statistic.even is None else [statistic.even]])
     positive = values[values > 0]
-    if not statistic.log or not positive.size:
-        return
-    ax.set_yscale("log")
-    ax.set_ylim(positive.min() / 1.25, positive.max() * 1.25)
-    spread = positive.max() / positive.min()
-    logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if spread < 200 else (1.0,))
-    ax.yaxis.set_major_locator(MaxNLocator(4) if spread < 5 else logarithmic)  # 1, 2 and 5 may leave one tick or none
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    ax.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _handle(label: str, colour: int | None, kind: int | None) -> Line2D:
-    shade = theme.INK if colour is None else theme.colour(colour)
-    if kind is None:
-        return Line2D([], [], color=shade, lw=1.6, ls=theme.line(colour or 0), label=label)
-    face = shade if kind == 0 else "white"
-    return Line2D([], [], color=shade, marker=theme.marker(kind), mfc=face, ls="", label=label)
+    if statistic.log and positive.size:
+        low, high = float(positive.min()), float(positive.max())
+        ax.set_yscale("log")
+        ax.set_ylim(low / 1.25, high * 1.25)
+        theme.log_ticks(ax.yaxis, low, high)
 
 
 @theme.themed()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
@@ -77,10 +77,7 @@ def stripe_ratios(
     theme.reference(ax, 1)
     ax.set_xscale("log")
     ax.set_xlim(edge, high * (high / low) ** 0.05)
-    ticks = _ratio_ticks(*ax.get_xlim())
-    ax.xaxis.set_major_locator(FixedLocator(ticks))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    theme.log_ticks(ax.xaxis, *ax.get_xlim())
     for stripe in range(1, len(labels), 2):
         mine = [y for (label, _), y in places.items() if label == labels[stripe]]
         ax.axhspan(min(mine) - 0.75, max(mine) + 0.75, color="#f3f5f7", lw=0, zorder=0)
@@ -114,19 +111,6 @@ def _rows_of(
 
 def _look(index: int) -> dict[str, Any]:
     return {"color": theme.colour(index), "marker": theme.marker(index)}
-
-
-def _ratio_ticks(low: float, high: float) -> list[float]:
-    """At most nine ticks at round ratios, 1 included."""
-    for steps in ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-        # Decimals below 1 as well; reciprocals would print as 0.667.
-        ticks = [round(s * 10.0**e, 6) for e in range(-7, 8) for s in steps]
-        if steps[1:2] == (1.2,):
-            ticks += [0.9, 0.7]
-        inside = sorted({t for t in ticks if low <= t <= high} | {1.0})
-        if len(inside) <= 9 and all(np.diff(np.log(inside)) > 0.06 * np.log(high / low)):
-            return inside
-    return [1.0]
 
 
 @theme.themed()

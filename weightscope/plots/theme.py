@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import CenteredNorm, Colormap
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from weightscope._util import atomic
@@ -246,6 +246,15 @@ def list_axis(ax: Axes, places: Sequence[float], labels: Sequence[str], rows: fl
     ax.set_ylim(rows - 0.45, -1.3)
     ax.spines["left"].set_visible(False)
     ax.grid(axis="x")
+
+
+def log_ticks(axis: Any, low: float, high: float) -> None:
+    """A few round ticks on a logarithmic axis; 1, 2 and 5 alone may leave one tick or none on a short one."""
+    spread = high / low
+    locator = MaxNLocator(5) if spread < 5 else LogLocator(subs=(1.0, 2.0, 5.0) if spread < 200 else (1.0,))
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axis.set_minor_locator(NullLocator())
 
 
 plain = FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−"))

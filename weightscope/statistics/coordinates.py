@@ -30,11 +30,7 @@ class NormPair:
 
 
 def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
-    """The pairs that can be folded in a network, found by name.
-
-    Raises:
-        SpecError: if a linear map has no bias to absorb the norm's bias.
-    """
+    """The pairs that can be folded in a network, found by name."""
     pairs, names = [], set(spec.names)
     for tensor in spec.tensors:
         norm = tensor.name.removesuffix(".weight")
@@ -66,15 +62,7 @@ def needed_for_folding(names: set[str], spec: WeightSpec, pairs: tuple[NormPair,
 
 
 def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict[str, np.ndarray]:
-    """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0.
-
-    Args:
-        tensors: name -> (N, *shape), with all names of `needed_for_folding`.
-        pairs: layers to fold.
-
-    Returns:
-        new arrays for the tensors that change, the given arrays for the others.
-    """
+    """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0."""
     out = dict(tensors)
     for pair in pairs:
         gain, shift = (tensors.get(f"{pair.norm}.{part}") for part in ("weight", "bias"))
@@ -151,26 +139,12 @@ class Computed:
         return f"{self.function}({' @ '.join(self.tensors)})"
 
     def tensor_spec(self, spec: WeightSpec) -> TensorSpec:
-        """Name and shape of the result.
-
-        Raises:
-            UsageError: if the shapes do not match.
-        """
+        """Name and shape of the result."""
         zeros = {name: np.zeros((1, *spec[name].shape), dtype=np.float32) for name in self.tensors}
         return TensorSpec(self.name, self(zeros).shape[1:])
 
     def __call__(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The values.
-
-        Args:
-            tensors: name -> (N, *shape).
-
-        Returns:
-            (N, ...).
-
-        Raises:
-            UsageError: if the shapes do not match.
-        """
+        """The values."""
         factors = [tensors[name] for name in self.tensors]
         if self.function == "center":
             return self._center(factors[0])
@@ -263,10 +237,6 @@ class Coordinates:
         spec: of the result; computed coordinates are tensors named by their expression.
         reads: the sub-spec of the tensors that must be read.
         folded: whether norms are folded.
-
-    Raises:
-        UsageError: if a pattern or an expression matches nothing.
-        SpecError: if norms cannot be folded.
     """
 
     def __init__(
@@ -287,14 +257,7 @@ class Coordinates:
         self.spec = WeightSpec([*self._plain.tensors, *(c.tensor_spec(spec) for c in self._computed)])
 
     def __call__(self, rows: np.ndarray) -> np.ndarray:
-        """The coordinates of networks.
-
-        Args:
-            rows: (N, reads.size), the tensors of `reads` in their order.
-
-        Returns:
-            (N, spec.size); `rows` itself if nothing is computed or folded.
-        """
+        """The coordinates of networks."""
         if self.spec == self.reads and not self._pairs:
             return rows
         # Non-finite networks give non-finite rows, which are counted later.

@@ -26,22 +26,11 @@ from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
 
-def averaged(array: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
-    """Entries of a view with the axes of other groups averaged away.
-
-    Args:
-        array: (N, *view.shape).
-        view: names the axes.
-        keep: the groups whose axes stay, S.
-
-    Returns:
-        (N, *sizes of S, copies): the mean over the other groups' axes times sqrt of their number.
-    """
-    return _Averages({view.name: array})(view, keep)
-
-
 class _Averages:
-    """`averaged` for several views; what has been summed over one axis is used again for sums over more."""
+    """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
+
+    What has been summed over one axis is used again for sums over more.
+    """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = arrays
@@ -85,16 +74,12 @@ def centred(stack: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: PermutationSpec) -> Iterator[np.ndarray]:
-    """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes.
-
-    Args:
-        weights: (N, D) in the order of `spec`.
-        spec: of the D columns.
-        permutations: of the same tensors.
-    """
+    """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes."""
     tensors = spec.unpack(weights)
     for kind in permutations.types:
-        rows = [averaged(view.of(tensors[view.tensor]), view, kind.groups) for view in kind.views]
+        views = {view.name: view.of(tensors[view.tensor]) for view in kind.views}
+        averages = _Averages(views)
+        rows = [averages(view, kind.groups) for view in kind.views]
         unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
         yield centred(np.concatenate(rows, axis=-1), unsigned)
 
@@ -186,11 +171,7 @@ class ExchangeableMoments:
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
-        """Take up networks (n, D).
-
-        Raises:
-            DataError: if an entry is not finite.
-        """
+        """Take up networks (n, D)."""
         block = np.array(block, dtype=np.float64)
         if not len(block):
             return self
@@ -238,9 +219,6 @@ class ExchangeableMoments:
             about: "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
                 `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean
                 zero, so that a single network is enough. The empty type is always taken about its mean.
-
-        Raises:
-            DataError: if there are too few networks.
         """
         least = 2 if about == "networks" else 1
         if self.n < least:

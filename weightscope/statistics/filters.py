@@ -32,9 +32,6 @@ class FilterDistribution:
         covariance: (k*k, k*k) float64, of rank C - 1 at most.
         dead: number of filters whose norm is negligible; mean and covariance include them.
 
-    Raises:
-        DataError: if the shape of an array does not follow from k.
-
     Source: thesis Eq. 3.3.
     """
 
@@ -101,11 +98,7 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
 
 
 def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
-    """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is.
-
-    Raises:
-        UsageError: if a size is even, or the mean has another shape.
-    """
+    """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is."""
     _odd(k, size)
     mean = np.asarray(mean, dtype=np.float64)
     if mean.shape != (k, k):

@@ -43,15 +43,7 @@ class Gram(Protocol):
 
 
 def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
-    """Add `rows.T @ rows` to the upper triangle of `matrix` in place; half the work of a general product.
-
-    Args:
-        matrix: (D, D), Fortran-ordered, float64 or float32.
-        rows: (n, D), C-ordered, of the same dtype.
-
-    Raises:
-        ValueError: if an array has another layout, so that BLAS would work on a copy.
-    """
+    """Add `rows.T @ rows` to the upper triangle of `matrix` in place; half the work of a general product."""
     if not (matrix.flags.f_contiguous and rows.flags.c_contiguous and matrix.flags.writeable):
         raise ValueError("expected a writeable Fortran-ordered matrix and C-ordered rows")
     if matrix.shape != (rows.shape[1],) * 2 or matrix.dtype != rows.dtype:

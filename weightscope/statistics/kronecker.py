@@ -12,7 +12,6 @@ and antisymmetric to antisymmetric ones, so R splits into two blocks of about ha
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -64,27 +63,6 @@ class KroneckerSum:
         """The sum, (p n, p n). Only the first term is guaranteed to be positive semi-definite."""
         p, n = self.rows.shape[1], self.columns.shape[1]
         return np.einsum("rik,rjl->ijkl", self.rows, self.columns).reshape(p * n, p * n)
-
-    def text(self) -> str:
-        """One line for each term, and one for their sum."""
-        kind = "A (x) A" if self.same else "A (x) B"
-        p, n = self.rows.shape[1], self.columns.shape[1]
-        lines = [f"{kind}, A {p} x {p} between rows, B {n} x {n} between columns:"]
-        lines += [f"  term {i}: {share:8.3%} of the squared norm" for i, share in enumerate(self.shares)]
-        return "\n".join([*lines, f"  together {self.explained:.3%}"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without the matrices."""
-        return {
-            "same": self.same,
-            "terms": self.terms,
-            "rows": self.rows.shape[1],
-            "columns": self.columns.shape[1],
-            "norm": self.norm,
-            "values": self.values.tolist(),
-            "shares": self.shares.tolist(),
-            "explained": self.explained,
-        }
 
 
 def kronecker_sum(
@@ -351,23 +329,6 @@ def _aligned(
 
 
 @dataclass(frozen=True)
-class MatrixNormal:
-    """A matrix-normal covariance R (x) C.
-
-    Attributes:
-        rows: R, (p, p).
-        columns: C, (n, n), with trace n, which fixes the scale between R and C.
-        iterations: of the flip-flop algorithm.
-        converged: whether the tolerance was reached.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
-    iterations: int
-    converged: bool
-
-
-@dataclass(frozen=True)
 class TensorNormal:
     """A tensor-normal covariance S_1 (x) ... (x) S_K.
 
@@ -380,28 +341,6 @@ class TensorNormal:
     factors: tuple[np.ndarray, ...]
     iterations: int
     converged: bool
-
-
-def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> MatrixNormal:
-    """The maximum-likelihood matrix normal by the flip-flop algorithm (Dutilleul 1999), without a pn x pn matrix.
-
-    `tensor_normal` for K = 2: R <- sum over k of W_k C^-1 W_k^T / (N n), C <- sum over k of W_k^T R^-1 W_k / (N p).
-
-    Args:
-        matrices: (N, p, n), already centred.
-        tolerance: on the log-likelihood per number, in nats.
-        max_iterations: limit, after which `converged` is False.
-
-    Raises:
-        DataError: if there are too few matrices for an estimate (a factor becomes singular).
-
-    Example:
-        >>> fit = matrix_normal(w - w.mean(axis=0))
-        >>> covariance = np.kron(fit.rows, fit.columns)
-    """
-    fit = tensor_normal(matrices, tolerance=tolerance, max_iterations=max_iterations)
-    rows, columns = fit.factors
-    return MatrixNormal(rows, columns, fit.iterations, fit.converged)
 
 
 def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> TensorNormal:
@@ -486,32 +425,3 @@ def _factor(matrix: np.ndarray, kind: str) -> np.ndarray:
             "or linearly dependent slices of an axis"
         )
     return factor
-
-
-def nearest_kronecker(covariance: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """The R (p, p) and C (n, n) that minimise |covariance - R (x) C|_F (Van Loan and Pitsianis 1993).
-
-    One term of `kronecker_sum`, scaled as in `MatrixNormal`. For a positive semi-definite covariance both factors are
-    positive semi-definite.
-
-    Args:
-        covariance: (p n, p n).
-        p: rows of the matrix whose row-major vec has this covariance.
-        n: its columns.
-
-    Returns:
-        R, C with trace n, and the relative error |covariance - R (x) C|_F / |covariance|_F.
-
-    Raises:
-        DataError: if the covariance does not have shape (p n, p n), is not finite or symmetric, or is zero.
-
-    Example:
-        >>> rows, columns, error = nearest_kronecker(np.kron(R, C), len(R), len(C))
-    """
-    fit = kronecker_sum(covariance, p, n)
-    columns = fit.columns[0]
-    trace = np.trace(columns)
-    # A covariance has a positive diagonal, and so has the optimal C; another symmetric matrix can have trace 0.
-    scale = trace / n if abs(trace) > 1e-12 * np.linalg.norm(columns) else 1.0
-    left = float(np.linalg.norm(np.asarray(covariance) - fit.matrix())) / fit.norm
-    return fit.rows[0] * scale, columns / scale, left

@@ -13,33 +13,19 @@ from weightscope.statistics.gram import Gram, Precision, new_gram
 
 
 class RunningMean:
-    """The mean of rows that come block by block, and deviations from it (Chan, Golub and LeVeque 1983, Eq. 2.1b).
-
-    Args:
-        size: D.
-
-    Attributes:
-        n: rows taken.
-        mean: (D,) float64.
-        block_mean: (D,), of the last block.
-    """
+    """The mean (D,) of rows that come block by block, and deviations (Chan, Golub and LeVeque 1983, Eq. 2.1b)."""
 
     def __init__(self, size: int) -> None:
         self.n = 0
         self.mean = np.zeros(size)
-        self.block_mean = self.mean
+        self.block_mean = self.mean  # of the last block
 
     def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Take rows (n, D), n >= 1.
+        """Take rows (n, D), n >= 1; returns deviations (n + 1, D), in `out` if given.
 
-        Args:
-            rows: float32 or float64.
-            out: at least (n + 1, D) float64, for the result.
-
-        Returns:
-            deviations (n + 1, D): the rows about their own mean, and the distance of that mean from the mean so far.
-            Squares and products of them, or of any linear map of them, add up over all calls to those of the
-            deviations from the common mean. An entry with one value in all rows has deviations of exactly zero.
+        They are the rows about their own mean, and the distance of that mean from the mean so far: products of them, or
+        of any linear map of them, add up over all calls to those of the deviations from the common mean. An entry with
+        one value in all rows has deviations of exactly zero.
         """
         deviations = (np.empty((len(rows) + 1, len(self.mean))) if out is None else out)[: len(rows) + 1]
         z = deviations[:-1]

@@ -181,11 +181,7 @@ class PermutationSpec:
         return self.sizes[bare(label)] - (not is_signed(label))
 
     def restrict(self, names: Iterable[str]) -> "PermutationSpec":
-        """The specification of some of the tensors.
-
-        Raises:
-            UsageError: if none is left.
-        """
+        """The specification of some of the tensors."""
         names = set(names)
         views = tuple(view for view in self.views if view.tensor in names)
         if not views:

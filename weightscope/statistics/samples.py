@@ -29,15 +29,7 @@ class WeightSamples(Protocol):
 
 
 class WeightArray:
-    """A matrix of weight vectors in memory.
-
-    Args:
-        weights: (N, D).
-        spec: names and shapes of the D columns.
-
-    Raises:
-        SpecError: if the array is not (N, spec.size).
-    """
+    """A matrix of weight vectors in memory."""
 
     def __init__(self, weights: Any, spec: WeightSpec) -> None:
         self.weights = np.asarray(weights)
@@ -90,16 +82,7 @@ def literal(names: Sequence[str]) -> list[str]:
 def usable_chunks(
     source: WeightSamples, names: Sequence[str], size: int | None = None
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Blocks of rows without the diverged networks.
-
-    Args:
-        source: of the vectors.
-        names: of the tensors to read; columns are in the spec's order.
-        size: rows in a block; affects speed only.
-
-    Yields:
-        rows (n, D'), and the number of rows of this block left out because their network diverged.
-    """
+    """Blocks of rows without the diverged networks."""
     blocks = source.marked_chunks if hasattr(source, "marked_chunks") else partial(_marked_chunks, source)
     for rows, bad in blocks(select=literal(names), size=size):
         out = int(bad.sum())

@@ -27,16 +27,6 @@ def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fou
 
     With S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
     b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
-
-    Args:
-        n: number of vectors.
-        size: D.
-        trace: sum of |x|^2.
-        frobenius: |sum of x x^T|_F^2.
-        fourth: sum of |x|^4.
-
-    Raises:
-        DataError: if n < 1.
     """
     if n < 1:
         raise DataError(f"shrinkage: expected at least one vector, found {n}")

@@ -29,7 +29,7 @@ class Batches(Protocol):
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
     """1.0 where the label has the largest logit, 0.0 elsewhere; float32 (T, B) of logits (T, B, K).
 
-    A network whose largest logit is NaN or infinite is not right (`argmax` of NaN may be the label).
+    A prediction whose largest logit is NaN or infinite counts as wrong (`argmax` of NaN may be the label).
     """
     value, place = logits.max(2)
     return ((place == labels) & value.isfinite()).float()

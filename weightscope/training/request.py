@@ -157,7 +157,7 @@ def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) ->
 
 
 def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
-    """Warn where the average of the weights, which is what is stored, still holds much of those of the first step."""
+    """Warn if the stored average still contains a large share of the weights of the first step."""
     training = recipe.training
     steps = training.epochs * (examples // min(training.batch_size, examples))
     share = training.ema ** (steps - 1)

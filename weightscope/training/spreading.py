@@ -2,7 +2,7 @@
 
 A task is a function of its tile and its result is a file, so a tile can be given to another worker at any time. What
 ends a worker (a kill, a machine that goes down, a process that is stopped or hangs) is noticed by the pools of workers.
-Here is decided what follows: the tile is given to another worker, up to a limit, and the other tiles go on.
+This module gives the tile to another worker, up to a limit, while the other tiles go on.
 """
 
 import contextlib

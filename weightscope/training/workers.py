@@ -1,8 +1,8 @@
 """Workers: whom to ask, how one runs a task, what it reports, and the processes of this machine.
 
 Processes are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in scripts. Each has a
-pipe of its own, so that the death of one is known to be the end of its tile and of no other; an executor does not
-notice processes that are stopped, and leaves them behind when this process is killed.
+pipe of its own, so if one dies, it is known which tile it had. A shared executor does not notice processes that are
+stopped, and leaves them behind when this process is killed.
 """
 
 import contextlib
@@ -211,7 +211,7 @@ class LocalPool:
 
 
 class _Process:
-    """One process, and what it was last heard to say."""
+    """One process, and its last message."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
