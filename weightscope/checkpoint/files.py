@@ -10,9 +10,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
 from weightscope.checkpoint.onnx_models import open_onnx
@@ -52,33 +52,8 @@ _BITS = {name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_TYPES.items()}
 _BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-class Folder(Protocol):
-    """A folder of model files; `where` is its name in errors."""
-
-    where: str
-
-    @property
-    def commit(self) -> str | None:
-        """The commit at the hub; None on disk."""
-
-    def names(self) -> Iterable[str]:
-        """The plain names of its files."""
-
-    def open(self, name: str, parts: bool = True) -> ByteReader:
-        """Open a file; `parts`: only some of it will be read. Others are `LocalFile`s."""
-
-    def received(self) -> int:
-        """Number of bytes read from disk, or received, so far."""
-
-    def unverified(self) -> list[str]:
-        """Names of the opened files of which only parts were fetched, so that no hash of them was compared."""
-
-    def check(self, download: bool) -> list[FileCheck]:
-        """Compare the opened files with the checksums that are known; `download` what is missing of them first."""
-
-
-class LocalFolder:
-    """A folder on disk; see `Folder`."""
+class Folder:
+    """A folder of model files, here on disk; `where` is its name in errors, `commit` that of a model at the hub."""
 
     commit: str | None = None
 
@@ -88,24 +63,24 @@ class LocalFolder:
         self._files: list[LocalFile] = []
 
     def names(self) -> list[str]:
-        """See `Folder.names`."""
+        """The plain names of its files."""
         return sorted(path.name for path in self._path.iterdir() if path.is_file())
 
-    def open(self, name: str, parts: bool = True) -> LocalFile:
-        """See `Folder.open`."""
+    def open(self, name: str, parts: bool = True) -> ByteReader:
+        """Open a file; `parts`: only some of it will be read. Others are `LocalFile`s."""
         self._files.append(LocalFile(self._path / name))
         return self._files[-1]
 
     def received(self) -> int:
-        """See `Folder.received`."""
+        """Number of bytes read from disk, or received, so far."""
         return sum(file.bytes_read for file in self._files)
 
     def unverified(self) -> list[str]:
-        """See `Folder.unverified`; a folder on disk states no hashes."""
+        """Names of the opened files of which only parts were fetched, so that no hash of them was compared."""
         return []
 
     def check(self, download: bool) -> list[FileCheck]:
-        """See `Folder.check`: records of torch's zip archives, and files in huggingface_hub's cache."""
+        """Compare the opened files with the checksums that are known; `download` what is missing of them first."""
         return [check_file(Path(file.where).name, Path(file.where)) for file in self._files]
 
 
@@ -139,7 +114,7 @@ def _digest(path: Path, kind: str) -> str:
 def open_path(path: Path, key: str | None) -> Store:
     """The tensors of a file or a model folder on disk."""
     if path.is_dir():
-        return open_folder(LocalFolder(path), key)
+        return open_folder(Folder(path), key)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
     if not path.name.endswith((".safetensors", ".index.json", _ONNX_SUFFIX, *TORCH_SUFFIXES)):
@@ -148,7 +123,7 @@ def open_path(path: Path, key: str | None) -> Store:
             f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder; an ONNX model "
             "of another name can be renamed"
         )
-    return _open(LocalFolder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
+    return _open(Folder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
 
 
 def open_folder(folder: Folder, key: str | None = None) -> Store:

@@ -38,7 +38,7 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
 from weightscope._version import __version__
-from weightscope.checkpoint.files import CANDIDATES, CONFIG, check_file, open_folder, plain
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, Folder, check_file, open_folder, plain
 from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store, read_bytes
 from weightscope.errors import DataError, UsageError
 
@@ -80,8 +80,8 @@ def open_hub(address: str, key: str | None = None) -> Store:
     return open_folder(HubFolder(match[1], match[2] or "main"), key)
 
 
-class HubFolder:
-    """A model's files at one commit; see `weightscope.checkpoint.files.Folder`."""
+class HubFolder(Folder):
+    """A model's files at one commit."""
 
     def __init__(self, repository: str, revision: str) -> None:
         self.where = f"hf://{repository}"

@@ -53,17 +53,11 @@ _PADDLE_PARTS = {"w_0": "weight", "b_0": "bias", "w_1": "running_mean", "w_2": "
 
 @dataclass
 class _Graph:
-    """All nodes and initialisers of a model, those of subgraphs included.
+    """All nodes and initialisers of a model, those of subgraphs included."""
 
-    Attributes:
-        tensors: name -> TensorProto.
-        nodes: in topological order of their graphs.
-        consumers: name of a value -> the nodes that take it.
-    """
-
-    tensors: dict[str, Any] = field(default_factory=dict)
-    nodes: list[Any] = field(default_factory=list)
-    consumers: dict[str, list[Any]] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)  # name -> TensorProto
+    nodes: list[Any] = field(default_factory=list)  # in topological order of their graphs
+    consumers: dict[str, list[Any]] = field(default_factory=dict)  # name of a value -> the nodes that take it
 
 
 def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
@@ -87,12 +81,12 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         raise DataError(f"{file.where}: expected an ONNX model with weights, found none")
     names, transposed, attributes = _named(graph)
     store = Store(file.where, {}, attributes=attributes)
-    beside = cache(beside)
+    beside, known = cache(beside), set(onnx.TensorProto.DataType.values())
     for old, tensor in graph.tensors.items():
         new = printable(names.get(old, old), file.where)
         if new != old:
             store.metadata[f"onnx {new}"] = old
-        kind = onnx.TensorProto.DataType.Name(tensor.data_type) if tensor.data_type in _known(onnx) else "unknown"
+        kind = onnx.TensorProto.DataType.Name(tensor.data_type) if tensor.data_type in known else "unknown"
         dtype = SAFETENSORS_TYPES.get(_TYPES.get(kind, ""))
         shape = _shape(tensor, f"{file.where}: `{new[:200]}`")
         if dtype is None:
@@ -105,10 +99,6 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         else:
             store.tensors[new] = _in_memory(onnx, file.where, new, tensor, dtype, shape, old in transposed)
     return store
-
-
-def _known(onnx: Any) -> set[int]:
-    return set(onnx.TensorProto.DataType.values())
 
 
 def _collect(graph: Any, out: _Graph) -> None:

@@ -49,19 +49,12 @@ _HINTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "num_key_value
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What is known of one file's integrity.
-
-    Attributes:
-        name: of the file.
-        status: `"verified"`: equal to what `compared` states; `"unverified"`: not compared as a whole; `"damaged"`.
-        compared: what it was compared with: `"sha256"`, `"sha1"`, `"crc32"`, or empty.
-        detail: why it is unverified or damaged, and what to do; or empty.
-    """
+    """What is known of one file's integrity."""
 
     name: str
-    status: Literal["verified", "unverified", "damaged"]
-    compared: str = ""
-    detail: str = ""
+    status: Literal["verified", "unverified", "damaged"]  # unverified: not compared as a whole
+    compared: str = ""  # with what: sha256, sha1, crc32, or nothing
+    detail: str = ""  # why it is unverified or damaged, and what to do
 
 
 class Region(Protocol):
@@ -72,14 +65,9 @@ class Region(Protocol):
 
 
 class ByteReader(Protocol):
-    """A file of a checkpoint.
+    """A file of a checkpoint."""
 
-    Attributes:
-        where: its name in errors.
-        size: in bytes.
-    """
-
-    where: str
+    where: str  # its name in errors
     size: int
 
     def part(self, start: int, stop: int) -> Region:
@@ -139,27 +127,16 @@ def printable(name: Any, where: str) -> str:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        name: for errors.
-        kind: name of its data type.
-        dtype: its data type as stored; None if torch has no such type.
-        shape: of the tensor.
-        file: the file that it is in.
-        start: position of its first byte.
-        stop: position after its last byte.
-        stride: in entries; None for row-major.
-    """
-
-    name: str
-    kind: str
-    dtype: torch.dtype | None
+    name: str  # for errors
+    kind: str  # name of its data type
+    dtype: torch.dtype | None  # as stored; None if torch has no such type
     shape: tuple[int, ...]
     file: ByteReader
-    start: int
-    stop: int
-    stride: tuple[int, ...] | None = None
+    start: int  # position of its first byte
+    stop: int  # position after its last byte
+    stride: tuple[int, ...] | None = None  # in entries; None for row-major
 
     @property
     def nbytes(self) -> int:
@@ -231,30 +208,18 @@ StoredTensor = FileTensor | MemoryTensor
 
 @dataclass
 class Store:
-    """The contents of an opened checkpoint.
+    """The contents of an opened checkpoint."""
 
-    Attributes:
-        label: name of the checkpoint, for errors.
-        tensors: name -> tensor, in stored order.
-        unreadable: name -> why it is not among the tensors.
-        config: the model's configuration, or empty.
-        metadata: free text of the files.
-        commit: the commit at the hub; None elsewhere.
-        attributes: path of a layer -> what the file says about it, under the names of torch's module (`groups`).
-        statistics: names known to be buffers; None if unknown.
-        received: returns the number of bytes read so far.
-        check: see `weightscope.checkpoint.files.Folder`.
-        unverified: likewise.
-    """
-
-    label: str
+    label: str  # name of the checkpoint, for errors
     tensors: dict[str, StoredTensor]
-    unreadable: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)  # name -> why it is not among the tensors
     config: dict[str, Any] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-    commit: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)  # free text of the files
+    commit: str | None = None  # at the hub
+    # Path of a layer -> what the file says about it, under the names of torch's module (`groups`).
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    statistics: frozenset[str] | None = None
+    statistics: frozenset[str] | None = None  # names known to be buffers; None if unknown
+    # See `weightscope.checkpoint.files.Folder`.
     received: Callable[[], int] = lambda: 0
     check: Callable[[bool], list[FileCheck]] = lambda download: []
     unverified: Callable[[], list[str]] = list

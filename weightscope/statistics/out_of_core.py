@@ -32,21 +32,6 @@ def write_covariance(
 
     The first pass computes the means; each further one fills as many rows of C as fit into `memory`, from the diagonal
     on, and their transpose. Products are exact to the precision's rounding: rows are centred in float64.
-
-    Args:
-        passes: called for every pass; yields the same rows (n, D) each time, in blocks of at most 256.
-        size: D.
-        file: open for writing, at its start.
-        dtype: float32 or float64, of the sums and of the file.
-        correlation: divide by both standard deviations; rows of constant coordinates are NaN.
-        memory: bytes for the panel and for blocks of rows.
-
-    Returns:
-        Means, variances and counts.
-
-    Raises:
-        UsageError: if the memory does not suffice for one row of C and the blocks.
-        DataError: if fewer than 2 rows are finite, or two passes differ.
     """
     dtype = np.dtype(dtype)
     left = memory - _BLOCKS * BLOCK * size * 8
@@ -125,25 +110,15 @@ _OVERSAMPLING = 16
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """The leading eigenpairs of the covariance of n rows.
+    """The leading eigenpairs of the covariance of n rows."""
 
-    Attributes:
-        values: (r,), descending; variances along the vectors.
-        vectors: (r, D), orthonormal rows; the largest entry of each is positive.
-        mean: (D,).
-        total: the trace of the covariance.
-        n: number of finite rows.
-        excluded: number of rows left out because they contain a non-finite number.
-        method: "gram" (exact) or "randomised".
-    """
-
-    values: np.ndarray
-    vectors: np.ndarray
-    mean: np.ndarray
-    total: float
-    n: int
-    excluded: int
-    method: Literal["gram", "randomised"]
+    values: np.ndarray  # (r,), descending; variances along the vectors
+    vectors: np.ndarray  # (r, D), orthonormal rows; the largest entry of each is positive
+    mean: np.ndarray  # (D,)
+    total: float  # the trace of the covariance
+    n: int  # number of finite rows
+    excluded: int  # number of rows left out because they contain a non-finite number
+    method: Literal["gram", "randomised"]  # "gram" (exact) or "randomised"
 
     @property
     def explained(self) -> np.ndarray:
@@ -166,18 +141,6 @@ def top_eigenpairs(
     (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace iteration (Halko,
     Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are then lower
     bounds, and close if the spectrum decays.
-
-    Args:
-        passes: called for every pass; yields the same rows (n, D) each time.
-        size: D.
-        rank: r, at most n - 1 and D.
-        memory: bytes that the rows may take.
-        power: passes of the randomised method.
-        seed: of its start.
-
-    Raises:
-        UsageError: if the rank is not between 1 and min(n - 1, D).
-        DataError: if fewer than 2 rows are finite.
     """
     held = _held(passes(), memory)
     known = EntryMoments(size, passes() if held is None else held)

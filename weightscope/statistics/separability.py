@@ -5,14 +5,10 @@ Order as in `sums`: vec(W) row-major, A (p, p) between rows, B (n, n) between co
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
-from weightscope._util.checks import choice
 from weightscope.errors import DataError, UsageError
-
-Statistic = Literal["distance", "likelihood_ratio"]
 
 _TOLERANCE = 1e-7  # relative change of the factors at which the flip-flop stops; noise of the statistic is 1e-2
 _STEPS = 500
@@ -21,23 +17,13 @@ _BYTES = 64 * 2**20  # of simulated matrices held at once
 
 @dataclass(frozen=True, eq=False)
 class SeparabilityTest:
-    """Distance of the covariance of N matrices from the separable ones, A (x) B.
+    """Distance of the covariance of N matrices from the separable ones, A (x) B."""
 
-    Attributes:
-        p_value: share of simulated separable samples with at least this statistic, (1 + count) / (1 + draws).
-        value: the statistic.
-        null: its values (draws,) on separable samples of the same N, p and n.
-        n: N, number of samples.
-        statistic: `"distance"` or `"likelihood_ratio"`.
-        scale_free: whether samples may differ in scale under the null.
-    """
-
-    p_value: float
-    value: float
-    null: np.ndarray
-    n: int
-    statistic: Statistic
-    scale_free: bool
+    p_value: float  # share of simulated separable samples with at least this statistic, (1 + count) / (1 + draws)
+    value: float  # the distance
+    null: np.ndarray  # its values (draws,) on separable samples of the same N, p and n
+    n: int  # N, number of samples
+    scale_free: bool  # whether samples may differ in scale under the null
 
     @property
     def ratio(self) -> float:
@@ -46,25 +32,15 @@ class SeparabilityTest:
 
 
 def separability_test(
-    matrices: np.ndarray,
-    *,
-    statistic: Statistic = "distance",
-    scale_free: bool = True,
-    draws: int = 199,
-    seed: int = 0,
+    matrices: np.ndarray, *, scale_free: bool = True, draws: int = 199, seed: int = 0
 ) -> SeparabilityTest:
     """Test Cov(vec W) = A (x) B from N samples of W (p, n), whose mean is estimated.
 
-    The samples are whitened by the factors that fit them best, Z_k = A^(-1/2) W_k B^(-1/2), and S is the second moment
-    of vec(Z_k), the identity for a covariance A (x) B:
-
-        distance:          |S - I|_F^2,
-        likelihood_ratio:  -N log det S, with maximum-likelihood factors; needs N > p n.
-
-    Both are invariant under W_k -> G W_k H for invertible G and H. So their distribution under the null does not depend
-    on A and B, and samples with A = I, B = I simulate it *exactly*: the false-alarm rate at level a is
-    floor(a (draws + 1)) / (draws + 1) for Gaussian W, for every N, without asymptotics (Mitchell, Genton and Gumpertz
-    2006; Barnard 1963). The chi-squared approximation of the ratio is wrong by orders of magnitude for N near p n.
+    The samples are whitened by the factors that fit them best, Z_k = A^(-1/2) W_k B^(-1/2). With S the second moment
+    of vec(Z_k), the identity for a covariance A (x) B, the statistic is |S - I|_F^2. It is invariant under
+    W_k -> G W_k H for invertible G and H, so its distribution under the null does not depend on A and B, and samples
+    with A = I, B = I simulate it *exactly*: the false-alarm rate at level a is floor(a (draws + 1)) / (draws + 1) for
+    Gaussian W, for every N, without asymptotics (Mitchell, Genton and Gumpertz 2006; Barnard 1963).
 
     Trained filters differ in norm and have heavy tails, which a Gaussian test reports as dependence (Student tails with
     3 degrees of freedom: false alarms in 98 of 100 tests). `scale_free=True` weights each sample by the inverse of its
@@ -74,40 +50,30 @@ def separability_test(
 
     Args:
         matrices: (N, p, n).
-        statistic: `"distance"` needs only a few samples; `"likelihood_ratio"` is the classical one.
-        scale_free: see above; only for `"distance"`.
+        scale_free: see above.
         draws: number of simulated samples; p is a multiple of 1 / (draws + 1).
         seed: of the simulation.
-
-    Raises:
-        DataError: if the matrices are not (N, p, n) and finite, too few, or linearly dependent.
-        UsageError: if an option is invalid.
 
     Example:
         >>> separability_test(filters).p_value    # filters (N, k, k)
         0.005
     """
-    choice("statistic", statistic, get_args(Statistic))
-    if statistic == "likelihood_ratio" and scale_free:
-        raise UsageError(
-            "scale_free: expected False for the likelihood ratio, which assumes Gaussian samples, found True"
-        )
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 19:
         raise UsageError(f"draws: expected at least 19 (p = 0.05), found {draws!r}")
-    w = _checked(matrices, statistic)
-    value = float(_statistic(w[None], statistic, scale_free, "the matrices")[0])
+    w = _checked(matrices)
+    value = float(_statistic(w[None], scale_free, "the matrices")[0])
     samples, p, n = w.shape
     rng = np.random.default_rng(seed)
     batch = max(1, int(_BYTES / (8 * w.size)))
     sizes = [min(batch, draws - start) for start in range(0, draws, batch)]
     drawn = (rng.standard_normal((size, samples, p, n)) for size in sizes)
-    null = [_statistic(sets, statistic, scale_free, "a simulation") for sets in drawn]
+    null = [_statistic(sets, scale_free, "a simulation") for sets in drawn]
     simulated = np.concatenate(null)
     above = int((simulated >= value * (1 - 1e-9)).sum())
-    return SeparabilityTest((1 + above) / (1 + draws), value, simulated, samples, statistic, scale_free)
+    return SeparabilityTest((1 + above) / (1 + draws), value, simulated, samples, scale_free)
 
 
-def _checked(matrices: np.ndarray, statistic: str) -> np.ndarray:
+def _checked(matrices: np.ndarray) -> np.ndarray:
     w = np.asarray(matrices, dtype=np.float64)
     if w.ndim != 3 or 0 in w.shape:
         raise DataError(f"expected matrices (N, p, n), found {w.shape}")
@@ -117,15 +83,13 @@ def _checked(matrices: np.ndarray, statistic: str) -> np.ndarray:
     samples, p, n = w.shape
     if min(p, n) == 1:
         raise DataError(f"expected matrices with at least 2 rows and columns, found {p} x {n}: always separable")
-    least = p * n + 1 if statistic == "likelihood_ratio" else max(math.ceil(p / n), math.ceil(n / p)) + 3
+    least = max(math.ceil(p / n), math.ceil(n / p)) + 3
     if samples <= least:
-        raise DataError(
-            f"{statistic.replace('_', ' ')} of {p} x {n} matrices: expected more than {least}, found {samples}"
-        )
+        raise DataError(f"distance of {p} x {n} matrices: expected more than {least}, found {samples}")
     return w
 
 
-def _statistic(w: np.ndarray, statistic: str, scale_free: bool, what: str) -> np.ndarray:
+def _statistic(w: np.ndarray, scale_free: bool, what: str) -> np.ndarray:
     """The statistic of m sets of samples (m, N, p, n): (m,)."""
     m, samples, p, n = w.shape
     mean, rows, columns, weights = _factors(w, scale_free, what)
@@ -133,11 +97,6 @@ def _statistic(w: np.ndarray, statistic: str, scale_free: bool, what: str) -> np
     a, b = np.linalg.inv(np.linalg.cholesky(rows)), np.linalg.inv(np.linalg.cholesky(columns))
     white = a[:, None] @ (w * np.sqrt(weights)[:, :, None, None]) @ b.mT[:, None]
     flat = white.reshape(m, samples, p * n)
-    if statistic == "likelihood_ratio":
-        sign, log = np.linalg.slogdet(flat.mT @ flat / samples)
-        if (sign <= 0).any():
-            raise DataError(f"{what} are linearly dependent; the likelihood ratio is undefined")
-        return -samples * log
     # |S - I|^2 = |S|^2 - 2 tr S + p n, from whichever of the two products of the samples is smaller.
     gram = flat.mT @ flat if p * n < samples else flat @ flat.mT
     square = np.sum(gram**2, axis=(1, 2)) / samples**2
