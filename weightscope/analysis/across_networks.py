@@ -194,16 +194,6 @@ def covariance_across(
 ) -> PopulationCovariance:
     """The joint covariance of the selected tensors, and the stripe ratios of those with two axes.
 
-    Args:
-        source: a `Population`, or a `WeightArray(weights, spec)`.
-        select: patterns of tensor names; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that has them
-            and all tensors of another one; None for computed coordinates only.
-        options: see `joint_covariance`.
-
-    Raises:
-        UsageError: see `joint_covariance`.
-        DataError: if fewer than 2 networks are usable.
-
     Source: MLP paper, Fig. 1 and section 3.
 
     Example:
@@ -317,18 +307,6 @@ def eigenpairs(
     Exact where the weight vectors fit into `memory` and there are no more of them than coordinates; otherwise by
     randomised subspace iteration. See `weightscope.statistics.out_of_core.top_eigenpairs`.
 
-    Args:
-        source: as for `joint_covariance`.
-        rank: number of pairs, at most min(N - 1, D').
-        select: patterns as in `WeightSpec.select`; None for computed coordinates only.
-        computed: further coordinates, as for `joint_covariance`.
-        fold_norms: as for `joint_covariance`.
-        memory: bytes that the weight vectors may take.
-
-    Raises:
-        UsageError: if a pattern matches nothing or the rank is too high.
-        DataError: if fewer than 2 networks are usable.
-
     Example:
         >>> eigenpairs(Population("digits.pop"), 8, "*.mlp.fc?.weight").explained
     """
@@ -379,23 +357,14 @@ def _diagnostics(precision: Precision, folded: bool, variance: np.ndarray, n: in
 
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation over (network, channel), with networks as independent units.
+    """A correlation over (network, channel), with networks as independent units."""
 
-    Attributes:
-        name: of the block, or "all blocks".
-        channels: of the block, or of all of them.
-        correlation: r.
-        error: its standard error.
-        ci95: its 95 % interval.
-        p: two-sided.
-    """
-
-    name: str
-    channels: int
-    correlation: float
-    error: float
-    ci95: tuple[float, float]
-    p: float
+    name: str  # of the block, or "all blocks"
+    channels: int  # of the block, or of all of them
+    correlation: float  # r
+    error: float  # its standard error
+    ci95: tuple[float, float]  # its 95 % interval
+    p: float  # two-sided
 
 
 @dataclass(frozen=True, eq=False, repr=False)

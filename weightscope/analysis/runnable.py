@@ -27,12 +27,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for fol
 
 
 def runnable_transformer(source: str | Path, network: int | None = None) -> tuple[nn.Module, str]:
-    """A network that can be run, and a note on tensors that its file lacks; empty if it has all.
-
-    Args:
-        source: a population, or a folder of transformers: config.json and model.safetensors.
-        network: index of a population's network; None for the first.
-    """
+    """A network that can be run, and a note on tensors that its file lacks; empty if it has all."""
     if is_population(source):
         return population_in(source).network(network or 0), ""
     if network is not None:

@@ -36,15 +36,10 @@ _LEADING = 32  # eigenvalues that are written to JSON
 
 
 class KroneckerShare(NamedTuple):
-    """How well one Kronecker product A (x) B fits a covariance of filters; see `kronecker_sum`.
+    """How well one Kronecker product A (x) B fits a covariance of filters; see `kronecker_sum`."""
 
-    Attributes:
-        explained: `1 - |S - A (x) B|_F^2 / |S|_F^2`.
-        dependence: the same over the entries off the diagonal; NaN where all of them are zero.
-    """
-
-    explained: float
-    dependence: float
+    explained: float  # `1 - |S - A (x) B|_F^2 / |S|_F^2`
+    dependence: float  # the same over the entries off the diagonal; NaN where all of them are zero
 
 
 @dataclass(frozen=True, eq=False)

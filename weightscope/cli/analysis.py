@@ -160,6 +160,7 @@ def covariance(
     """
     from weightscope.analysis.covariances import covariance as compute
 
+    found: Any
     sources = tuple(maybe_partial(source, partial) for source in sources)
     if options.pop("exchangeable"):
         given = ["matrix"] * (matrix is not None) + [key for key, value in options.items() if value and key != "select"]
@@ -167,11 +168,8 @@ def covariance(
         if given:
             named = "--" + given[0].replace("_", "-").replace("inits", "init")
             raise UsageError(f"{named} cannot be combined with --exchangeable, which takes --select only")
-        result = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
-        click.echo(result.text())
-        result.plot(out)
-        click.echo(f"wrote {out}")
-        write_json(json_file, result.to_dict())
+        found = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
+        _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
     within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
@@ -185,13 +183,20 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found: Any = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
-    click.echo(found.text())
-    found.plot(out, **drawing)
-    click.echo(f"wrote {out}")
+    found = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    _show(found, out, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)
         click.echo(f"wrote {matrix}")
+
+
+def _show(found: Any, out: Path, json_file: Path | None, note: str = "", **drawing: Any) -> None:
+    """Print a result, draw it and write it as JSON."""
+    click.echo(found.text())
+    if note:
+        click.echo(f"warning: {note}")
+    found.plot(out, **drawing)
+    click.echo(f"wrote {out}")
     write_json(json_file, found.to_dict())
 
 
@@ -284,10 +289,7 @@ def products(
     config = None if num_heads is None else {"num_attention_heads": num_heads}
     position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
     found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
-    click.echo(found.text())
-    found.plot(out, view, heads=draw_heads, values=values)
-    click.echo(f"wrote {out}")
-    write_json(json_file, found.to_dict())
+    _show(found, out, json_file, view=view, heads=draw_heads, values=values)
 
 
 @click.command("attention-maps")
@@ -363,12 +365,7 @@ def attention_maps(
         batch = images_for(source, **inputs)
         model, note = runnable_transformer(source, network)
         found = compute(model, batch, filter_size=filter_size)
-    click.echo(found.text())
-    if note:
-        click.echo(f"warning: {note}")
-    found.plot(out, **drawing)
-    click.echo(f"wrote {out}")
-    write_json(json_file, found.to_dict())
+    _show(found, out, json_file, note, **drawing)
 
 
 def _of_tokens(
