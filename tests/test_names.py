@@ -1,4 +1,4 @@
-"""Every `weightscope.module.name` in code, docstrings and documents exists; blocks that are not run may invent names."""
+"""Every `weightscope.module.name` in code, docstrings and documents exists, but for blocks that are not run."""
 
 import importlib
 import re

@@ -182,11 +182,7 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
 
 
 def _checked(name: str, batch: int, length: int, vocabulary: int) -> None:
-    """Refuse numbers that are out of range.
-
-    Raises:
-        UsageError: naming the number.
-    """
+    """Refuse numbers that are out of range."""
     count("batch", batch)
     check_task(name, length, vocabulary)
 
