@@ -48,11 +48,7 @@ class OwnCode:
         return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
     def load(self) -> None:
-        """Import the references, unless this is the launching process.
-
-        Raises:
-            UsageError: if one cannot be imported, or has another source than in the launching process.
-        """
+        """Import the references, unless this is the launching process."""
         if not self.references or self.process == _THIS_PROCESS:
             return
         plugins.restore(cloudpickle.loads(self.passed))
