@@ -41,7 +41,7 @@ def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> 
 @cache
 def _forward_of_tokens(network: NetworkConfig, vocabulary: int, tokens: int) -> tuple[int, int]:
     with torch.device("meta"):
-        model = building.build_for_tokens(network, vocabulary)
+        model = building._build(network, {"vocabulary": vocabulary})
     return sum(p.numel() for p in model.parameters()), networks.multiply_adds_of_sequence(model, tokens)
 
 

@@ -210,14 +210,6 @@ def lost_reference() -> BenchResult:
     return result_of(diverged(runs_of("default", BASE), *range(2, SEEDS)), *arms)
 
 
-def without_pairs(result: BenchResult) -> BenchResult:
-    """The result as an earlier version wrote it."""
-    new = ("pairs", "beyond_scale_pairs", "networks")
-    arms = [{key: value for key, value in row.items() if key not in new} for row in result.arms]
-    assert arms[1].keys() < result.arms[1].keys()
-    return replace(result, arms=arms)
-
-
 def test_rows_store_the_number_of_pairs_of_their_differences(lost_reference: BenchResult) -> None:
     default, arm, control = lost_reference.arms
     assert [(row["n"], row["networks"]) for row in lost_reference.arms] == [(2, 8), (8, 8), (8, 8)]
@@ -283,7 +275,6 @@ def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) ->
 
 
 def test_maps_say_the_pairs_and_what_diverged() -> None:
-    axes = ("x.alpha", "x.beta")
     places = [(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)]
     arms = [
         runs_of(f"x (alpha={a:g}, beta={b:g})", BASE - 0.1 * a + NOISE[0], {"x.alpha": a, "x.beta": b})
@@ -293,22 +284,6 @@ def test_maps_say_the_pairs_and_what_diverged() -> None:
     text = words(next(draw for name, draw in result.figures().items() if name.startswith("map-"))(None))
     assert "(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of x (alpha=1, beta=1) diverged" in text
     assert "better than default; 2 of 8 diverged" in text
-    old = plots.difference_map(without_pairs(result).arms[1:], axes, metric=BITS)
-    assert "seeds" not in words(old.figure)
-
-
-@pytest.mark.parametrize("name", ["unstable", "lost_reference"])
-def test_results_of_earlier_versions_are_read_and_drawn(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    old = without_pairs(request.getfixturevalue(name))
-    (tmp_path / "results.json").write_text(json.dumps(old.to_dict()))
-    read = BenchResult.load(tmp_path)
-    assert read.arms == old.arms
-    assert "pairs" not in read.text().split("structure beyond")[0]
-    for form in ("text", "markdown", "latex"):
-        assert " networks of " in read.table(form)
-    assert all(" diverged" in words(draw(None)) for draw in read.figures().values())
 
 
 def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
@@ -560,25 +535,25 @@ def test_arms_are_compared_by_what_their_tasks_share(monkeypatch: pytest.MonkeyP
         Design.of(RECIPE, ["default"], vary={"data.train": [32, 16]})
 
 
-def test_results_of_earlier_versions_compare_accuracies(tmp_path: Path) -> None:
-    """They name no metric."""
-    runs = by_length("default", np.zeros(2)) + by_length("mimetic", np.array([0.3, 0.2]))
-    old = {"runs": runs, "summary": summarise(runs), "environment": {"device": "cpu"}}
-    (tmp_path / "results.json").write_text(json.dumps(old))
-    found = BenchResult.load(tmp_path / "results.json")
-    assert (found.metric, found.metrics, found.arms) == (ACCURACY, (ACCURACY, LOSS), old["summary"])
-    for text, message in (
-        (json.dumps(old | {"metric": "test_acuracy"}), "no metric 'test_acuracy'; did you mean 'test_accuracy'"),
-        (json.dumps(old | {"metric": ["test_accuracy"]}), "expected the results of a benchmark"),
-        (json.dumps(old | {"metrics": 3}), "expected the results of a benchmark"),
-        (json.dumps(old | {"runs": {}}), "expected the results of a benchmark"),
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "test_acuracy"}, "no metric 'test_acuracy'; did you mean 'test_accuracy'"),
+        ({"metric": ["test_accuracy"]}, "expected the results of a benchmark"),
+        ({"metrics": 3}, "expected the results of a benchmark"),
+        ({"runs": {}}, "expected the results of a benchmark"),
         ("[", "expected JSON"),
-    ):
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_results_are_refused(
+    planted: BenchResult, tmp_path: Path, changes: Any, message: str
+) -> None:
+    text = json.dumps(planted.to_dict() | changes) if isinstance(changes, dict) else changes
+    if text is not None:
         (tmp_path / "results.json").write_text(text)
-        with pytest.raises(DataError, match=message):
-            BenchResult.load(tmp_path / "results.json")
-    with pytest.raises(DataError, match="No such file"):
-        BenchResult.load(tmp_path / "none.json")
+    with pytest.raises(DataError, match=message):
+        BenchResult.load(tmp_path / "results.json")
 
 
 def test_the_command_line_selects_the_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from other_machines import PLAINEST, run_tests
 
 from weightscope.cli import main
 from weightscope.errors import UsageError
@@ -19,7 +20,7 @@ from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.training import devices
 from weightscope.training.collection import collect
-from weightscope.training.devices import kernels_on
+from weightscope.training.devices import choose_kernels
 from weightscope.training.kernels import build, functions
 from weightscope.training.many_networks import BatchedNetworks
 
@@ -41,6 +42,8 @@ FILTERS = [  # channels, height, width, batch, kernel, dilation
     (1, 3, 4, 16, 5, 1),
     (2, 5, 4, 20, 9, 1),
     (1, 2, 2, 3, 101, 1),
+    (2, 14, 14, 2, 3, 2),
+    (2, 9, 9, 4, 5, 1),
 ]
 SIZES = [  # networks, channels, hidden, positions
     (2, 16, 32, 300),
@@ -63,19 +66,19 @@ def agree(found, expected, inputs, tolerance):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, float(b.detach().abs().max())))
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("case", FILTERS, ids=str)
-def test_depthwise_equals_the_library(case, dtype):
+def test_depthwise_equals_the_library(case, dtype, kernel_set):
     channels, height, width, batch, k, dilation = case
     shapes = (channels, height, width, batch), (channels, k, k), (channels,)
     inputs = [draw(*shape, dtype=dtype).requires_grad_() for shape in shapes]
     x, weight, bias = inputs
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
-    agree(
-        functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels="c"), expected, inputs, 5 * TYPES[dtype]
-    )
+    found = functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels=kernel_set)
+    agree(found, expected, inputs, 5 * TYPES[dtype])
+    other = x.detach().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # in another memory layout
+    assert functions.depthwise_conv2d(other, weight, bias, dilation=dilation, kernels=kernel_set).equal(found)
 
 
 def mlp_inputs(sizes, dtype):
@@ -207,6 +210,8 @@ def test_weights_take_the_type_of_the_images(name):
 
 @needs_compiler
 def test_gradcheck():
+    x, weight = (draw(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 5, 5, 2), (2, 3, 3)))
+    assert torch.autograd.gradcheck(functions.depthwise_conv2d, (x, weight))
     inputs = mlp_inputs((2, 3, 4, 6), torch.float64)
     assert torch.autograd.gradcheck(
         lambda x, g, s, *w: functions.norm_mlp(x, (g, s), w[:2], w[2:], 1e-6, kernels="c"), inputs
@@ -354,6 +359,12 @@ def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
 
 
 @needs_compiler
+def test_numbers_are_right_without_vector_instructions():
+    """As on the plainest machine; tests/torture/other_machines.py has the others, and more tests."""
+    run_tests([__file__], PLAINEST | {"CC": "cc -mno-avx"}, "-k", "(equal and float32) or bits")
+
+
+@needs_compiler
 def test_two_processes_may_compile_at_once(fresh):
     code = "from pathlib import Path; from weightscope.training.kernels import build; "
     code += f"build._FOLDER = Path({str(build._FOLDER)!r}); build.library()"
@@ -399,15 +410,15 @@ def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkey
 def test_recipes_say_what_cannot_be():
     recipe = Recipe.parse(tomllib.loads(TOML))
     with pytest.raises(UsageError, match="compute in float32"):
-        kernels_on(recipe.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
+        choose_kernels(recipe.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
     with pytest.raises(UsageError, match="are for a CPU or CUDA"):
-        kernels_on(recipe, torch.device("meta"))
+        choose_kernels(recipe, torch.device("meta"))
 
 
 def test_without_triton_a_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(devices, "has_triton", lambda: False)
     with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
-        kernels_on(Recipe.parse(tomllib.loads(TOML)), torch.device("cuda"))
+        choose_kernels(Recipe.parse(tomllib.loads(TOML)), torch.device("cuda"))
 
 
 @needs_compiler

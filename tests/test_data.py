@@ -7,12 +7,14 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
-from weightscope._util.restricted_pickle import NUMPY_ARRAY, Call, loads, uint8_array
+from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
 from weightscope.data import Dataset, hub, load, registry
 from weightscope.data.catalog import dataset_info
 from weightscope.data.registry import DATASETS
@@ -51,18 +53,8 @@ def test_digits_are_split_1437_to_360_in_equal_proportions() -> None:
     train, test = data.train_labels.bincount(), data.test_labels.bincount()
     assert ((train + test) / 5 - test).abs().max() < 1
     together = torch.cat([data.train_images, data.test_images]).flatten(1)
-    assert len(together.unique(dim=0)) == len(np.unique(_sklearn_digits(), axis=0))
-
-
-def _sklearn_digits() -> np.ndarray:
-    from sklearn.datasets import load_digits
-
-    return load_digits().data
-
-
-def test_digits_keep_their_seventeen_levels() -> None:
-    levels = load("digits").train_images.unique()
-    assert levels.tolist() == [round(level * 255 / 16) for level in range(17)]
+    assert len(together.unique(dim=0)) == len(np.unique(load_digits().data, axis=0))
+    assert together.unique().tolist() == [round(level * 255 / 16) for level in range(17)]
 
 
 def test_first_images_are_taken_and_classes_are_interleaved() -> None:
@@ -223,45 +215,37 @@ def test_damaged_idx_files_are_refused(tmp_path: Path, how: str, match: str, com
         load("fashion-mnist", tmp_path)
 
 
-@pytest.mark.parametrize("cut", [0.5, 0.999])
-def test_a_gzip_file_cut_short_is_refused(tmp_path: Path, cut: float) -> None:
-    _write_fashion(tmp_path, compressed=True)
-    path = tmp_path / (IDX[2] + ".gz")
+def _flipped(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "match"),
+    [
+        (f"{IDX[2]}.gz", lambda raw: raw[: len(raw) // 2], "t10k-images.*.gz: cannot be read .*again"),
+        (
+            f"{IDX[2]}.gz",
+            lambda raw: raw[: int(0.999 * len(raw))],
+            "t10k-images.*.gz: cannot be read .*again",
+        ),
+        (f"{IDX[0]}.gz", _flipped, "train-images.*.gz: cannot be read"),
+        (
+            IDX[1],
+            lambda raw: _idx(np.arange(30) % 11),
+            "train-labels.* labels from 0 to 9, found 10 at item 10",
+        ),
+        (IDX[3], None, r"t10k-labels-idx1-ubyte.gz: expected a file of fashion-mnist, found none"),
+        (IDX[0], lambda raw: _idx(np.full((30, 28, 28), 7)), "channel 0 of the training images is constant"),
+    ],
+)
+def test_fashion_mnist_with_one_other_file_is_refused(tmp_path: Path, file: str, change: Any, match: str) -> None:
+    _write_fashion(tmp_path, compressed=file.endswith(".gz"))
+    path = tmp_path / file
     raw = path.read_bytes()
-    path.write_bytes(raw[: int(cut * len(raw))])
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz: cannot be read .*download it again"):
-        load("fashion-mnist", tmp_path)
-
-
-def test_a_flipped_bit_in_a_gzip_file_is_refused(tmp_path: Path) -> None:
-    _write_fashion(tmp_path, compressed=True)
-    path = tmp_path / (IDX[0] + ".gz")
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz: cannot be read"):
-        load("fashion-mnist", tmp_path)
-
-
-def test_wrong_labels_are_refused(tmp_path: Path) -> None:
-    _write_fashion(tmp_path)
-    labels = np.arange(30) % 11
-    (tmp_path / IDX[1]).write_bytes(_idx(labels))
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: expected labels from 0 to 9, found 10 at item 10"):
-        load("fashion-mnist", tmp_path)
-
-
-def test_half_a_data_set_is_refused(tmp_path: Path) -> None:
-    _write_fashion(tmp_path)
-    (tmp_path / IDX[3]).unlink()
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz: expected a file of fashion-mnist, found none"):
-        load("fashion-mnist", tmp_path)
-
-
-def test_a_data_set_of_one_colour_is_refused(tmp_path: Path) -> None:
-    _write_fashion(tmp_path)
-    (tmp_path / IDX[0]).write_bytes(_idx(np.full((30, 28, 28), 7)))
-    with pytest.raises(DataError, match="channel 0 of the training images is constant"):
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(raw))
+    with pytest.raises(DataError, match=match):
         load("fashion-mnist", tmp_path)
 
 
@@ -344,13 +328,6 @@ LAYOUTS = {
 }
 
 
-def test_the_python_2_writer_of_this_test_writes_what_pickle_reads() -> None:
-    images, labels = _images(3, 3, 32, 10)
-    value = pickle.loads(_python_batch(images, labels, "labels", 2), encoding="latin1")
-    assert np.array_equal(value["data"].reshape(images.shape), images)
-    assert value["labels"] == labels.tolist()
-
-
 @pytest.mark.parametrize(
     ("name", "version", "protocol"), [(*k, p) for k in LAYOUTS for p in ((2, 3, 4) if k[1] == "python" else (0,))]
 )
@@ -390,14 +367,6 @@ def test_damaged_binary_files_are_refused(tmp_path: Path, file: str, change, mat
     _write_cifar(tmp_path, "cifar10", "binary")
     (tmp_path / file).write_bytes(change((tmp_path / file).read_bytes()))
     with pytest.raises(DataError, match=f"{file}: .*{match}"):
-        load("cifar10", tmp_path)
-
-
-def test_binary_cifar_100_under_the_name_of_cifar_10_is_refused(tmp_path: Path) -> None:
-    _write_cifar(tmp_path, "cifar100", "binary")
-    for i in range(1, 6):
-        (tmp_path / f"data_batch_{i}.bin").write_bytes((tmp_path / "train.bin").read_bytes())
-    with pytest.raises(DataError, match=r"data_batch_1.bin: expected 30730 bytes"):
         load("cifar10", tmp_path)
 
 
@@ -463,14 +432,6 @@ def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
         load("cifar10", tmp_path)
 
 
-def test_every_prefix_of_a_pickle_is_refused() -> None:
-    raw = pickle.dumps(_batch(), protocol=3)
-    ends = {*range(200), *range(len(raw) - 200, len(raw))}
-    for end in ends:
-        with pytest.raises(DataError, match=r"here: .*pickle"):
-            loads(raw[:end], "here", NUMPY_ARRAY)
-
-
 def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
     """Whatever a byte is changed to, the outcome is a value or a DataError, soon; 3,000 seeded changes."""
     random = np.random.default_rng(0)
@@ -509,24 +470,16 @@ def test_pickles_that_do_more_than_build_data_are_refused(raw: bytes, match: str
         loads(raw, "here", NUMPY_ARRAY)
 
 
-def test_calls_are_left_as_data() -> None:
-    value = loads(pickle.dumps(np.arange(3, dtype=np.uint8), protocol=2), "here", NUMPY_ARRAY)
-    assert isinstance(value, Call)
-    assert np.array_equal(uint8_array(value, "here"), [0, 1, 2])
-
-
 # --- the Hub ---------------------------------------------------------------------------------------------
 
 
-def test_without_a_network_the_error_says_why(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(DataError, match=r"downloading from the Hugging Face Hub failed \(no network\)"):
-        load("cifar10", tmp_path)
-
-
-def test_without_pyarrow_nothing_is_fetched(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install pyarrow"):
+@pytest.mark.parametrize(
+    ("pyarrow", "match"),
+    [("there", r"downloading from the Hugging Face Hub failed \(no network\)"), (None, "pip install pyarrow")],
+)
+def test_what_is_not_fetched_says_why(tmp_path: Path, monkeypatch, pyarrow: str | None, match: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: pyarrow)
+    with pytest.raises(DataError, match=match):
         load("cifar10", tmp_path)
 
 
@@ -705,5 +658,6 @@ def test_datasets_have_a_short_repr_and_are_listed() -> None:
     assert repr(load("digits", test=9)) == (
         "<Dataset digits: 1437 training and 9 test images of 1 x 8 x 8 pixels, 10 classes>"
     )
-    expected = ["cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"]
-    assert sorted(DATASETS) == expected
+    assert {"cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"} <= set(
+        DATASETS
+    )

@@ -9,7 +9,7 @@ import torch
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
-from weightscope.training import devices, engine, spec_of, train_tile
+from weightscope.training import devices, spec_of, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.devices import choose_kernels
 from weightscope.training.engine import TileRun
@@ -58,14 +58,11 @@ def without_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu, monkeypatch):
+def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
     """So nothing that changes from step to step or from epoch to epoch is outside of what the compiler sees."""
     plan, data = small(name), load("digits", train=48, test=20)
-    found = []
-    for kernels in ("torch", "inductor"):
-        monkeypatch.setattr(engine, "kernels_on", lambda recipe, device, kernels=kernels: kernels)
-        found.append(TileRun(plan, 0, data, torch.device("cpu")).train(None))
-    plain, compiled = found
+    here = torch.device("cpu")
+    plain, compiled = (TileRun(plan, 0, data, here, kernels).train(None) for kernels in ("torch", "inductor"))
     spec = spec_of(plan)
     for tensor, values in spec.unpack(plain.weights).items():
         if not tensor.endswith("qkv.bias"):  # a bias of keys has no effect, and AdamW scales its rounding errors up

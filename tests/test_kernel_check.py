@@ -1,6 +1,5 @@
 """The choice of kernels: a compiled kernel that is wrong on this machine is found and not used."""
 
-import json
 import logging
 import shlex
 import shutil
@@ -13,12 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope._util.environment import environment
 from weightscope.errors import UsageError
-from weightscope.population import manifest as manifests
-from weightscope.population.manifest import Manifest
 from weightscope.recipe import Recipe
-from weightscope.training import devices, network_check, spec_of, train_tile
+from weightscope.training import devices, network_check, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.devices import choose_kernels
 from weightscope.training.kernels import build
@@ -190,25 +186,6 @@ def test_a_population_that_began_without_a_compiler_keeps_torchs_kernels(compile
     assert population.recipe.training.kernels == "torch"
     assert population.provenance() == {f"torch {torch.__version__} on cpu": 2}
     assert not caplog.records
-
-
-def test_populations_from_before_there_was_a_choice_keep_torchs_kernels(compiler, tmp_path):
-    written = recipe(kernels="torch").to_dict()
-    del written["training"]["kernels"]
-    old = Manifest(recipe(kernels="torch"), spec_of(recipe()), environment("cpu"), (2,), written=written)
-    path = tmp_path / "a.pop"
-    (path / manifests.SHARDS).mkdir(parents=True)
-    inputs = collect(recipe(), tmp_path / "b.pop", workers=1, device="cpu")
-    found = json.loads((tmp_path / "b.pop" / manifests.NAME).read_text())["inputs"]
-    del inputs
-    (path / manifests.NAME).write_bytes(Manifest(**{**vars_of(old), "inputs": found}).to_bytes())
-    population = collect(recipe(), path, workers=1, device="cpu")
-    assert population.provenance() == {f"torch {torch.__version__} on cpu": 1}
-    assert population.recipe.training.kernels == "torch"
-
-
-def vars_of(manifest: Manifest) -> dict[str, object]:
-    return {name: getattr(manifest, name) for name in ("recipe", "spec", "environment", "sizes", "written")}
 
 
 def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, monkeypatch, tmp_path):

@@ -98,8 +98,6 @@ def test_trained_features_beat_initial_ones_and_arms_are_paired(tmp_path: Path) 
     assert trained["difference"] > 0.1
     assert other["difference"] != 0
     assert len({run["accuracy"] for run in result.runs if run["init"] == "default"}) > 1, "seeds differ"
-    again = linear_probe(plan, ["default"], tmp_path / "again", epochs=[600], **OPTIONS)
-    assert [r["accuracy"] for r in again.runs] == [r["accuracy"] for r in result.runs if r["init"] == "default"]
     assert len(result.runs[0]["curve"]) == 600
     assert json.loads((tmp_path / "out/results.json").read_text())["summary"][0]["init"] == "default"
 

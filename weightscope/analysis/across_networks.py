@@ -24,7 +24,7 @@ from weightscope.statistics.mlps import (
     stripes,
     transposed_correlation,
 )
-from weightscope.statistics.moments import BLOCK, Moments, finite_rows
+from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, finite_rows
 from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
 
@@ -194,16 +194,6 @@ def covariance_across(
 ) -> PopulationCovariance:
     """The joint covariance of the selected tensors, and the stripe ratios of those with two axes.
 
-    Args:
-        source: a `Population`, or a `WeightArray(weights, spec)`.
-        select: patterns of tensor names; "auto" for the MLP matrices (`*.mlp.fc?.weight`) of a network that has them
-            and all tensors of another one; None for computed coordinates only.
-        options: see `joint_covariance`.
-
-    Raises:
-        UsageError: see `joint_covariance`.
-        DataError: if fewer than 2 networks are usable.
-
     Source: MLP paper, Fig. 1 and section 3.
 
     Example:
@@ -287,19 +277,30 @@ def joint_covariance(
     coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
     if not coordinates.spec.size:
         raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
-    if file is not None:
+    choice("precision", precision, get_args(Precision))
+    size, correlation = coordinates.spec.size, kind == "correlation"
+    passes = _Passes(source, coordinates, chunk if file is None else BLOCK)
+    found: Moments | EntryMoments
+    if file is None:
+        found = Moments(size, device=device, precision=precision)
+        for rows in passes():
+            found.update(rows)
+        mean, n, variance = found.mean, found.n, found.variance()
+        matrix = (found.correlation if correlation else found.covariance)(destroy=True)
+    else:
         if device is not None:
             raise UsageError(
                 f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
             )
-        return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
-    moments = Moments(coordinates.spec.size, device=device, precision=precision)
-    passes = _Passes(source, coordinates, chunk)
-    for rows in passes():
-        moments.update(rows)
-    mean, n, excluded = moments.mean, moments.n, passes.diverged + moments.excluded
-    diagnostics = _diagnostics(precision, fold_norms, moments.variance(), n)
-    matrix = (moments.covariance if kind == "covariance" else moments.correlation)(destroy=True)
+        if Path(file).suffix != ".npy":
+            raise UsageError(f"file: expected a name that ends in .npy, found {file}")
+        with atomic.replacing(file) as out:
+            found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
+        mean, n, variance = found.mean, found.n, found.variance()
+        matrix = np.load(file, mmap_mode="r")
+    diagnostics = {"precision": precision, "folded_norms": fold_norms, "constant": int((variance == 0).sum())}
+    diagnostics |= {"rank_bound": min(int(n) - 1, size)}
+    excluded = found.excluded + passes.diverged
     return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
 
 
@@ -316,18 +317,6 @@ def eigenpairs(
 
     Exact where the weight vectors fit into `memory` and there are no more of them than coordinates; otherwise by
     randomised subspace iteration. See `weightscope.statistics.out_of_core.top_eigenpairs`.
-
-    Args:
-        source: as for `joint_covariance`.
-        rank: number of pairs, at most min(N - 1, D').
-        select: patterns as in `WeightSpec.select`; None for computed coordinates only.
-        computed: further coordinates, as for `joint_covariance`.
-        fold_norms: as for `joint_covariance`.
-        memory: bytes that the weight vectors may take.
-
-    Raises:
-        UsageError: if a pattern matches nothing or the rank is too high.
-        DataError: if fewer than 2 networks are usable.
 
     Example:
         >>> eigenpairs(Population("digits.pop"), 8, "*.mlp.fc?.weight").explained
@@ -352,50 +341,16 @@ class _Passes:
             yield self._coordinates(rows)
 
 
-def _on_disk(
-    source: WeightSamples, coordinates: Coordinates, file: Path, *, kind: Kind, dtype: Precision, memory: int
-) -> PopulationCovariance:
-    if file.suffix != ".npy":
-        raise UsageError(f"file: expected a name that ends in .npy, found {file}")
-    choice("precision", dtype, get_args(Precision))
-    passes, size = _Passes(source, coordinates), coordinates.spec.size
-    with atomic.replacing(file) as out:
-        known = write_covariance(passes, size, out, dtype=dtype, correlation=kind == "correlation", memory=memory)
-    diagnostics = _diagnostics(dtype, coordinates.folded, known.variance(), known.n)
-    matrix = np.load(file, mmap_mode="r")
-    return PopulationCovariance(
-        matrix, known.mean, known.n, known.excluded + passes.diverged, coordinates.spec, kind, diagnostics
-    )
-
-
-def _diagnostics(precision: Precision, folded: bool, variance: np.ndarray, n: int) -> dict[str, Any]:
-    return {
-        "precision": precision,
-        "folded_norms": folded,
-        "constant": int((variance == 0).sum()),
-        "rank_bound": min(int(n) - 1, len(variance)),
-    }
-
-
 @dataclass(frozen=True)
 class Correlation:
-    """A correlation over (network, channel), with networks as independent units.
+    """A correlation over (network, channel), with networks as independent units."""
 
-    Attributes:
-        name: of the block, or "all blocks".
-        channels: of the block, or of all of them.
-        correlation: r.
-        error: its standard error.
-        ci95: its 95 % interval.
-        p: two-sided.
-    """
-
-    name: str
-    channels: int
-    correlation: float
-    error: float
-    ci95: tuple[float, float]
-    p: float
+    name: str  # of the block, or "all blocks"
+    channels: int  # of the block, or of all of them
+    correlation: float  # r
+    error: float  # its standard error
+    ci95: tuple[float, float]  # its 95 % interval
+    p: float  # two-sided
 
 
 @dataclass(frozen=True, eq=False, repr=False)

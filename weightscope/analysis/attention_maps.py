@@ -626,9 +626,6 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     of the softmax, so the result is approximate.
 
     Source: thesis Eq. 3.19, where the scale is 1 / sqrt(k).
-
-    Example:
-        >>> expected_map(codes, np.array([0.7]), 1 / 8).sum(axis=-1)    # rows sum to one
     """
     n, d = codes.shape
     logits = scale * np.asarray(beta, dtype=np.float64)[:, None, None] * (codes @ codes.T + d * np.eye(n))

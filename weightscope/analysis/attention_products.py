@@ -47,54 +47,32 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """One of the models.
+    """One of the models."""
 
-    Attributes:
-        label: of the source.
-        modules: number of attention modules.
-        heads: number of heads of each module.
-        widths: d; several numbers if the modules differ.
-        bytes_read: from disk or a hub; None for a model in memory.
-        commit: at the hub; None elsewhere.
-        nonfinite: name of a tensor -> number of its entries used that are NaN or infinite.
-        skipped: name of an attention module -> why it is left out.
-        unverified: files at a hub of which only byte ranges were read, so that their hash was not compared.
-        state_spaces: number of state-space layers.
-    """
-
-    label: str
-    modules: int
-    heads: tuple[int, ...]
-    widths: tuple[int, ...]
-    bytes_read: int | None
-    commit: str | None
-    nonfinite: dict[str, int]
-    skipped: dict[str, str]
+    label: str  # of the source
+    modules: int  # number of attention modules
+    heads: tuple[int, ...]  # number of heads of each module
+    widths: tuple[int, ...]  # d; several numbers if the modules differ
+    bytes_read: int | None  # from disk or a hub; None for a model in memory
+    commit: str | None  # at the hub; None elsewhere
+    nonfinite: dict[str, int]  # name of a tensor -> number of its entries used that are NaN or infinite
+    skipped: dict[str, str]  # name of an attention module -> why it is left out
+    # files at a hub of which only byte ranges were read, so that their hash was not compared
     unverified: tuple[str, ...] = ()
-    state_spaces: int = 0
+    state_spaces: int = 0  # number of state-space layers
 
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of products with a positive or negative diagonal.
+    """Numbers of products with a positive or negative diagonal."""
 
-    Attributes:
-        n: products with finite numbers.
-        positive: with a diagonal mean above zero.
-        sure: of these, with z > 4.
-        negative: with a diagonal mean below zero.
-        surely_negative: of these, with z < -4.
-        beta: mean over the products; None without products.
-        alpha: mean over the products; None without products.
-    """
-
-    n: int
-    positive: int
-    sure: int
-    negative: int
-    surely_negative: int
-    beta: float | None
-    alpha: float | None
+    n: int  # products with finite numbers
+    positive: int  # with a diagonal mean above zero
+    sure: int  # of these, with z > 4
+    negative: int  # with a diagonal mean below zero
+    surely_negative: int  # of these, with z < -4
+    beta: float | None  # mean over the products; None without products
+    alpha: float | None  # mean over the products; None without products
 
     def text(self, what: str, places: str) -> str:
         """One phrase on the more frequent sign, such as "QK diagonal positive in 65 of 72 heads (64 with z > 4)"."""

@@ -91,23 +91,14 @@ def imbalance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Null:
-    """The shape and the parameters of a correct construction.
+    """The shape and the parameters of a correct construction."""
 
-    Attributes:
-        width: d.
-        rank: r of the product.
-        group: number of products that share one factor (query heads per key head).
-        alpha: scale of the noise.
-        beta: diagonal, with its sign.
-        construction: "svd" or "same-random".
-    """
-
-    width: int
-    rank: int
-    group: int
-    alpha: float
-    beta: float
-    construction: str
+    width: int  # d
+    rank: int  # r of the product
+    group: int  # number of products that share one factor (query heads per key head)
+    alpha: float  # scale of the noise
+    beta: float  # diagonal, with its sign
+    construction: str  # "svd" or "same-random"
 
     def scaled(self) -> "Null":
         """The same at a width that is cheap to simulate, with the same rank / width."""

@@ -96,15 +96,10 @@ def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0)
 
 @dataclass(frozen=True)
 class Simulated:
-    """Statistics of parts that an initialiser has just set, and of parts with an error.
+    """Statistics of parts that an initialiser has just set, and of parts with an error."""
 
-    Attributes:
-        correct: statistic -> its value in each correct draw.
-        wrong: error -> statistic -> its value in each draw with that error.
-    """
-
-    correct: Mapping[str, Sequence[float]]
-    wrong: Mapping[str, Mapping[str, Sequence[float]]]
+    correct: Mapping[str, Sequence[float]]  # statistic -> its value in each correct draw
+    wrong: Mapping[str, Mapping[str, Sequence[float]]]  # error -> statistic -> its value in each draw with that error
 
     @classmethod
     def of(

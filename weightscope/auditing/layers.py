@@ -72,25 +72,15 @@ def mimetic_mlp_checks(
 
 @dataclass(frozen=True)
 class Table:
-    """fc1 (p, n) as a two-way table of hidden units and inputs.
+    """fc1 (p, n) as a two-way table of hidden units and inputs."""
 
-    Attributes:
-        p: hidden units.
-        n: inputs.
-        mean: of all entries.
-        unit: the default entries' standard deviation, of which `b` and `sigma` are multiples.
-        noise: variance of the entries apart from the means of rows and columns.
-        inputs: variance of the n means over hidden units, relative to that of independent entries.
-        units: variance of the p means over inputs, relative to that of independent entries.
-    """
-
-    p: int
-    n: int
-    mean: float
-    unit: float
-    noise: float
-    inputs: float
-    units: float
+    p: int  # hidden units
+    n: int  # inputs
+    mean: float  # of all entries
+    unit: float  # the default entries' standard deviation, of which `b` and `sigma` are multiples
+    noise: float  # variance of the entries apart from the means of rows and columns
+    inputs: float  # variance of the n means over hidden units, relative to that of independent entries
+    units: float  # variance of the p means over inputs, relative to that of independent entries
 
     @classmethod
     def of(cls, fc1: Tensor) -> "Table":

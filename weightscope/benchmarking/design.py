@@ -201,12 +201,7 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
 
 
 def parse_init(text: str) -> InitConfig:
-    """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`.
-
-    Example:
-        >>> parse_init("mimetic_attention(alpha_qk=0.6)+mimetic_mlp").parameters
-        {'alpha_qk': 0.6}
-    """
+    """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`."""
     names: list[str] = []
     numbers: dict[str, Any] = {}
     for part in re.split(r"\+(?![^(]*\))", text):

@@ -162,16 +162,7 @@ def choose_gain(
 
 
 def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURACY) -> tuple[list[dict[str, Any]], int]:
-    """The rows of `GainChoice.curve`, without likelihoods, and the index of the choice.
-
-    Args:
-        gains: (G,), ascending.
-        values: (G, n), of n paired seeds; a gain with one that is not finite is not chosen.
-        metric: what they are.
-
-    Raises:
-        DataError: if no gain has finite values.
-    """
+    """The rows of `GainChoice.curve`, without likelihoods, and the index of the choice."""
     means = values.mean(axis=1)
     if not np.isfinite(means).any():
         raise DataError(f"gains: networks of every one diverged; found no finite {metric.name}")

@@ -207,12 +207,6 @@ class Probe:
 
     and q = 1 for biases.
 
-    Args:
-        width: d, of the features.
-        classes: K.
-        seeds: of the T initial matrices.
-        device: of the tensors.
-
     Source: You, Gitman and Ginsburg, Large batch training of convolutional networks, 2017, Algorithm 1; that biases
     are not adapted is the variant of He et al. 2021.
     """
@@ -262,12 +256,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """Metrics of the networks of one arm in `folder/0.json`, `folder/1.json`, ...; `arm.json` says of what.
-
-    Attributes:
-        folder: of the arm.
-        names: of the metrics of each network.
-    """
+    """Metrics of the networks of one arm in `folder/0.json`, `folder/1.json`, ...; `arm.json` says of what."""
 
     folder: Path
     names: tuple[str, ...]

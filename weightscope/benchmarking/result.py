@@ -46,9 +46,8 @@ class BenchResult(Result):
             of the paired t-test, `pairs` (the seeds of both that have a finite value) and `p_holm`, adjusted for the
             number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's
             control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p`, `beyond_scale_pairs` and
-            `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the rows `summary`, and
-            those of earlier versions have no `pairs`, `beyond_scale_pairs` and `networks`. Of accuracies with a known
-            chance level, `chance` and `chance_p`, the one-sided p-value of a mean above it (`chance.above_chance`).
+            `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the rows `summary`. Of
+            accuracies with a known chance level, `chance` and `chance_p`, the one-sided p-value of a mean above it.
         environment: versions, machine, device and the recipe.
         metric: that is compared; all of `arms` and the differences are in its stored unit.
         metrics: all that the task reports.
@@ -62,7 +61,7 @@ class BenchResult(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
-        """Read a `results.json`, or that of a folder; one that names no metric compares accuracies.
+        """Read a `results.json`, or that of a folder.
 
         Raises:
             DataError: if it cannot be read, is not the result of a benchmark, or names an unknown metric.
@@ -76,8 +75,6 @@ class BenchResult(Result):
         except (ValueError, RecursionError):
             raise DataError(f"{path}: expected JSON, found something else") from None
         wanted = {"runs": list, "summary": list, "environment": dict, "metric": str, "metrics": dict}
-        if isinstance(values, dict):  # before there were other metrics
-            values = {"metric": ACCURACY.name, "metrics": {ACCURACY.name: {}, LOSS.name: {}}} | values
         if not isinstance(values, dict) or not all(isinstance(values.get(k), kind) for k, kind in wanted.items()):
             raise DataError(f"{path}: expected the results of a benchmark, with {', '.join(wanted)}")
         found = {name: metric_named(name) for name in (values["metric"], *values["metrics"])}
@@ -89,10 +86,10 @@ class BenchResult(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies."""
-        axes = dict.fromkeys(name for row in self.arms for name in (*row.get("cell", {}), *row.get("numbers", {})))
+        axes = dict.fromkeys(name for row in self.arms for name in (*row["cell"], *row["numbers"]))
         out = []
         for row in self.arms:
-            place = {**row.get("cell", {}), **row.get("numbers", {})}
+            place = {**row["cell"], **row["numbers"]}
             plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
             out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
         return out
@@ -107,7 +104,7 @@ class BenchResult(Result):
         """A table with one line for each arm; with the number of pairs where it is not that of the seeds."""
         cells, metric = any(row.get("cell") for row in self.arms), self.metric
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
-        pairs = any(row.get("pairs") not in (None, row["n"]) for row in self.arms)
+        pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
         compared = (("pairs",) if pairs else ()) + _COMPARED
         header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, "95 % interval", *compared)
         table = _ruled(header, (_in_cell(row, _cells(row, metric, pairs), cells) for row in self.arms))
@@ -115,7 +112,7 @@ class BenchResult(Result):
             table += f"\n{metric.title}{metric.direction}"
         if guesses := chance_note(self.arms):
             table += f"\n{guesses}"
-        controlled = [row for row in self.arms if row.get("control") is not None]
+        controlled = [row for row in self.arms if row["control"] is not None]
         if not controlled:
             return table
         scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
@@ -197,13 +194,13 @@ def _drawn(draw: Callable[..., Any], title: str | None, path: str | Path | None 
 
 
 def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
-    return [point_text(row.get("cell", {})), *cells] if shown else cells
+    return [point_text(row["cell"]), *cells] if shown else cells
 
 
 def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
     mean = "" if row["mean"] is None else _number(row["mean"], metric)
     cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, _interval(row["ci95"], metric)]
-    cells += ["" if row.get("pairs") is None else f"{row['pairs']}"] * pairs + _difference(row, "difference", metric)
+    cells += ["" if row["pairs"] is None else f"{row['pairs']}"] * pairs + _difference(row, "difference", metric)
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
@@ -214,14 +211,9 @@ def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
 
 
 def _scale_cells(row: dict[str, Any], control: dict[str, Any], metric: Metric) -> list[str]:
-    cells = [row["init"], f"{row['epochs']}", _both(control.get("pairs"), row.get("beyond_scale_pairs"), row["n"])]
+    pairs = dict.fromkeys((control["pairs"], row["beyond_scale_pairs"]))
+    cells = [row["init"], f"{row['epochs']}", ", ".join(str(n) for n in pairs if n is not None)]
     return cells + _difference(control, "difference", metric) + _difference(row, "beyond_scale", metric)
-
-
-def _both(scale: int | None, beyond: int | None, n: int) -> str:
-    """The number of pairs of both parts, `8` or `2, 8`; of networks in results of earlier versions."""
-    known = list(dict.fromkeys(pairs for pairs in (scale, beyond) if pairs is not None))
-    return ", ".join(map(str, known or [n]))
 
 
 def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
@@ -283,13 +275,13 @@ def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, 
 def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     note = f"{metric.title[0].upper()}{metric.title[1:]} of {count_range([row['n'] for row in arms])} seeds"
     note += "; +- half the 95 % interval of the paired difference from the first row"
-    if any(row["n"] != row["pairs"] for row in arms if row.get("pairs") is not None):
-        note += f" on {count_range([row['pairs'] for row in arms if row.get('pairs') is not None])} seeds of both"
+    if any(row["n"] != row["pairs"] for row in arms if row["pairs"] is not None):
+        note += f" on {count_range([row['pairs'] for row in arms if row['pairs'] is not None])} seeds of both"
     return f"{note}; dagger: p < 0.05, adjusted (Holm){metric.direction}"
 
 
 def _head(row: Mapping[str, Any], lengths: bool) -> str:
-    text = point_text(row.get("cell", {}))
+    text = point_text(row["cell"])
     length = f"{row['epochs']} epoch{'s' * (row['epochs'] != 1)}"
     return ", ".join(filter(None, [text, length if lengths or not text else ""]))
 

@@ -113,16 +113,7 @@ def bench(
 
 @dataclass(frozen=True)
 class Design:
-    """What a benchmark compares, and where its results go.
-
-    Attributes:
-        folder: of the results.
-        recipe: with the benchmark's seed.
-        arms: of all cells.
-        metric: that arms are compared by.
-        metrics: all that their tasks share.
-        data: the folder that is searched first for the data.
-    """
+    """What a benchmark compares, and where its results go."""
 
     folder: Path
     recipe: Recipe

@@ -20,12 +20,7 @@ _BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_
 
 
 class Chance(NamedTuple):
-    """The chance level of a metric.
-
-    Attributes:
-        accuracy: c, expected of predictions that do not depend on the input.
-        examples: m, number of independent labels or tokens over which an accuracy is taken.
-    """
+    """The chance level of a metric."""
 
     accuracy: float
     examples: int
@@ -281,11 +276,6 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY) -> d
     Differences that are equal up to rounding have no s. Their p is that of the sign test, 2^(1 - n), and 1 if they are
     zero; the interval has no width from six on, where that is below 0.05, and is the possible range below (None without
     an upper bound), as for a single difference.
-
-    Args:
-        values: of a metric, (n,), of n seeds.
-        base: of the reference, (n,), of the same seeds.
-        metric: what they are.
     """
     differences = values - base
     n, mean = len(differences), float(differences.mean())

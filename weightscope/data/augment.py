@@ -104,11 +104,6 @@ def erase(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     The rectangle has 2 % to 1/3 of the area and an aspect ratio of 0.3 to 1 / 0.3, as by timm's RandomErasing in mode
     "const".
 
-    Args:
-        images: normalised, (n, c, S, S).
-        draws: (n, P), those given to `augment`.
-        config: the probability.
-
     Source: Zhong et al., Random erasing data augmentation, 2020.
     """
     if not config.erasing:
@@ -121,16 +116,7 @@ def erase(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`(images - mean) / std` for each channel, of images in units of [0, 1].
-
-    Args:
-        images: float (..., c, S, S) in [0, 1], or uint8, which is divided by 255.
-        mean: float (c,), such as `Dataset.mean`.
-        std: float (c,), positive, such as `Dataset.std`.
-
-    Returns:
-        float (..., c, S, S).
-    """
+    """`(images - mean) / std` for each channel, of images in units of [0, 1]."""
     if images.dtype == torch.uint8:
         images = images.float().div_(255)
     return (images - mean[:, None, None]) / std[:, None, None]
@@ -244,28 +230,17 @@ class Tables:
     """Tables of K operations with either sign and L magnitudes for images of one size.
 
     Row (2 i + s) L + l is operation i with sign s and magnitude l.
-
-    Attributes:
-        names: of the K operations.
-        levels: L.
-        geometry: int64 (2 K L,), the row of `source` and `inside`, of which there are G.
-        source: int64 (G, S * S), index of the source pixel of each pixel.
-        inside: bool (G, S * S), whether the source is inside the image.
-        values: uint8 (2 K L, 256), the new value of each value, for operations that do not depend on the image.
-        contrast: float32 (2 K L,), factor of the distance from the image's mean; 1 for other operations.
-        saturation: float32 (2 K L,), factor of the distance from grey; 1 for other operations.
-        sharpness: float32 (2 K L,), factor of the distance from the smoothed image; 1 for other operations.
     """
 
-    names: tuple[str, ...]
-    levels: int
-    geometry: Tensor
-    source: Tensor
-    inside: Tensor
-    values: Tensor
-    contrast: Tensor
-    saturation: Tensor
-    sharpness: Tensor
+    names: tuple[str, ...]  # of the K operations
+    levels: int  # L
+    geometry: Tensor  # int64 (2 K L,), the row of `source` and `inside`, of which there are G
+    source: Tensor  # int64 (G, S * S), index of the source pixel of each pixel
+    inside: Tensor  # bool (G, S * S), whether the source is inside the image
+    values: Tensor  # uint8 (2 K L, 256), the new value of each value, for operations that do not depend on the image
+    contrast: Tensor  # float32 (2 K L,), factor of the distance from the image's mean; 1 for other operations
+    saturation: Tensor  # float32 (2 K L,), factor of the distance from grey; 1 for other operations
+    sharpness: Tensor  # float32 (2 K L,), factor of the distance from the smoothed image; 1 for other operations
 
 
 def operations(channels: int, sharpness: bool = False) -> tuple[str, ...]:

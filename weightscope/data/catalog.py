@@ -52,11 +52,7 @@ def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> 
 
 
 def source_of(source: str | SourceConfig) -> SourceConfig:
-    """The settings of a data set that is given by its name.
-
-    Raises:
-        UsageError: for a folder, which needs a path and a size beside its name.
-    """
+    """The settings of a data set that is given by its name."""
     if source == FOLDER:
         raise UsageError('folder: expected data.path and data.size beside it, as in SourceConfig(name="folder", ...)')
     return SourceConfig(name=source) if isinstance(source, str) else source
@@ -64,15 +60,7 @@ def source_of(source: str | SourceConfig) -> SourceConfig:
 
 @lru_cache(maxsize=1)
 def made_by(factory: Callable[[], Any], name: str) -> Arrays:
-    """The checked arrays that a user's factory returns; those of the last factory are kept.
-
-    Args:
-        factory: returns (train_images, train_labels, test_images, test_labels) or a `Dataset`.
-        name: for messages.
-
-    Raises:
-        DataError: if the factory fails or returns anything but four valid arrays.
-    """
+    """The checked arrays that a user's factory returns; those of the last factory are kept."""
     try:
         made = factory()
     except WeightscopeError:

@@ -102,9 +102,7 @@ class Dataset:
             UsageError: if there are fewer.
         """
         n, m = _counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
-        arrays = (self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
-        changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
-        return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
+        return self._with(self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
 
     def shortened(self, train: int) -> "Dataset":
         """Only the first so many training images, with the pixel statistics of all."""
@@ -119,7 +117,9 @@ class Dataset:
         n = len(self.train_labels) - count
         if n < 1:
             raise UsageError(f"data.validation: expected 1 to {len(self.train_labels) - 1} images, found {count}")
-        arrays = (self.train_images[:n], self.train_labels[:n], self.train_images[n:], self.train_labels[n:])
+        return self._with(self.train_images[:n], self.train_labels[:n], self.train_images[n:], self.train_labels[n:])
+
+    def _with(self, *arrays: Tensor) -> "Dataset":
         changed: dict[str, Any] = dict(zip(PARTS, arrays, strict=True))
         return replace(self, **changed | _pixel_statistics(arrays[0], self.info.name))
 

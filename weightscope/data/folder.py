@@ -27,15 +27,7 @@ _MOST_ENTRIES = 1024
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a folder of images; nothing of it is decoded.
-
-    Attributes:
-        path: the folder.
-        classes: names of the classes, sorted; class i is the i-th.
-        train: paths and labels of the training images, in an order drawn by the seed.
-        test: the same of the test images.
-        signature: changes whenever a file's path, size or date does.
-    """
+    """What is in a folder of images; nothing of it is decoded."""
 
     path: Path
     classes: tuple[str, ...]

@@ -27,18 +27,7 @@ Part = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One classification data set.
-
-    Attributes:
-        name: as in recipes.
-        channels: of an image.
-        size: side length of the square images, in pixels.
-        classes: the number of classes.
-        train: the number of training images.
-        test: the number of test images.
-        how_to_get: one sentence for the error about missing files.
-        config: the settings of a folder of images, whose numbers of images are 0 until it is read; None for others.
-    """
+    """One classification data set."""
 
     name: str
     channels: int
@@ -47,7 +36,7 @@ class DatasetInfo:
     train: int
     test: int
     how_to_get: str = ""
-    config: SourceConfig | None = None
+    config: SourceConfig | None = None  # of a folder of images, whose numbers are 0 until it is read
 
 
 Reader = Callable[..., Arrays]
@@ -58,15 +47,10 @@ DATASETS: Registry[Reader] = Registry("data set")
 
 
 class Layout(NamedTuple):
-    """One arrangement of a data set's files.
+    """One arrangement of a data set's files."""
 
-    Attributes:
-        folder: the usual name of its folder; the files may also be in the searched folder itself.
-        files: names of files, any of which identifies the data set.
-    """
-
-    folder: str
-    files: tuple[str, ...]
+    folder: str  # its usual name; the files may also be in the searched folder itself
+    files: tuple[str, ...]  # any of which identifies the data set
 
 
 def places(root: Path | None) -> list[Path]:

@@ -23,21 +23,13 @@ if TYPE_CHECKING:
 
 
 class TaskSize(NamedTuple):
-    """Sizes of a task as functions of the string's length.
+    """Sizes of a task as functions of the string's length."""
 
-    Attributes:
-        answer: tokens of the answer.
-        vocabulary: the fewest tokens, the separator included.
-        varied: the fewest tokens, the separator included, with which sequences have different answers.
-        why: what needs so many, for messages; takes the length and this number.
-        step: what the length is a multiple of: the tokens of a pair, 2, or 1.
-    """
-
-    answer: Callable[[int], int]
-    vocabulary: Callable[[int], int]
-    varied: Callable[[int], int]
-    why: Callable[[int, int], str] | None = None
-    step: int = 1
+    answer: Callable[[int], int]  # tokens of the answer
+    vocabulary: Callable[[int], int]  # the fewest tokens, the separator included
+    varied: Callable[[int], int]  # the fewest with which sequences have different answers
+    why: Callable[[int, int], str] | None = None  # what needs so many; takes the length and this number
+    step: int = 1  # what the length is a multiple of
 
 
 def _same(length: int) -> int:
@@ -65,11 +57,7 @@ TASK_SIZES = {
 
 
 def check_task(name: str, length: int, vocabulary: int) -> None:
-    """Refuse sizes for which a task has no sequences.
-
-    Raises:
-        UsageError: if the task is unknown, a number is out of range or the vocabulary is too small.
-    """
+    """Refuse sizes for which a task has no sequences."""
     if name not in TASK_SIZES:
         raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
     size = TASK_SIZES[name]

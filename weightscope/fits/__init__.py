@@ -7,14 +7,14 @@ structure          the contract of a fitted distribution (`Structure`); one file
   exchangeable     whole networks; `resizing` takes it to other widths and depths
 fitting            `fit`: structures fitted to a population, compared by held-out likelihood; `fit_init`
 one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
-artifact           the file of a fit; `population_fit`, `network_fit` are what it holds; `load_artifact`
+artifact           the file of a fit, and fits to one network; `population_fit`: those to a population, `load_artifact`
 standalone         `write_standalone`, a Python file that needs torch and safetensors only
 """
 
+from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.gaussian import Dense, Diagonal, Isotropic, LowRank
 from weightscope.fits.group_means import GroupMeans
-from weightscope.fits.network_fit import NetworkFit
 from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.fits.separable import Kronecker, TensorNormal

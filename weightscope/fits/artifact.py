@@ -1,4 +1,4 @@
-"""The file format of fits: a safetensors file with arrays and, in its metadata, one JSON header.
+"""The file format of fits: a safetensors file with arrays and one JSON header; and fits to one network.
 
 `{"format": FORMAT, "version": 1, ...}`: the format says what was fitted, the rest is described by the class of that
 format. Next to it is the SHA-256 of header and arrays. Everything that a file states is checked before it is used, and
@@ -9,11 +9,12 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
@@ -122,3 +123,61 @@ def checked_header(values: Any, model: type[H]) -> H:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "header"
         raise DataError(f"invalid header: {where}: {first['msg'].lower()}") from None
+
+
+class StrictModel(BaseModel):
+    """A part of a header: no unknown keys, no conversions, finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Numbers(StrictModel):
+    """Numbers without arrays."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The header's part."""
+        out = self.model_dump(mode="json")
+        return {key: value for key, value in out.items() if key != "left_out" or value}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """No arrays."""
+        return {}
+
+
+NETWORK_FORMAT = "weightscope-network-initialiser"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NetworkFit(Artifact):
+    """An initialiser fitted to one network.
+
+    Attributes:
+        numbers: the fit; `numbers.structure` is its kind.
+        provenance: where the weights came from.
+    """
+
+    numbers: Any
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the arrays, in JSON types; the header of the artifact."""
+        numbers = self.numbers.to_dict()
+        return {"format": NETWORK_FORMAT, "version": VERSION, "numbers": numbers, "provenance": dict(self.provenance)}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Of `filters`: `"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i; otherwise none."""
+        return self.numbers.arrays()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer (and product)."""
+        return self.numbers.rows()
+
+    def summary(self) -> str:
+        """The structure, its origin and the number of layers."""
+        origin = self.provenance.get("source") or "a network in memory"
+        return f"{self.numbers.structure} of {len(self.numbers.layers)} layers, fitted to {origin}"
+
+    def text(self) -> str:
+        """The structure, its origin, and the numbers with their fit."""
+        origin = self.provenance.get("source") or "a network in memory"
+        return f"{self.numbers.structure}, fitted to {origin}\n{self.numbers.text()}"

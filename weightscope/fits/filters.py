@@ -17,7 +17,7 @@ from weightscope._util.results import text_table
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.network_fit import NetworkFit, Numbers, StrictModel
+from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
 from weightscope.statistics.filters import (
     FilterDistribution,
     Schedule,

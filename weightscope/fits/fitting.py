@@ -16,7 +16,7 @@ from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
 from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
 from weightscope.spec import WeightSpec

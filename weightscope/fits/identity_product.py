@@ -16,7 +16,7 @@ from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors, self
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import DataError
-from weightscope.fits.network_fit import NetworkFit, Numbers, StrictModel
+from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
 
 
 class ProductNumbers(StrictModel):

@@ -19,10 +19,9 @@ from torch import nn
 from weightscope._util.plugins import Registry, underscored
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import checked_header
+from weightscope.fits.artifact import NetworkFit, StrictModel, checked_header
 from weightscope.fits.filters import FilterFit, FilterHeader, FilterLayer, ScheduleFit, fit_conv_schedule, fit_filters
 from weightscope.fits.identity_product import ProductFit, fit_identity_product
-from weightscope.fits.network_fit import NetworkFit, StrictModel
 from weightscope.population import open_network
 from weightscope.statistics.filters import FilterDistribution
 

@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope.errors import DataError
-from weightscope.fits.artifact import VERSION, Artifact, checked_header, read_contents
-from weightscope.fits.network_fit import FORMAT as NETWORK_FORMAT
-from weightscope.fits.network_fit import NetworkFit
+from weightscope.fits.artifact import NETWORK_FORMAT, VERSION, Artifact, NetworkFit, checked_header, read_contents
 from weightscope.fits.structure import STRUCTURES, Structure, checked, matrix_shapes, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
 

@@ -134,15 +134,10 @@ def chosen_components(wanted: str | Sequence[str]) -> set[str]:
 
 
 class Place(NamedTuple):
-    """A tensor, or rows of one that packs queries, keys and values.
+    """A tensor, or rows of one that packs queries, keys and values."""
 
-    Attributes:
-        name: in timm's scheme.
-        part: 0, 1 or 2 for queries, keys and values that are tensors of their own; None for a whole tensor.
-    """
-
-    name: str
-    part: int | None = None
+    name: str  # in timm's scheme
+    part: int | None = None  # 0, 1 or 2 of separate queries, keys and values; None for a whole tensor
 
 
 _PREFIX = re.compile(r"^(vit|deit|dinov2|convnext|convnextv2)\.(?=(embeddings|encoder|layers|layernorm)\.)")

@@ -12,9 +12,9 @@ from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
+from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import FilterFit, ScheduleFit
 from weightscope.fits.identity_product import ProductFit, ProductLayer
-from weightscope.fits.network_fit import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output

@@ -445,21 +445,13 @@ def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generato
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one attention module gets.
+    """What one attention module gets."""
 
-    Attributes:
-        part: the module.
-        offsets: of the H heads.
-        rotations: (k, k), one for each of the G key heads.
-        queries: of the module before, or of the first one if all layers are the same (H, d, k).
-        keys: (G, d, k), likewise.
-    """
-
-    part: AttentionPart
-    offsets: list[Offset]
-    rotations: list[Tensor]
-    queries: Tensor
-    keys: Tensor
+    part: AttentionPart  # the module
+    offsets: list[Offset]  # of the H heads
+    rotations: list[Tensor]  # (k, k), one for each of the G key heads
+    queries: Tensor  # of the module before, or of the first one if all layers are the same (H, d, k)
+    keys: Tensor  # (G, d, k), likewise
 
 
 class _Assignment:

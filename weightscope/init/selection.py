@@ -108,21 +108,13 @@ def select_weights_(
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of the student and its counterpart in the teacher.
+    """A tensor of the student and its counterpart in the teacher."""
 
-    Attributes:
-        name: of the student's.
-        value: the student's.
-        teacher: the teacher's with the student's positions, and no axis shorter than the student's.
-        blocks: number of matrices (queries, keys, values) that the tensors pack along `packed`.
-        packed: the axis.
-    """
-
-    name: str
-    value: Tensor
-    teacher: Tensor
-    blocks: int
-    packed: int
+    name: str  # of the student's
+    value: Tensor  # the student's
+    teacher: Tensor  # the teacher's with the student's positions, and no axis shorter than the student's
+    blocks: int  # number of matrices (queries, keys, values) that the tensors pack along `packed`
+    packed: int  # the axis
 
 
 def matched(

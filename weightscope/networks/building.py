@@ -31,23 +31,6 @@ def build_for(recipe: Recipe) -> nn.Module:
     return _build(recipe.network, recipe.data.sizes())
 
 
-def build_for_tokens(config: NetworkConfig, vocabulary: int) -> nn.Module:
-    """The network for sequences that a recipe's [network] section describes, with its default initial weights.
-
-    Args:
-        config: the section, `Recipe.network`.
-        vocabulary: v, the number of tokens.
-
-    Raises:
-        UsageError: if its sizes are inconsistent; for a network of one's own, if the factory cannot be imported or
-            called, or does not return an `nn.Module`.
-
-    Example:
-        >>> build_for_tokens(Recipe.load("copying-mamba-small").network, 16)
-    """
-    return _build(config, {"vocabulary": vocabulary})
-
-
 def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
     """The network described by a recipe's [network] section, with torch's default initial weights.
 
@@ -141,10 +124,6 @@ def multiply_adds_of_sequence(module: nn.Module, tokens: int) -> int:
     Beside linear maps and convolutions these are `3 n p N` for a state-space layer of p channels and N states (decay,
     input, output), `2 n^2 d` for the products of causal attention, its mask not deducted, and `2 n k d` for linear
     attention with keys of width k.
-
-    Args:
-        module: a network of `networks.sequences`, or any other made of its layers, `nn.Linear` and `nn.Conv1d`.
-        tokens: n.
     """
     total = 0
 

@@ -54,13 +54,6 @@ class LayerScale(nn.Module):
 class DropPath(nn.Module):
     """Stochastic depth: in training the branch of an image is 0 with probability r, and divided by 1 - r otherwise.
 
-    Attributes:
-        draws: uniform numbers (B,) in [0, 1), one per image; the branch is dropped below r. None: from torch's global
-            generator. Whoever trains sets them before a forward pass.
-
-    Args:
-        rate: r.
-
     Source: Huang et al., Deep networks with stochastic depth, 2016, Eq. 2; scaled as in timm.
     """
 
@@ -122,11 +115,6 @@ class SumLinear(nn.Linear):
 
     The baseline of the MLP paper (section 3, Fig. 4) for its initialisation, which adds the same matrix once. Not a
     container: its forward adds over channels.
-
-    Args:
-        inputs: n.
-        outputs: p.
-        initial: the initial value of b, the parameter `sum_weight` (1,).
     """
 
     def __init__(self, inputs: int, outputs: int, initial: float) -> None:
@@ -149,11 +137,6 @@ class Mlp(nn.Module):
     """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis.
 
     The MLP paper calls `fc1.weight` (p, d) W1 and `fc2.weight` (d, p) W2.
-
-    Args:
-        width: d, channels of input and output.
-        hidden: p, hidden units.
-        learned_sum: initial value of the learned number b of fc1, see `SumLinear`; None for a plain linear map.
     """
 
     def __init__(self, width: int, hidden: int, learned_sum: float | None = None) -> None:

@@ -214,13 +214,7 @@ class MambaMixer(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of `x SiLU(gate)` in each of G groups of channels, and one gain per channel.
-
-    Args:
-        width: channels.
-        groups: G, divides the channels.
-        eps: added to the mean square.
-    """
+    """RMSNorm of `x SiLU(gate)` in each of G groups of channels, and one gain per channel."""
 
     def __init__(self, width: int, groups: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -330,19 +324,6 @@ class TokenEmbedding(nn.Embedding):
 
     In training, the whole vector of a token is 0 with probability r, wherever the token is in the batch, and divided by
     1 - r otherwise.
-
-    Attributes:
-        checks: whether `forward` checks its tokens; not where `torch.vmap` runs it, and its caller does.
-        draws: uniform numbers (v,) in [0, 1), one for each token; it is dropped below r. None: from torch's global
-            generator. Whoever trains sets them before a forward pass.
-
-    Args:
-        vocabulary: v.
-        width: d.
-        dropout: r.
-
-    Raises:
-        UsageError: if r is not in [0, 1); in `forward`, naming the token outside the vocabulary.
 
     Source: Gal and Ghahramani 2016, section 4.2, with one mask for a batch as in Merity et al. 2018, section 4.3.
     """

@@ -31,29 +31,15 @@ CONVOLUTIONAL = KINDS[2:]
 
 
 class Terms(NamedTuple):
-    """How positions enter attention: `(kept * softmax(Q K^T / sqrt(k) + logits) + added) V`; None for what is absent.
+    """How positions enter attention, `(kept * softmax(Q K^T / sqrt(k) + logits) + added) V`; None where absent."""
 
-    Attributes:
-        logits: (..., H, N, N).
-        kept: (..., H, N, 1), shares of the rows.
-        added: (..., H, N, N).
-    """
-
-    logits: Tensor | None = None
-    kept: Tensor | None = None
-    added: Tensor | None = None
+    logits: Tensor | None = None  # (..., H, N, N)
+    kept: Tensor | None = None  # (..., H, N, 1), shares of the rows
+    added: Tensor | None = None  # (..., H, N, N)
 
 
 class PositionalAttention(Attention):
-    """The base of attention with positional terms, on a square grid of tokens after `prefix` special ones.
-
-    Args:
-        width: d.
-        heads: H.
-        grid: g; there are N = prefix + g^2 tokens.
-        prefix: number of tokens without a position (class token) at the start.
-        qkv_bias: whether queries, keys and values have a bias.
-    """
+    """The base of attention with positional terms, on a square grid of tokens after `prefix` special ones."""
 
     def __init__(self, width: int, heads: int, grid: int, *, prefix: int = 0, qkv_bias: bool = True) -> None:
         super().__init__(width, heads, qkv_bias=qkv_bias)
@@ -87,10 +73,6 @@ class GatedAttention(PositionalAttention):
     c_h: the pixels of a 2 x 2 filter for 4 heads, of a 3 x 3 filter for 9. With a number of heads H that is no square,
     such as 8, the first floor(sqrt(H))^2 heads are set, and the others keep torch's default of a linear layer of three
     inputs, as in ConViT's published code. All gates start at l_h = 1, and W_V is the identity.
-
-    Attributes:
-        position_vectors: v (H, 3).
-        gating_param: l (H,).
 
     Source: d'Ascoli et al. 2021 (ConViT), Eq. 6 to 8; attention paper, section 5.1 (GPSA comparison).
     """
@@ -132,18 +114,6 @@ class ConvolutionalAttention(PositionalAttention):
 
     C (N, N) is doubly block-circulant: `C_ij = filter[j - i]` with displacements that wrap around at the edges of the
     grid; it is zero in rows and columns of the class token.
-
-    Attributes:
-        filters: (H, f, f), initially torch's default of a depthwise convolution, U(-1/f, 1/f).
-        filter_scale: c (1,), initially 1.
-
-    Args:
-        kind: one of the three.
-        filter_size: f, odd, at most g.
-        width: and the others as in `PositionalAttention`.
-
-    Raises:
-        UsageError: if the filter's size is even or larger than the grid.
 
     Source: attention paper, Eq. 14 and 15, which leave open the size and that each head has a filter of its own.
     """
@@ -244,15 +214,6 @@ class Block(nn.Module):
     """Pre-norm transformer block on tokens (B, N, d): attention, then MLP, each added to its input.
 
     `x <- skip x + drop_path1(ls1(attn(norm1(x))))`, then `x <- x + drop_path2(ls2(mlp(norm2(x))))`.
-
-    Args:
-        attn: the attention layer.
-        width: d.
-        hidden: p of the MLP.
-        layer_scale: initial value of LayerScale; None for none.
-        layer_scale_on: which terms are scaled, see `ViT`.
-        drop_paths: the layers of stochastic depth of attention and of the MLP, or identities.
-        learned_sum: initial value of the learned number of fc1; None for none, see `SumLinear`.
     """
 
     skip_scale: nn.Parameter | None

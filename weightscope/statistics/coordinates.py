@@ -82,21 +82,7 @@ def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict
 
 
 def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
-    """Fold every norm that `norm_pairs` finds in whole weight vectors.
-
-    Args:
-        vectors: (N, D), or (D,) for one network.
-        spec: names and shapes of the D columns.
-
-    Returns:
-        new vectors of the same shape and dtype: the same functions with unit gains and zero biases.
-
-    Raises:
-        SpecError: if a linear map has no bias to absorb the norm's bias.
-
-    Example:
-        >>> folded = fold_norms(population.weights(), population.spec)
-    """
+    """Fold every norm that `norm_pairs` finds in whole weight vectors."""
     rows = np.atleast_2d(vectors)
     folded = fold(spec.unpack(rows), norm_pairs(spec))
     flat = [folded[name].reshape(len(rows), -1) for name in spec.names]
@@ -123,15 +109,10 @@ FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Computed:
-    """One group of computed coordinates of a network.
+    """One group of computed coordinates of a network."""
 
-    Attributes:
-        function: a key of `FUNCTIONS`, or `"center"`: the central pixel of every filter.
-        tensors: the names of the factors, multiplied from left to right; one for `"center"`.
-    """
-
-    function: str
-    tensors: tuple[str, ...]
+    function: str  # a key of `FUNCTIONS`, or `"center"`: the central pixel of every filter
+    tensors: tuple[str, ...]  # the names of the factors, multiplied from left to right; one for `"center"`
 
     @property
     def name(self) -> str:
@@ -172,10 +153,6 @@ class Computed:
 
 def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
     """Expand an expression to the computed coordinates of a network, in the spec's order.
-
-    Args:
-        expression: for instance `"center(stages.0.blocks.{i}.conv_dw.weight)"`.
-        spec: of the network.
 
     Raises:
         UsageError: if the expression is invalid, or matches no tensors.
@@ -227,16 +204,9 @@ def _fill(pattern: str, values: Mapping[str, str], expression: str) -> str:
 class Coordinates:
     """The selected tensors, with norms folded on request, followed by computed coordinates.
 
-    Args:
-        spec: of the whole network.
-        select: patterns as in `WeightSpec.select`; None for computed coordinates only.
-        computed: expressions (see `weightscope.statistics.coordinates`), evaluated after folding.
-        fold_norms: fold the gain and bias of each normalisation layer into the next linear map.
-
     Attributes:
         spec: of the result; computed coordinates are tensors named by their expression.
         reads: the sub-spec of the tensors that must be read.
-        folded: whether norms are folded.
     """
 
     def __init__(
@@ -250,7 +220,6 @@ class Coordinates:
         self._plain = WeightSpec([]) if select is None else spec.select(select)
         self._computed: tuple[Computed, ...] = tuple(c for text in computed for c in parse(text, spec))
         names = {*self._plain.names, *(name for c in self._computed for name in c.tensors)}
-        self.folded = fold_norms
         self._pairs = norm_pairs(spec) if fold_norms else ()
         needed = needed_for_folding(names, spec, self._pairs)
         self.reads = WeightSpec(t for t in spec.tensors if t.name in needed)

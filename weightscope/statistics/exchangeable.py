@@ -109,24 +109,16 @@ def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TypeCovariance:
-    """The covariance of one type's copies.
+    """The covariance of one type's copies."""
 
-    Attributes:
-        kind: the type S.
-        samples: N d_S; N - 1 for the empty type, whose mean is estimated.
-        covariance: (C, C), divisor `samples`.
-        mean: (C,), of the empty type; zero for the others, where invariance makes it zero.
-        errors: (C, C) standard errors of the correlations of views with one copy, from how much networks differ; NaN
-            for views of several copies, and with fewer than 3 networks.
-        networks: N.
-    """
-
-    kind: InvariantType
-    samples: int
-    covariance: np.ndarray
-    mean: np.ndarray
+    kind: InvariantType  # the type S
+    samples: int  # N d_S; N - 1 for the empty type, whose mean is estimated
+    covariance: np.ndarray  # (C, C), divisor `samples`
+    mean: np.ndarray  # (C,), of the empty type; zero for the others, where invariance makes it zero
+    # (C, C) standard errors of the correlations of views with one copy, from how much networks differ; NaN for views
+    # of several copies, and with fewer than 3 networks
     errors: np.ndarray
-    networks: int
+    networks: int  # N
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
@@ -303,28 +295,18 @@ def _shift(array: np.ndarray, view: View) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two views that share a type, and how they go together.
+    """Two views that share a type, and how they go together."""
 
-    Attributes:
-        groups: of the type.
-        a: name of one view.
-        b: name of the other.
-        correlation: signed for one copy each, otherwise the largest canonical one.
-        ci95: 95 % interval of the true one; of a canonical one conservative, and the estimate, which chance increases,
-            may be above it.
-        z: `correlation` in standard errors for one copy each; otherwise the normal quantile of p.
-        p: two-sided, adjusted for the number of pairs of all types (Holm 1979).
-        signed: whether each view has one copy.
-    """
-
-    groups: tuple[str, ...]
-    a: str
-    b: str
-    correlation: float
+    groups: tuple[str, ...]  # of the type
+    a: str  # name of one view
+    b: str  # name of the other
+    correlation: float  # signed for one copy each, otherwise the largest canonical one
+    # 95 % interval of the true one; of a canonical one conservative, and the estimate, which chance increases, may be
+    # above it
     ci95: tuple[float, float]
-    z: float
-    p: float
-    signed: bool
+    z: float  # `correlation` in standard errors for one copy each; otherwise the normal quantile of p
+    p: float  # two-sided, adjusted for the number of pairs of all types (Holm 1979)
+    signed: bool  # whether each view has one copy
 
 
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:

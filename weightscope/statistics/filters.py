@@ -22,27 +22,17 @@ class FilterDistribution:
 
     `vec` is in row-major order: pixel (i, j) is coordinate k i + j.
 
-    Attributes:
-        name: path of the layer.
-        stage: number of its stage, from 0.
-        depth: relative depth among all depthwise layers of the network, in [0, 1].
-        kernel: k, the side of the square filters.
-        count: C, number of filters.
-        mean: (k, k) float64.
-        covariance: (k*k, k*k) float64, of rank C - 1 at most.
-        dead: number of filters whose norm is negligible; mean and covariance include them.
-
     Source: thesis Eq. 3.3.
     """
 
-    name: str
-    stage: int
-    depth: float
-    kernel: int
-    count: int
-    mean: np.ndarray
-    covariance: np.ndarray
-    dead: int = 0
+    name: str  # path of the layer
+    stage: int  # number of its stage, from 0
+    depth: float  # relative depth among all depthwise layers of the network, in [0, 1]
+    kernel: int  # k, the side of the square filters
+    count: int  # C, number of filters
+    mean: np.ndarray  # (k, k) float64
+    covariance: np.ndarray  # (k*k, k*k) float64, of rank C - 1 at most
+    dead: int = 0  # number of filters whose norm is negligible; mean and covariance include them
 
     @property
     def usable(self) -> bool:
@@ -109,11 +99,6 @@ def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
 def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
     """Linear interpolation of arrays over relative depth, constant before the first and after the last.
 
-    Args:
-        depths: (L,), ascending.
-        values: L arrays of one shape.
-        depth: at which to interpolate.
-
     Example:
         >>> at_depth([0.0, 1.0], [np.zeros(2), np.ones(2)], 0.25)
         array([0.25, 0.25])
@@ -151,17 +136,11 @@ def _corner_to_corner(k: int, size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`sigma(d) = sigma0 + v d + a d^2 / 2` over the relative depth d in [0, 1] (thesis Eq. 3.11).
+    """`sigma(d) = sigma0 + v d + a d^2 / 2` over the relative depth d in [0, 1] (thesis Eq. 3.11)."""
 
-    Attributes:
-        sigma0: at the first layer.
-        v: slope.
-        a: curvature.
-    """
-
-    sigma0: float
-    v: float
-    a: float
+    sigma0: float  # at the first layer
+    v: float  # slope
+    a: float  # curvature
 
     def __call__(self, depth: float) -> float:
         """Sigma at a relative depth."""
@@ -239,15 +218,8 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
 
     The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
 
-    Args:
-        covariance: (n, n), symmetric.
-        psd: "abs" or "clip".
-
     Returns:
         (n, n) in float64.
-
-    Raises:
-        UsageError: if `psd` is neither.
     """
     choice("psd", psd, ("abs", "clip"))
     import torch

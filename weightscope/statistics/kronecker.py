@@ -28,21 +28,14 @@ _SYMMETRY = 1e-6  # largest difference across the diagonal, as a share of the la
 
 @dataclass(frozen=True, eq=False)
 class KroneckerSum:
-    """A covariance as a sum of r Kronecker products, `sum over i of A_i (x) B_i`.
+    """A covariance as a sum of r Kronecker products, `sum over i of A_i (x) B_i`."""
 
-    Attributes:
-        rows: A_i, (r, p, p), each symmetric or antisymmetric.
-        columns: B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` if `same`.
-        values: (r,), the norms of the terms, `|A_i|_F |B_i|_F`, descending. Terms are orthogonal to each other.
-        norm: |Sigma|_F.
-        same: whether each term is A_i (x) A_i.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
+    rows: np.ndarray  # A_i, (r, p, p), each symmetric or antisymmetric
+    columns: np.ndarray  # B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` if `same`
+    # (r,), the norms of the terms, `|A_i|_F |B_i|_F`, descending. Terms are orthogonal to each other
     values: np.ndarray
-    norm: float
-    same: bool
+    norm: float  # |Sigma|_F
+    same: bool  # whether each term is A_i (x) A_i
 
     @property
     def terms(self) -> int:
@@ -330,17 +323,11 @@ def _aligned(
 
 @dataclass(frozen=True)
 class TensorNormal:
-    """A tensor-normal covariance S_1 (x) ... (x) S_K.
+    """A tensor-normal covariance S_1 (x) ... (x) S_K."""
 
-    Attributes:
-        factors: S_k, (d_k, d_k); all but the first have trace d_k, which fixes their scales.
-        iterations: of the flip-flop algorithm.
-        converged: whether the tolerance was reached.
-    """
-
-    factors: tuple[np.ndarray, ...]
-    iterations: int
-    converged: bool
+    factors: tuple[np.ndarray, ...]  # S_k, (d_k, d_k); all but the first have trace d_k, which fixes their scales
+    iterations: int  # of the flip-flop algorithm
+    converged: bool  # whether the tolerance was reached
 
 
 def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> TensorNormal:

@@ -13,38 +13,23 @@ from weightscope.statistics.moments import finite_rows
 
 @dataclass(frozen=True)
 class StripeRatio:
-    """The variance of group means over networks, relative to that of independent entries.
+    """The variance of group means over networks, relative to that of independent entries."""
 
-    Attributes:
-        value: 1 in expectation under independence.
-        ci95: 95 % confidence interval.
-        p: two-sided p-value of the hypothesis that the ratio is 1.
-    """
-
-    value: float
-    ci95: tuple[float, float]
-    p: float
+    value: float  # 1 in expectation under independence
+    ci95: tuple[float, float]  # 95 % confidence interval
+    p: float  # two-sided p-value of the hypothesis that the ratio is 1
 
 
 @dataclass(frozen=True)
 class StripeResult:
-    """Stripes of a matrix W (p, n) over N networks.
+    """Stripes of a matrix W (p, n) over N networks."""
 
-    Attributes:
-        column: of the n column means (for fc1, over the p hidden units, one for each input channel).
-        row: of the p row means (over the n columns).
-        grand: of the mean of all entries.
-        networks: N, without the excluded ones.
-        excluded: networks left out because they contain a non-finite number.
-        shape: (p, n).
-    """
-
-    column: StripeRatio
-    row: StripeRatio
-    grand: StripeRatio
-    networks: int
-    excluded: int
-    shape: tuple[int, int]
+    column: StripeRatio  # of the n column means (for fc1, over the p hidden units, one for each input channel)
+    row: StripeRatio  # of the p row means (over the n columns)
+    grand: StripeRatio  # of the mean of all entries
+    networks: int  # N, without the excluded ones
+    excluded: int  # networks left out because they contain a non-finite number
+    shape: tuple[int, int]  # (p, n)
 
     @property
     def ratios(self) -> dict[str, StripeRatio]:
@@ -70,9 +55,6 @@ def stripes(matrices: Any) -> StripeResult:
     Args:
         matrices: (N, p, n), or (N, p, ...) whose trailing axes are flattened to columns. Non-finite networks
             are left out and counted.
-
-    Raises:
-        DataError: if there are fewer than 3 usable networks, the shape is wrong or nothing varies.
 
     Example:
         >>> fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
@@ -120,21 +102,13 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
 
 @dataclass(frozen=True)
 class TransposedCorrelation:
-    """The mean over i, j of the correlation of W1[i, j] with W2[j, i] over networks.
+    """The mean over i, j of the correlation of W1[i, j] with W2[j, i] over networks."""
 
-    Attributes:
-        value: the mean.
-        ci95: its 95 % interval.
-        p: two-sided, of a mean of 0.
-        entries: number of pairs (i, j) that vary.
-        n: number of networks.
-    """
-
-    value: float
-    ci95: tuple[float, float]
-    p: float
-    entries: int
-    n: int
+    value: float  # the mean
+    ci95: tuple[float, float]  # its 95 % interval
+    p: float  # two-sided, of a mean of 0
+    entries: int  # number of pairs (i, j) that vary
+    n: int  # number of networks
 
 
 def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedCorrelation:
@@ -149,10 +123,6 @@ def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedC
     Args:
         first: W1 (N, p, d).
         second: W2 (N, d, p).
-
-    Raises:
-        UsageError: if the shapes are not transposed.
-        DataError: if there are fewer than 3 networks or no entry varies.
 
     Source: MLP paper, section 3 (anticorrelated W1 and W2 in ViTs, Fig. 1b).
     """

@@ -110,25 +110,15 @@ _OVERSAMPLING = 16
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """The leading eigenpairs of the covariance of n rows.
+    """The leading eigenpairs of the covariance of n rows."""
 
-    Attributes:
-        values: (r,), descending; variances along the vectors.
-        vectors: (r, D), orthonormal rows; the largest entry of each is positive.
-        mean: (D,).
-        total: the trace of the covariance.
-        n: number of finite rows.
-        excluded: number of rows left out because they contain a non-finite number.
-        method: "gram" (exact) or "randomised".
-    """
-
-    values: np.ndarray
-    vectors: np.ndarray
-    mean: np.ndarray
-    total: float
-    n: int
-    excluded: int
-    method: Literal["gram", "randomised"]
+    values: np.ndarray  # (r,), descending; variances along the vectors
+    vectors: np.ndarray  # (r, D), orthonormal rows; the largest entry of each is positive
+    mean: np.ndarray  # (D,)
+    total: float  # the trace of the covariance
+    n: int  # number of finite rows
+    excluded: int  # number of rows left out because they contain a non-finite number
+    method: Literal["gram", "randomised"]  # "gram" (exact) or "randomised"
 
     @property
     def explained(self) -> np.ndarray:

@@ -15,22 +15,15 @@ from weightscope.spec import WeightSpec
 
 @dataclass(frozen=True)
 class View:
-    """A tensor, or some rows of it, with the permutation group of each axis.
+    """A tensor, or some rows of it, with the permutation group of each axis."""
 
-    Attributes:
-        name: the tensor's name, with the part in brackets where it is not the whole: `attn.qkv.weight[q]`.
-        tensor: name of the tensor.
-        shape: of the view.
-        axes: for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or
-            that name after a "~" where the group also flips the sign of each of its coordinates.
-        start: first row of the view within the tensor's first axis.
-    """
-
-    name: str
-    tensor: str
-    shape: tuple[int, ...]
+    name: str  # the tensor's name, with the part in brackets where it is not the whole: `attn.qkv.weight[q]`
+    tensor: str  # name of the tensor
+    shape: tuple[int, ...]  # of the view
+    # for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or that
+    # name after a "~" where the group also flips the sign of each of its coordinates
     axes: tuple[str | None, ...]
-    start: int = 0
+    start: int = 0  # first row of the view within the tensor's first axis
 
     @property
     def labels(self) -> frozenset[str]:
@@ -52,19 +45,13 @@ class View:
 
 @dataclass(frozen=True)
 class InvariantType:
-    """One type S of irreducible part: a set of groups, and the views that contain it.
+    """One type S of irreducible part: a set of groups, and the views that contain it."""
 
-    Attributes:
-        groups: S, in the specification's order, with "~" where signs flip; empty for the means of everything.
-        dimension: of the irreducible representation: the product over S of n - 1, or n where signs flip.
-        places: the product of n over S: the length of a part before the dependent entries are left out.
-        views: those that contain the type, each with its number of copies.
-    """
-
+    # S, in the specification's order, with "~" where signs flip; empty for the means of everything
     groups: tuple[str, ...]
-    dimension: int
-    places: int
-    views: tuple[View, ...]
+    dimension: int  # of the irreducible representation: the product over S of n - 1, or n where signs flip
+    places: int  # the product of n over S: the length of a part before the dependent entries are left out
+    views: tuple[View, ...]  # those that contain the type, each with its number of copies
 
     @cached_property
     def slices(self) -> dict[str, slice]:
@@ -123,14 +110,6 @@ class PermutationSpec:
         heads: Mapping[str, tuple[str | None, int]] | None = None,
     ) -> "PermutationSpec":
         """A specification of one's own: tensor name -> the group of each axis, None for fixed ones.
-
-        Args:
-            spec: of the tensors to describe; each needs an entry.
-            axes: for each tensor one name per axis, see the class.
-            heads: see the class.
-
-        Raises:
-            SpecError: if a tensor is missing or has another number of axes, or see the class.
 
         Example:
             >>> spec = WeightSpec([TensorSpec("fc1.weight", (32, 8)), TensorSpec("fc2.weight", (8, 32))])

@@ -60,9 +60,6 @@ def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
         tensor: (n, *shape); axes of length 1 are dropped from `shape`.
         name: of the tensor in the resulting spec.
 
-    Raises:
-        SpecError: if the tensor is a scalar.
-
     Example:
         >>> joint_covariance(slices_as_samples(state["stages.0.blocks.0.conv_dw.weight"])).matrix.shape
         (49, 49)

@@ -17,21 +17,13 @@ _BYTES = 64 * 2**20  # of simulated matrices held at once
 
 @dataclass(frozen=True, eq=False)
 class SeparabilityTest:
-    """Distance of the covariance of N matrices from the separable ones, A (x) B.
+    """Distance of the covariance of N matrices from the separable ones, A (x) B."""
 
-    Attributes:
-        p_value: share of simulated separable samples with at least this statistic, (1 + count) / (1 + draws).
-        value: the distance.
-        null: its values (draws,) on separable samples of the same N, p and n.
-        n: N, number of samples.
-        scale_free: whether samples may differ in scale under the null.
-    """
-
-    p_value: float
-    value: float
-    null: np.ndarray
-    n: int
-    scale_free: bool
+    p_value: float  # share of simulated separable samples with at least this statistic, (1 + count) / (1 + draws)
+    value: float  # the distance
+    null: np.ndarray  # its values (draws,) on separable samples of the same N, p and n
+    n: int  # N, number of samples
+    scale_free: bool  # whether samples may differ in scale under the null
 
     @property
     def ratio(self) -> float:
@@ -61,10 +53,6 @@ def separability_test(
         scale_free: see above.
         draws: number of simulated samples; p is a multiple of 1 / (draws + 1).
         seed: of the simulation.
-
-    Raises:
-        DataError: if the matrices are not (N, p, n) and finite, too few, or linearly dependent.
-        UsageError: if an option is invalid.
 
     Example:
         >>> separability_test(filters).p_value    # filters (N, k, k)

@@ -11,15 +11,10 @@ from weightscope.statistics.moments import Moments
 
 @dataclass(frozen=True)
 class LedoitWolf:
-    """S_shrunk = (1 - intensity) S + intensity * target * I, with S the covariance with divisor n.
+    """S_shrunk = (1 - intensity) S + intensity * target * I, with S the covariance with divisor n."""
 
-    Attributes:
-        intensity: in [0, 1].
-        target: the mean of the variances, tr(S) / D.
-    """
-
-    intensity: float
-    target: float
+    intensity: float  # in [0, 1]
+    target: float  # the mean of the variances, tr(S) / D
 
 
 def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fourth: float) -> LedoitWolf:
@@ -78,14 +73,6 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int =
 
     Alternating projections on the positive semi-definite matrices and on those with a unit diagonal, with Dykstra's
     correction (Higham 2002, "Computing the nearest correlation matrix", Algorithm 3.3).
-
-    Args:
-        matrix: (C, C), symmetric.
-        floor: smallest eigenvalue of the result, so that it has a density.
-        steps: at most so many projections.
-
-    Returns:
-        (C, C) with unit diagonal and eigenvalues of at least about `floor`.
     """
     y = np.array(matrix, dtype=np.float64)
     correction = np.zeros_like(y)
@@ -110,13 +97,6 @@ def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.nda
 
     Eigenvalues up to the edge (1 + sqrt(C / samples))^2 of the Marchenko-Pastur law are replaced by their mean
     (Laloux et al. 1999, "Noise dressing of financial correlation matrices"), and the diagonal is scaled back to one.
-
-    Args:
-        correlation: (C, C).
-        samples: effective number of samples.
-
-    Returns:
-        (C, C), and how many eigenvalues were kept.
     """
     values, vectors = np.linalg.eigh(correlation)
     noise = values <= (1 + np.sqrt(len(values) / samples)) ** 2
@@ -129,36 +109,21 @@ def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.nda
 
 @dataclass(frozen=True, eq=False)
 class Amplified:
-    """Amplified correlations and what was done to them.
+    """Amplified correlations and what was done to them."""
 
-    Attributes:
-        matrix: (C, C), a correlation matrix.
-        kept: correlations beyond the threshold, as pairs.
-        dropped: the other pairs, set to zero.
-        clipped: pairs whose amplified value was beyond the limit.
-        moved: Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative
-            to their norm without the diagonal.
-    """
-
-    matrix: np.ndarray
-    kept: int
-    dropped: int
-    clipped: int
+    matrix: np.ndarray  # (C, C), a correlation matrix
+    kept: int  # correlations beyond the threshold, as pairs
+    dropped: int  # the other pairs, set to zero
+    clipped: int  # pairs whose amplified value was beyond the limit
+    # Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative to their
+    # norm without the diagonal
     moved: float
 
 
 def amplified(
     correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
 ) -> Amplified:
-    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as the nearest correlation.
-
-    Args:
-        correlation: (C, C).
-        errors: (C, C), standard errors of the correlations.
-        gain: factor of what is kept, >= 0; 1 keeps sizes, 0 gives I.
-        threshold: in standard errors.
-        limit: largest absolute value after amplification.
-    """
+    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation."""
     beyond = np.abs(correlation) > threshold * errors
     np.fill_diagonal(beyond, False)
     raw = np.where(beyond, gain * correlation, 0.0)

@@ -18,27 +18,17 @@ _DEAD = 1e-3  # of the median norm: EfficientNet's pruned filters are at 1e-8, t
 
 @dataclass(frozen=True)
 class SliceMoments:
-    """Moments and spectrum of n samples x (n, P) of one tensor.
+    """Moments and spectrum of n samples x (n, P) of one tensor."""
 
-    Attributes:
-        n: number of finite samples.
-        excluded: number of samples left out because they contain a non-finite number.
-        dead: number of samples with a norm below a thousandth of the median norm; they are included.
-        mean: (P,) float64.
-        variance: (P,) float64, divisor n - 1.
-        covariance: (P, P) float64, divisor n - 1; None if P is above the limit.
-        eigenvalues: of the covariance, descending: min(n, P) of them, or the leading 16 if that is above 2,048.
-        squared: the squared Frobenius norm of the covariance, the sum of all squared eigenvalues.
-    """
-
-    n: int
-    excluded: int
-    dead: int
-    mean: np.ndarray
-    variance: np.ndarray
-    covariance: np.ndarray | None
+    n: int  # number of finite samples
+    excluded: int  # number of samples left out because they contain a non-finite number
+    dead: int  # number of samples with a norm below a thousandth of the median norm; they are included
+    mean: np.ndarray  # (P,) float64
+    variance: np.ndarray  # (P,) float64, divisor n - 1
+    covariance: np.ndarray | None  # (P, P) float64, divisor n - 1; None if P is above the limit
+    # of the covariance, descending: min(n, P) of them, or the leading 16 if that is above 2,048
     eigenvalues: np.ndarray
-    squared: float
+    squared: float  # the squared Frobenius norm of the covariance, the sum of all squared eigenvalues
 
     @property
     def total(self) -> float:
@@ -75,10 +65,6 @@ def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
     Args:
         samples: (n, P).
         keep: the largest P for which the covariance itself is returned.
-
-    Raises:
-        UsageError: if the array has another number of axes.
-        DataError: if fewer than 2 samples are finite.
     """
     x = np.asarray(samples)
     if x.ndim != 2 or 0 in x.shape:
@@ -163,13 +149,7 @@ class Focus:
 
 
 def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
-    """Distribution of the variance of filters about their centre.
-
-    Args:
-        samples: (n, c * kh * kw), as given to `slice_moments`.
-        shape: (kh, kw); the c channels are leading.
-        found: the moments of the samples.
-    """
+    """Distribution of the variance of filters about their centre."""
     distance, central = _geometry(shape)
     pixels = len(distance)
     channels = len(found.mean) // pixels

@@ -73,11 +73,6 @@ class Choice:
     checked: str = ""
 
 
-def kernels_on(recipe: Recipe, device: torch.device) -> Kernels:
-    """The backend that trains the recipe on a device; see `choose_kernels`."""
-    return choose_kernels(recipe, device).kernels
-
-
 def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
     """The kernels that train the recipe on a device: C on a CPU and `torch.compile` on a GPU, or torch's.
 

@@ -25,7 +25,7 @@ from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batches import Batches
-from weightscope.training.devices import current, kernels_on, one_thread, resolve_device
+from weightscope.training.devices import choose_kernels, current, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.kernels.functions import Kernels, by_kernels
@@ -76,7 +76,7 @@ def train_tile(
     where = resolve_device(device)
     with one_thread(), current(where):
         if kernels is None:
-            kernels = kernels_on(recipe, where)
+            kernels = choose_kernels(recipe, where).kernels
         return TileRun(recipe, tile, _load(recipe, data_root), where, kernels).train(progress)
 
 
@@ -112,7 +112,7 @@ class TileRun:
     ) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
-        kernels = kernels_on(recipe, device) if kernels is None else kernels
+        kernels = choose_kernels(recipe, device).kernels if kernels is None else kernels
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
         template = _template(recipe)
