@@ -95,7 +95,7 @@ class TrainingConfig(Section):
 
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
-    `kernels = "compiled"` selects kernels in C on a CPU, and Triton kernels with CUDA graphs on a GPU; "torch" selects
+    `kernels = "compiled"` selects kernels in C on a CPU, and `torch.compile` on a GPU; "torch" selects
     torch's. With "auto" compiled kernels are used where there is a C compiler (or Triton on a GPU) and they agree with
     torch's; a population records the choice, because they round differently.
     """
