@@ -57,6 +57,7 @@ bench-gpu: $(INSTALLED)
 TORTURE = --json tests/torture/results.json
 torture: $(INSTALLED) .venv/.peers
 	TORTURE=1 $(BIN)/python -m pytest -q tests/test_spread.py tests/test_crash.py tests/torture/studies.py tests/torture/analyses.py
+	$(BIN)/python -m pytest -q tests/torture/other_machines.py
 	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2 $(TORTURE)
 	$(BIN)/python tests/torture/kill_collect.py --kills 200 $(TORTURE)
 	$(BIN)/python tests/torture/kill_workers.py --backend dask --kills 12 $(TORTURE)

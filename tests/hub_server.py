@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,41 +22,21 @@ REPOSITORY = "org/model"
 
 @dataclass
 class Hub:
-    """What the server holds, how it misbehaves, and what it saw.
+    """What the server holds, how it misbehaves, and what it saw."""
 
-    Attributes:
-        files: name -> content, at `COMMIT`.
-        token: needed for everything; None for none.
-        fail: name of a file (or `"api"`) -> statuses to answer with first, one for each request.
-        drop: how many GETs of ranges are cut in the middle.
-        ignore_ranges: answer every range with 200 and the whole file.
-        shift: answer every range with other bytes than asked for, and say so.
-        corrupt: change a byte of every range and file, but not of JSON, and keep the stated hash.
-        storage: redirect files to this other host, which wants no token.
-        silent: seconds to wait before every answer.
-        code: X-Error-Code of failures.
-        moved: the commit that answers claim.
-        answer: body of the API's answers; None for a correct one.
-        redirect: Location of every answer about a file; None for none.
-        requests: (method, path, range or None, status, authorised) in order.
-        sent: bytes of the bodies of files.
-    """
-
-    files: dict[str, bytes]
-    token: str | None = None
-    fail: dict[str, list[int]] = field(default_factory=dict)
-    drop: int = 0
-    ignore_ranges: bool = False
-    shift: bool = False
-    corrupt: bool = False
-    storage: str | None = None
-    silent: float = 0.0
-    code: str = ""
-    moved: str = COMMIT
-    answer: bytes | None = None
-    redirect: str | None = None
-    requests: list[tuple] = field(default_factory=list)
-    sent: int = 0
+    files: dict[str, bytes]  # name -> content, at `COMMIT`
+    token: str | None = None  # needed for everything
+    fail: dict[str, list[int]] = field(default_factory=dict)  # file (or "api") -> statuses of the first answers
+    drop: int = 0  # how many GETs of ranges are cut in the middle
+    ignore_ranges: bool = False  # answer every range with 200 and the whole file
+    shift: bool = False  # answer every range with other bytes than asked for, and say so
+    corrupt: bool = False  # change a byte of every range and file, but not of JSON, and keep the stated hash
+    storage: str | None = None  # redirect files to this other host, which wants no token
+    moved: str = COMMIT  # the commit that answers claim
+    answer: bytes | None = None  # body of the API's answers; None for a correct one
+    redirect: str | None = None  # Location of every answer about a file
+    requests: list[tuple] = field(default_factory=list)  # (method, path, range or None, status, authorised)
+    sent: int = 0  # bytes of the bodies of files
     url: str = ""
 
     def ranges(self) -> list[tuple[str, str]]:
@@ -72,23 +51,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._respond(b"")
-
     def do_GET(self) -> None:
-        self._respond(None)
-
-    def _respond(self, _: bytes | None) -> None:
         hub = self.hub
-        time.sleep(hub.silent)
         self.authorised = self.headers.get("Authorization") == f"Bearer {hub.token}"
         path = unquote(self.path.partition("?")[0])
         stored = path.startswith("/stored/")
         name = "api" if path.startswith("/api/") else path.rpartition("/")[2]
         if hub.token and not self.authorised and not stored:
-            return self._answer(401, b"", {"X-Error-Code": hub.code or "GatedRepo"})
+            return self._answer(401, b"", {"X-Error-Code": "GatedRepo"})
         if hub.fail.get(name):
-            return self._answer(hub.fail[name].pop(0), b"", {"X-Error-Code": hub.code} if hub.code else {})
+            return self._answer(hub.fail[name].pop(0), b"", {})
         if match := re.fullmatch(rf"/api/models/{REPOSITORY}/revision/(main|v1|{COMMIT})", path):
             listing = [{"rfilename": n} for n in hub.files]
             body = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": listing}).encode()
@@ -97,6 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not match or match[1] not in hub.files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         return self._file(match[1], stored)
+
+    do_HEAD = do_GET
 
     def _file(self, name: str, stored: bool) -> None:
         hub, body = self.hub, self.hub.files[name]

@@ -3,10 +3,7 @@
 import hashlib
 import io
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -19,7 +16,7 @@ from weightscope.analysis.attention_products import products
 from weightscope.anatomy import attention
 from weightscope.checkpoint import Checkpoint
 from weightscope.checkpoint import hub as hub_module
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 
 SOURCE = f"hf://{REPOSITORY}"
 CONFIG = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 64}
@@ -180,15 +177,10 @@ def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
 def test_a_token_is_not_sent_in_the_clear(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert Checkpoint(SOURCE).commit == COMMIT
-    for endpoint, token in (
-        ("http://example.com", False),
-        ("https://example.com", None),
-        ("http://localhost:80", None),
-    ):
+    monkeypatch.setattr(hub_module.HubFolder, "_resolve", lambda self, revision: (COMMIT, []))
+    for endpoint, token in (("http://a.com", False), ("https://a.com", None), ("http://localhost:80", None)):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        with monkeypatch.context() as patch:
-            patch.setattr(hub_module.HubFolder, "_resolve", lambda self, revision: (COMMIT, []))
-            assert hub_module.HubFolder(REPOSITORY, "main").token is token
+        assert hub_module.HubFolder(REPOSITORY, "main").token is token
 
 
 def test_a_redirect_to_a_file_is_not_followed(hub):
@@ -199,64 +191,42 @@ def test_a_redirect_to_a_file_is_not_followed(hub):
     assert "\n" not in str(error.value)
 
 
-def test_a_dropped_transfer_is_tried_again(hub):
-    checkpoint = Checkpoint(SOURCE)
-    hub.drop = 2
-    name = "model.embed_tokens.weight"
-    assert torch.equal(checkpoint[name], TENSORS[name])
-    assert hub.drop == 0
-
-
 def test_passing_trouble_is_waited_for(hub):
     hub.fail = {"api": [503, 500], "model.safetensors.index.json": [429]}
-    assert len(Checkpoint(SOURCE)) == len(TENSORS)
-
-
-def failing(**settings):
-    def change(hub, monkeypatch):
-        for name, value in settings.items():
-            setattr(hub, name, value)
-
-    return change
+    checkpoint = Checkpoint(SOURCE)
+    assert len(checkpoint) == len(TENSORS)
+    first, second = checkpoint.names[:2]
+    hub.drop = 2
+    assert torch.equal(checkpoint[first], TENSORS[first].float())
+    assert hub.drop == 0
+    hub.fail = {name: [503] * 9 for name in hub.files}
+    with pytest.raises(DataError, match=r"503.*try again later"):
+        checkpoint[second]
+    hub.fail = {name: [503] * 2 for name in hub.files}
+    assert torch.equal(checkpoint[second], TENSORS[second].float())
 
 
 BAD = {
-    "gated": (failing(token="x"), "GatedRepo.*gated"),
-    "private": (failing(fail={"api": [401]}), "401.*private, gated, or does not exist"),
-    "no model": (failing(fail={"api": [404]}), "404.*check the name"),
-    "no file": (failing(fail={"model-00002-of-00002.safetensors": [404]}), "model-00002-of-00002.*404"),
-    "in trouble": (failing(fail={"api": [500] * 9}), "500.*try again later"),
-    "dropped forever": (failing(drop=1000), "no answer from the hub"),
-    "ignores ranges": (failing(ignore_ranges=True), "ignores ranges.*answered 200.*206"),
-    "other bytes": (failing(shift=True), r"asked for bytes 0-\d+/.*'bytes 1-"),
-    "another commit": (failing(moved="0" * 40), "expected commit"),
+    "gated": ("token", "x", "GatedRepo.*gated"),
+    "private": ("fail", {"api": [401]}, "401.*private, gated, or does not exist"),
+    "no model": ("fail", {"api": [404]}, "404.*check the name"),
+    "no file": ("fail", {"model-00002-of-00002.safetensors": [404]}, "model-00002-of-00002.*404"),
+    "in trouble": ("fail", {"api": [500] * 9}, "500.*try again later"),
+    "dropped forever": ("drop", 1000, "no answer from the hub"),
+    "ignores ranges": ("ignore_ranges", True, "ignores ranges.*answered 200.*206"),
+    "other bytes": ("shift", True, r"asked for bytes 0-\d+/.*'bytes 1-"),
+    "another commit": ("moved", "0" * 40, "expected commit"),
 }
 
 
 @pytest.mark.parametrize("row", BAD)
-def test_every_failure_is_one_line(hub, monkeypatch, row):
-    change, message = BAD[row]
-    change(hub, monkeypatch)
+def test_every_failure_is_one_line(hub, row):
+    setting, value, message = BAD[row]
+    setattr(hub, setting, value)
     with pytest.raises(DataError, match=message) as error:
         Checkpoint(SOURCE)["model.embed_tokens.weight"]
     assert "\n" not in str(error.value)
     assert len(hub.requests) < 20
-
-
-def test_trouble_with_a_range(hub):
-    checkpoint = Checkpoint(SOURCE)
-    hub.fail = {name: [503] * 9 for name in hub.files}
-    with pytest.raises(DataError, match=r"503.*try again later"):
-        checkpoint["model.embed_tokens.weight"]
-    hub.fail = {name: [503] * 2 for name in hub.files}
-    assert checkpoint["model.embed_tokens.weight"].any()
-
-
-def test_a_server_that_ignores_ranges_is_not_swallowed(hub):
-    hub.files = single({"w": torch.zeros(1 << 20)})
-    hub.ignore_ranges = True
-    with pytest.raises(DataError, match="ignores ranges"):
-        Checkpoint(SOURCE)
 
 
 @pytest.mark.parametrize("kind", ["refused", "silent", "unresolved"])
@@ -330,26 +300,9 @@ def test_a_corrupted_pickle_is_never_parsed(hub, monkeypatch):
         Checkpoint(SOURCE)
 
 
-@pytest.mark.parametrize("shard", ["../../etc/passwd", "/etc/passwd", "a/b.safetensors", "..", "a\\b.safetensors"])
-def test_shards_are_plain_names(hub, shard):
-    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"w": shard}}).encode()
-    with pytest.raises(DataError, match="expected the plain name"):
-        Checkpoint(SOURCE)
-    assert not any("etc" in path for _, path, *_ in hub.requests)
-
-
-HOSTILE = (
-    "../../evil.safetensors",
-    "/tmp/evil.safetensors",
-    "a\\evil.safetensors",
-    ".evil.safetensors",
-    "evil\n.pt",
-    "..",
-)
-
-
 def test_hostile_names_in_a_listing_are_never_opened(hub, tmp_path):
-    hub.files = {name: save({"evil": torch.zeros(1)}) for name in HOSTILE}
+    names = ("../../evil.safetensors", "/tmp/evil.safetensors", "a\\evil.safetensors", ".evil.safetensors", "..")
+    hub.files = {name: save({"evil": torch.zeros(1)}) for name in (*names, "evil\n.pt")}
     with pytest.raises(DataError, match="or another checkpoint, found") as error:
         Checkpoint(SOURCE)
     assert "\n" not in str(error.value)
@@ -360,23 +313,13 @@ def test_hostile_names_in_a_listing_are_never_opened(hub, tmp_path):
     assert written == []
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"[]",
-        b"{}",
-        b"<html>",
-        b"[" * 100_000,
-        b'{"id": "a/b", "sha": 3}',
-        b'{"id": "a/b", "sha": "../../x"}',
-        b'{"id": "a/b", "sha": "%s", "siblings": [3]}' % COMMIT.encode(),
-    ],
-)
-def test_nonsense_from_the_api(hub, answer):
-    hub.answer = answer
-    with pytest.raises(DataError, match=r"the hub's answer|name a commit") as error:
-        Checkpoint(SOURCE)
-    assert "\n" not in str(error.value)
+def test_nonsense_from_the_api(hub):
+    siblings = b'{"id": "a/b", "sha": "%s", "siblings": [3]}' % COMMIT.encode()
+    commits = (b'{"id": "a/b", "sha": 3}', b'{"id": "a/b", "sha": "../../x"}')
+    for hub.answer in (b"[]", b"{}", b"<html>", b"[" * 100_000, *commits, siblings):
+        with pytest.raises(DataError, match=r"the hub's answer|name a commit") as error:
+            Checkpoint(SOURCE)
+        assert "\n" not in str(error.value)
 
 
 def downloaded(files, root, commit=COMMIT, revision="main"):
@@ -431,16 +374,6 @@ def test_a_download_is_enough_without_the_hub(tmp_path, monkeypatch, gone):
         assert torch.equal(checkpoint["model.embed_tokens.weight"], TENSORS["model.embed_tokens.weight"])
 
 
-def test_hf_home_and_offline_mode_from_the_environment(tmp_path):
-    downloaded(single(), tmp_path / "hub")
-    code = f"from weightscope import Checkpoint; print(len(Checkpoint('{SOURCE}')))"
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    for name in ("WEIGHTSCOPE_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        environment.pop(name, None)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert int(found.stdout) == len(TENSORS)
-
-
 def test_a_damaged_download_fails_verification(hub, tmp_path):
     hub.files = single()
     folder = downloaded(hub.files, tmp_path / "cache/hub")
@@ -449,22 +382,3 @@ def test_a_damaged_download_fails_verification(hub, tmp_path):
     with pytest.raises(DataError, match=r"checksum mismatch.*delete "):
         Checkpoint(SOURCE).verify()
     assert blob.exists()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "hf://",
-        "hf://a/b/c",
-        "hf://../b",
-        "hf://a/..",
-        "hf://a b/c",
-        "hf://a/b@../x",
-        "hf://a/b@",
-        "hf://a/b\n",
-        "s3://a/b",
-    ],
-)
-def test_invalid_sources(source):
-    with pytest.raises(UsageError, match="expected"):
-        Checkpoint(source)

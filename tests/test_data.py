@@ -658,5 +658,6 @@ def test_datasets_have_a_short_repr_and_are_listed() -> None:
     assert repr(load("digits", test=9)) == (
         "<Dataset digits: 1437 training and 9 test images of 1 x 8 x 8 pixels, 10 classes>"
     )
-    expected = ["cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"]
-    assert sorted(DATASETS) == expected
+    assert {"cifar10", "cifar100", "digits", "fashion-mnist", "folder", "stl10", "svhn", "tiny-imagenet"} <= set(
+        DATASETS
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fake_training as fake
 import h5py
@@ -28,10 +29,11 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def rewrite(file: Path, change: Callable[..., object]) -> None:
+def rewrite(file: Path, change: Callable[..., object] | None) -> None:
     """Change a shard with HDF5 and give it a fitting hash, as somebody else's writer would."""
-    with h5py.File(file, "r+") as h5:
-        change(h5)
+    if change:
+        with h5py.File(file, "r+") as h5:
+            change(h5)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     file.with_name(file.name + ".sha256").write_text(f"{digest}  {file.name}\n")
 
@@ -93,22 +95,20 @@ def test_a_flipped_bit_is_found_on_reading(folder: Path, where: int) -> None:
 def test_a_zeroed_row_is_found(folder: Path) -> None:
     """The file keeps its size and remains valid HDF5; only the hash can tell."""
     file = folder / "shards/00001.h5"
-    with h5py.File(file) as h5:
-        row = h5["weights"][0].tobytes()
-    file.write_bytes(file.read_bytes().replace(row, bytes(len(row))))
-    with h5py.File(file) as h5:
-        assert not h5["weights"][0].any()
+    with h5py.File(file, "r+", libver="v110") as h5:
+        h5["weights"][0] = 0
     with pytest.raises(DataError) as error:
         Population(folder).weights()
     one_line(error, "00001.h5", "checksum mismatch")
 
 
-@pytest.mark.parametrize("length", [0, 1, 1000])
-def test_a_truncated_shard_is_found(folder: Path, length: int) -> None:
-    os.truncate(folder / "shards/00001.h5", length)
+@pytest.mark.parametrize("length", [None, 0, 1, 1000])
+def test_a_truncated_shard_is_found_and_one_that_vanishes_named(folder: Path, length: int | None) -> None:
+    population, file = Population(folder), folder / "shards/00001.h5"
+    file.unlink() if length is None else os.truncate(file, length)
     with pytest.raises(DataError) as error:
-        Population(folder).weights()
-    one_line(error, "00001.h5", f"{length} bytes")
+        population.weights()
+    one_line(error, "00001.h5", "the file has disappeared" if length is None else f"{length} bytes")
 
 
 @pytest.mark.parametrize("text", [None, "", "nonsense\n", "0" * 64 + "  other.h5\n"])
@@ -118,14 +118,6 @@ def test_a_shard_without_its_hash_is_damaged(folder: Path, text: "str | None") -
     with pytest.raises(DataError) as error:
         Population(folder).weights()
     one_line(error, "00001.h5", "expected its sha256", "found none")
-
-
-def test_a_shard_that_vanishes_is_named(folder: Path) -> None:
-    population = Population(folder)
-    (folder / "shards/00001.h5").unlink()
-    with pytest.raises(DataError) as error:
-        population.weights()
-    one_line(error, "00001.h5", "the file has disappeared")
 
 
 def test_verify_reads_again_and_names_every_bad_shard(folder: Path) -> None:
@@ -204,10 +196,10 @@ def _replace(name: str, **options: object) -> Callable[..., object]:
     return change
 
 
-def _link(name: str, link: Callable[..., object]) -> Callable[..., object]:
+def _link(name: str, link: Any) -> Callable[..., object]:
     def change(h5: h5py.File) -> None:
         del h5[name]
-        h5[name] = link()
+        h5[name] = link
 
     return change
 
@@ -222,10 +214,10 @@ def _virtual(h5: h5py.File) -> None:
 SHAPE = (8, fake.SPEC.size)
 FOREIGN = {
     "not HDF5": (None, "cannot be read as an HDF5 shard"),
-    "external link": (_link("weights", lambda: h5py.ExternalLink("/etc/passwd", "weights")), "a link to another place"),
-    "soft link": (_link("weights", lambda: h5py.SoftLink("/seed")), "a link to another place"),
+    "external link": (_link("weights", h5py.ExternalLink("/etc/passwd", "weights")), "a link to another place"),
+    "soft link": (_link("weights", h5py.SoftLink("/seed")), "a link to another place"),
     "external link among the metrics": (
-        _link("metrics/init", lambda: h5py.ExternalLink("/etc/passwd", "x")),
+        _link("metrics/init", h5py.ExternalLink("/etc/passwd", "x")),
         "a link to another place",
     ),
     "external storage": (
@@ -256,10 +248,7 @@ def test_a_hostile_shard_with_a_fitting_hash_is_refused(folder: Path, name: str)
     file = folder / "shards/00001.h5"
     if change is None:
         file.write_bytes(b"not HDF5 at all")
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        file.with_name("00001.h5.sha256").write_text(f"{digest}  00001.h5\n")
-    else:
-        rewrite(file, change)
+    rewrite(file, change)
     with pytest.raises(DataError) as error:
         Population(folder).weights()
     advice = "upgrade" if name in ("another version", "not HDF5") else "move it to the population that it belongs to"
@@ -276,14 +265,11 @@ def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
 
 
 def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="found no such folder"):
-        Population(tmp_path / "none.pop")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"found a folder without population.json"):
-        Population(tmp_path / "empty")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"found a folder without population.json"):
-        Population(tmp_path / "file")
+    for name, found in (("none", "no such folder"), ("empty", "a folder without"), ("file", "a folder without")):
+        with pytest.raises(DataError, match=f"found {found}"):
+            Population(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -213,10 +213,11 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
         ("copy:0", "length"),
         ("copy:100000", "tokens: expected at most 1024 in a sequence for maps of B = 64, found 200000"),
         ("none.txt", "expected a file, or TASK:LENGTH with one of .*copy.*; found 'none.txt'"),
-        (b"1 2\n3\n", "line 2: expected 2 tokens as in the first sequence, found 1"),
-        (b"1 2\n3 x\n", "line 2: expected whole numbers from 0, found b'x'"),
+        (b"1 2\n3\n", "as many in each line: the number of columns changed from 2 to 1 at row 2"),
+        (b"1 2\n3 x\n", "expected whole numbers, .*'x' to int64 at row 1"),
         (b"\n", "expected a sequence of tokens in each line, found none"),
         (b"1 99\n", "expected numbers from 0 to 8, found 99"),
+        (b"1 -1\n", "expected numbers from 0 to 8, found -1"),
     ],
 )
 def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):

@@ -5,7 +5,6 @@ import hashlib
 import importlib
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from weightscope._util.names import listing, matching, nearest_first, shortened,
 from weightscope._util.results import Result, html_table, text_table
 from weightscope._util.sources import is_population
 from weightscope.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
 
 # -- names ------------------------------------------------------------------------------------------------------
 
@@ -275,31 +276,21 @@ def test_the_hash_of_a_partial_is_that_of_its_module(tmp_path: Path, monkeypatch
 
 
 def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_script(tmp_path: Path) -> None:
-    def hashes(text: str) -> str:
-        (tmp_path / "hashed.py").write_text(text)
-        code = "import hashed; from weightscope._util.plugins import source_hash; print(source_hash(hashed.f))"
-        environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}", "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
+    def hash_of(file: str, text: str, *command: str) -> str:
+        (tmp_path / file).write_text(text)
+        environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = command or (str(tmp_path / file),)
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()[0]
 
-    first = hashes("def f():\n    return g()\ndef g():\n    return 1\n")
-    assert len(first) == 16
-    assert first != hashes("def f():\n    return g()\ndef g():\n    return 2\n")
-    script = textwrap.dedent("""
-        from weightscope._util.plugins import source_hash
-        def f():
-            return 1
-        print(source_hash(f))
-    """)
-    found = set()
-    for i, text in enumerate((script, script + "print('other work')\n", script.replace("return 1", "return 2"))):
-        (tmp_path / f"script{i}.py").write_text(text)
-        environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
-        done = subprocess.run(
-            [sys.executable, tmp_path / f"script{i}.py"], env=environment, capture_output=True, text=True, check=True
-        )
-        found.add(done.stdout.split()[0])
-    assert len(found) == 2
+    printing = "from weightscope._util.plugins import source_hash\n"
+    module = "def f():\n    return g()\ndef g():\n    return 1\n"
+    code = f"import hashed; {printing}print(source_hash(hashed.f))"
+    hashes = [hash_of("hashed.py", text, "-c", code) for text in (module, module.replace("1", "2"))]
+    assert len(hashes[0]) == 16
+    assert hashes[0] != hashes[1]
+    script = f"{printing}def f():\n    return 1\nprint(source_hash(f))\n"
+    texts = (script, script + "print('other work')\n", script.replace("return 1", "return 2"))
+    assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
     with pytest.raises(UsageError, match="its source cannot be read"):
         plugins.source_hash(len)

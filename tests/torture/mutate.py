@@ -19,14 +19,15 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +57,7 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.",
 INTERESTING = (b"\x00", b"\xff", b"\x7f", b"\x80", b"[", b"{", b'"', b"-", b"9", b".", b"R", b"c", b"\x93", b"Q", b"0")
 SECONDS = 20  # for one file
 MEMORY = 300 << 20  # bytes that the process may grow by
-ODD = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    10**30,
-    -(10**400),
-    1e308,
-    0.5,
-    "",
-    "x" * 10_000,
-    "\0\n",
-    "../../x",
-    [],
-    {},
-    [[[]]],
-    {"": 1},
-)
+ODD = (None, True, -1, 0, 1, 10**30, -(10**400), 1e308, 0.5, "", "x" * 10_000, "\0\n", "../x", [], {}, [[[]]], {"": 1})
 
 
 class Undetected(AssertionError):
@@ -152,19 +135,12 @@ def with_changes(raw: bytes, generator: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of file.
-
-    Attributes:
-        originals: sound files.
-        read: reads the bytes of a file; raises WeightscopeError if it refuses them.
-        hashed: whether every change must be refused.
-        structured: whether the text is JSON whose values are exchanged, too.
-    """
+    """One kind of file: sound ones, and what reads bytes, or raises WeightscopeError if it refuses them."""
 
     originals: tuple[bytes, ...]
     read: Callable[[bytes], Any]
-    hashed: bool = False
-    structured: bool = False
+    hashed: bool = False  # every change must be refused
+    structured: bool = False  # JSON text whose values are exchanged, too
 
 
 @contextlib.contextmanager
@@ -328,12 +304,7 @@ def mutant(kind: Kind, generator: random.Random) -> bytes:
 
 
 def attempt(kind: Kind, raw: bytes) -> bool:
-    """Read the bytes; whether they were accepted.
-
-    Raises:
-        AssertionError: if an error has several lines, or a change is not detected.
-        Exception: any other error than weightscope's own is a bug.
-    """
+    """Whether the bytes are accepted; AssertionError for an error of several lines or a change that is not noticed."""
     refused = None
     try:
         kind.read(raw)
@@ -354,11 +325,7 @@ def _watch(event: str, arguments: tuple) -> None:
 
 
 def torture(count: int, seed: int, wanted: tuple[str, ...] = ()) -> dict[str, list[int]]:
-    """Try `count` mutants; kind -> [tried, accepted].
-
-    Raises:
-        AssertionError: see `attempt`; also if memory grew.
-    """
+    """Try `count` mutants; kind -> [tried, accepted]. AssertionError as of `attempt`, and if memory grew."""
     generator, tried, accepted = random.Random(seed), Counter[str](), Counter[str]()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills the process, which C code cannot ignore
     with tempfile.TemporaryDirectory() as folder, kinds(Path(folder), wanted) as found:
@@ -390,24 +357,12 @@ def torture(count: int, seed: int, wanted: tuple[str, ...] = ()) -> dict[str, li
     return {name: [tried[name], accepted[name]] for name in found}
 
 
-def _split(options: argparse.Namespace) -> dict[str, list[int]]:
-    """Run parts of the work in processes of their own, and add up their counts."""
-    share, total = -(-options.count // options.workers), Counter[str]()
-    accepted: Counter[str] = Counter()
-    command = [sys.executable, __file__, "--counts", "--kinds", options.kinds]
-    parts = [
-        [*command, "--count", str(min(share, options.count - i * share)), "--seed", str(options.seed + 1000 * i)]
-        for i in range(options.workers)
-    ]
-    running = [subprocess.Popen(part, stdout=subprocess.PIPE, text=True) for part in parts]
-    for process in running:
-        out, _ = process.communicate()
-        if process.returncode:
-            raise SystemExit(f"{process.args}: exit code {process.returncode}\n{out}")
-        for name, (tried, sound) in json.loads(out.splitlines()[-1]).items():
-            total[name] += tried
-            accepted[name] += sound
-    return {name: [total[name], accepted[name]] for name in total}
+def in_processes(count: int, seed: int, wanted: tuple[str, ...], workers: int) -> list[dict[str, list[int]]]:
+    """The counts of `torture`, in shares, each in a fresh process: an audit hook is never removed again."""
+    first = range(0, count, -(-count // workers))
+    shares = [min(first.step, count - start) for start in first]
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        return list(pool.map(torture, shares, (seed + 1000 * i for i in range(workers)), [wanted] * workers))
 
 
 def main() -> None:
@@ -418,19 +373,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kinds", default="", help="names separated by commas; all by default")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--counts", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     began = time.monotonic()
-    wanted = tuple(filter(None, options.kinds.split(",")))
-    found = _split(options) if options.workers > 1 else torture(options.count, options.seed, wanted)
-    if options.counts:
-        print(json.dumps(found))
-        return
-    for name, (tried, accepted) in found.items():
-        print(f"{name}: {tried} mutants, {accepted} read, {tried - accepted} refused with one line")
-    counts = {"mutants": sum(tried for tried, _ in found.values()), "read": sum(read for _, read in found.values())}
-    report(options.json, "mutate", counts | {"failures": 0}, time.monotonic() - began)
+    wanted, tried, read = tuple(filter(None, options.kinds.split(","))), Counter[str](), Counter[str]()
+    for found in in_processes(options.count, options.seed, wanted, options.workers):
+        for name, (attempts, accepted) in found.items():
+            tried[name] += attempts
+            read[name] += accepted
+    for name, count in tried.items():
+        print(f"{name}: {count} mutants, {read[name]} read, {count - read[name]} refused with one line")
+    counts = {"mutants": tried.total(), "read": read.total(), "failures": 0}
+    report(options.json, "mutate", counts, time.monotonic() - began)
 
 
 if __name__ == "__main__":

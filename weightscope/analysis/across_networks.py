@@ -24,7 +24,7 @@ from weightscope.statistics.mlps import (
     stripes,
     transposed_correlation,
 )
-from weightscope.statistics.moments import BLOCK, Moments, finite_rows
+from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, finite_rows
 from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
 
@@ -277,19 +277,30 @@ def joint_covariance(
     coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
     if not coordinates.spec.size:
         raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
-    if file is not None:
+    choice("precision", precision, get_args(Precision))
+    size, correlation = coordinates.spec.size, kind == "correlation"
+    passes = _Passes(source, coordinates, chunk if file is None else BLOCK)
+    found: Moments | EntryMoments
+    if file is None:
+        found = Moments(size, device=device, precision=precision)
+        for rows in passes():
+            found.update(rows)
+        mean, n, variance = found.mean, found.n, found.variance()
+        matrix = (found.correlation if correlation else found.covariance)(destroy=True)
+    else:
         if device is not None:
             raise UsageError(
                 f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
             )
-        return _on_disk(source, coordinates, Path(file), kind=kind, dtype=precision, memory=memory)
-    moments = Moments(coordinates.spec.size, device=device, precision=precision)
-    passes = _Passes(source, coordinates, chunk)
-    for rows in passes():
-        moments.update(rows)
-    mean, n, excluded = moments.mean, moments.n, passes.diverged + moments.excluded
-    diagnostics = _diagnostics(precision, fold_norms, moments.variance(), n)
-    matrix = (moments.covariance if kind == "covariance" else moments.correlation)(destroy=True)
+        if Path(file).suffix != ".npy":
+            raise UsageError(f"file: expected a name that ends in .npy, found {file}")
+        with atomic.replacing(file) as out:
+            found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
+        mean, n, variance = found.mean, found.n, found.variance()
+        matrix = np.load(file, mmap_mode="r")
+    diagnostics = {"precision": precision, "folded_norms": fold_norms, "constant": int((variance == 0).sum())}
+    diagnostics |= {"rank_bound": min(int(n) - 1, size)}
+    excluded = found.excluded + passes.diverged
     return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
 
 
@@ -328,31 +339,6 @@ class _Passes:
         for rows, out in ahead(usable_chunks(self._source, self._coordinates.reads.names, self._chunk)):
             self.diverged += out
             yield self._coordinates(rows)
-
-
-def _on_disk(
-    source: WeightSamples, coordinates: Coordinates, file: Path, *, kind: Kind, dtype: Precision, memory: int
-) -> PopulationCovariance:
-    if file.suffix != ".npy":
-        raise UsageError(f"file: expected a name that ends in .npy, found {file}")
-    choice("precision", dtype, get_args(Precision))
-    passes, size = _Passes(source, coordinates), coordinates.spec.size
-    with atomic.replacing(file) as out:
-        known = write_covariance(passes, size, out, dtype=dtype, correlation=kind == "correlation", memory=memory)
-    diagnostics = _diagnostics(dtype, coordinates.folded, known.variance(), known.n)
-    matrix = np.load(file, mmap_mode="r")
-    return PopulationCovariance(
-        matrix, known.mean, known.n, known.excluded + passes.diverged, coordinates.spec, kind, diagnostics
-    )
-
-
-def _diagnostics(precision: Precision, folded: bool, variance: np.ndarray, n: int) -> dict[str, Any]:
-    return {
-        "precision": precision,
-        "folded_norms": folded,
-        "constant": int((variance == 0).sum()),
-        "rank_bound": min(int(n) - 1, len(variance)),
-    }
 
 
 @dataclass(frozen=True)

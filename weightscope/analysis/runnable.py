@@ -1,6 +1,7 @@
 """Networks that can be run, from a population or a checkpoint, and images or tokens for them."""
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,16 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
         raise UsageError(f"tokens: expected a file, or TASK:LENGTH with one of {', '.join(TASKS)}; found {wanted!r}")
     if path.stat().st_size > _MOST_BYTES:
         raise DataError(f"{path}: expected at most {_MOST_BYTES >> 20} MiB of tokens, found more")
-    return _read(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an empty file
+            rows = np.loadtxt(path, dtype=np.int64, comments=None, ndmin=2)
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise DataError(f"{path}: expected whole numbers, as many in each line: {reason}") from error
+    if not rows.size:
+        raise DataError(f"{path}: expected a sequence of tokens in each line, found none")
+    return torch.from_numpy(rows)
 
 
 def held_out(source: str | Path, count: int = 64, root: str | Path | None = None) -> Tensor:
@@ -174,21 +184,3 @@ def held_out(source: str | Path, count: int = 64, root: str | Path | None = None
         raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has {config.what}")
     found: Tensor = config.load(root).held_out[1][0].tokens[:count]
     return found
-
-
-def _read(path: Path) -> Tensor:
-    rows: list[np.ndarray] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        words = line.split()
-        if not words:
-            continue
-        if wrong := next((word for word in words if not word.isdigit() or len(word) > 9), None):
-            raise DataError(f"{path}, line {number}: expected whole numbers from 0, found {wrong[:20]!r}")
-        rows.append(np.array(words, dtype=np.int64))
-        if len(rows[-1]) != len(rows[0]):
-            raise DataError(
-                f"{path}, line {number}: expected {len(rows[0])} tokens as in the first sequence, found {len(words)}"
-            )
-    if not rows:
-        raise DataError(f"{path}: expected a sequence of tokens in each line, found none")
-    return torch.from_numpy(np.stack(rows))

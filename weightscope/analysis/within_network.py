@@ -136,50 +136,33 @@ class _Column(NamedTuple):
     legend: str = ""
 
 
-_COLUMNS = (
-    _Column("variance", "variance:.3g", "moments", "variance: mean over the coordinates"),
-    _Column("rank", "effective_rank:.1f", "moments", "rank: (tr S)^2 / tr S^2"),
-    _Column(
-        "edge",
-        "edge_ratio:.2f",
-        "moments",
-        "edge: largest eigenvalue in units of the largest of independent entries",
-    ),
-    _Column("mean", "mean_ratio:.2f", "moments", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
-    _Column(
-        "spread",
-        "relative_spread:.3f",
-        "focus",
-        "spread: mean squared distance of the variance from the centre, 1 when it is even",
-    ),
-    _Column("± se", "relative_spread_se:.3f", "focus"),
-    _Column("centre", "central_share:.3f", "focus"),
-    _Column(
-        "÷ even",
-        "central_ratio:.2f",
-        "focus",
-        "centre: share of the variance in the central pixel, and in units of an even share",
-    ),
-    _Column(
-        "neighbours",
-        "neighbours:+.2f",
-        "focus",
-        "neighbours: mean correlation of touching pixels; far: of the centre with those not touching it",
-    ),
-    _Column("far", "from_centre:+.2f", "focus"),
-    _Column(
-        "A(x)B",
-        "kronecker:.2f",
-        "kronecker",
-        "A(x)B: share of |S|^2 that one Kronecker product explains; off-diag: the same off the diagonal of S",
-    ),
-    _Column("off-diag", "kronecker_dependence:.2f", "kronecker"),
-    _Column(
-        "p(A(x)B)",
-        "separability_p:.3g",
-        "separability",
-        "p(A(x)B): Monte Carlo p-value of the hypothesis that S is a Kronecker product",
-    ),
+_COLUMNS = tuple(
+    _Column(*column)
+    for column in (
+        ("variance", "variance:.3g", "moments", "variance: mean over the coordinates"),
+        ("rank", "effective_rank:.1f", "moments", "rank: (tr S)^2 / tr S^2"),
+        (
+            "edge",
+            "edge_ratio:.2f",
+            "moments",
+            "edge: largest eigenvalue in units of the largest of independent entries",
+        ),
+        ("mean", "mean_ratio:.2f", "moments", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
+        (
+            "spread",
+            "relative_spread:.3f",
+            "focus",
+            "spread: mean squared distance from the centre, 1 for even variance",
+        ),
+        ("± se", "relative_spread_se:.3f", "focus"),
+        ("centre", "central_share:.3f", "focus"),
+        ("÷ even", "central_ratio:.2f", "focus", "centre: share of the central pixel, and in units of an even share"),
+        ("neighbours", "neighbours:+.2f", "focus", "neighbours: mean correlation of touching pixels"),
+        ("far", "from_centre:+.2f", "focus", "far: mean correlation of the centre with pixels that do not touch it"),
+        ("A(x)B", "kronecker:.2f", "kronecker", "A(x)B: share of |S|^2 that one Kronecker product explains"),
+        ("off-diag", "kronecker_dependence:.2f", "kronecker", "off-diag: the same off the diagonal of S"),
+        ("p(A(x)B)", "separability_p:.3g", "separability", "p(A(x)B): Monte Carlo p-value of S = A (x) B"),
+    )
 )
 
 

@@ -15,13 +15,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from weightscope._util.checks import choice, count
 from weightscope._util.plugins import reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.recipe.base import explain
+from weightscope.recipe.base import validated
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
 CONTROLS = ("scale",)
@@ -220,10 +218,7 @@ def parse_init(text: str) -> InitConfig:
 
 def init_table(values: Mapping[str, Any]) -> InitConfig:
     """The [init] table of a mapping."""
-    try:
-        return InitConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise RecipeError(f"init: {explain(error.errors(), InitConfig, values)}") from None
+    return validated(InitConfig, dict(values), "init")
 
 
 def with_numbers(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> tuple[str, InitConfig]:

@@ -302,7 +302,7 @@ def _refuse_another(path: Path, there: Recipe, wanted: Recipe) -> None:
 
 
 def _time_file(folder: Path, request: Request, tile: int) -> Path:
-    arm = request.path.relative_to(folder.absolute() / RUNS).with_suffix("")
+    arm = request.path.relative_to(folder / RUNS).with_suffix("")
     return folder / TIMES / arm / f"{tile}.json"
 
 

@@ -131,19 +131,8 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
 
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
-    All keys are asked for, in random order.
-
-    Args:
-        generator: drawn from; its device is that of the sequences.
-        batch: B.
-        length: of the string, even: two tokens for each pair.
-        vocabulary: v.
-
-    Returns:
-        Sequences of 2 length tokens.
-
-    Raises:
-        UsageError: if a number is out of range, or there are fewer keys than pairs.
+    All keys are asked for, in random order. Arguments and errors as `copy`; the length is even, two tokens for each
+    pair, and there are at least as many keys as pairs.
     """
     _checked("associative_recall", batch, length, vocabulary)
     pairs, keys = length // 2, (vocabulary - 1) // 2
@@ -161,17 +150,8 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
 def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
 
-    Args:
-        generator: drawn from; its device is that of the sequences.
-        batch: B.
-        length: of the string, with its blanks.
-        vocabulary: v >= 3, tokens 0 to v - 3, the blank v - 2 and the separator v - 1.
-
-    Returns:
-        Sequences of length + ceil(length / 4) tokens.
-
-    Raises:
-        UsageError: if a number is out of range.
+    Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1, so v >= 3. Sequences have length + ceil(length / 4)
+    tokens. Arguments and errors as `copy`.
     """
     _checked("selective_copy", batch, length, vocabulary)
     kept = -(-length // 4)

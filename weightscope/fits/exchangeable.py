@@ -1,7 +1,8 @@
 """Exchangeable: a distribution of whole networks that does not change when hidden units are renumbered."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -13,7 +14,17 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope._util.checks import choice, number
 from weightscope.errors import DataError, UsageError, WeightscopeError
-from weightscope.fits.structure import Standalone, Structure, checked_names, checked_root, require_variation
+from weightscope.fits.structure import (
+    LOG_2PI,
+    Accumulator,
+    Facts,
+    Standalone,
+    Streamed,
+    Structure,
+    checked_names,
+    checked_root,
+    require_variation,
+)
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
@@ -110,8 +121,7 @@ def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) 
     The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
     number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
     Where the result is not positive definite, the nearest correlation matrix is taken.
-    Returns the matrix, the shares of the sums of squares that were removed within tensors and between them, and the
-    Frobenius distance of the projection relative to the norm without the diagonal.
+    Returns the matrix, the shares of the sums of squares that were removed, and how far the projection moved it.
     """
     same, weights = np.zeros(correlation.shape, dtype=bool), np.ones(correlation.shape)
     parts = list(found.kind.slices.values())
@@ -143,9 +153,6 @@ def _intensity(correlation: np.ndarray, errors: np.ndarray, *, diagonal: bool) -
 def _removed(before: np.ndarray, after: np.ndarray, mask: np.ndarray) -> float:
     total = float(np.square(before[mask]).sum())
     return round(1 - float((before * after)[mask].sum()) / total, 4) if total else 0.0
-
-
-_LOG_2PI = float(np.log(2.0 * np.pi))
 
 
 _STANDALONE = '''
@@ -227,7 +234,7 @@ class Exchangeable(Structure):
         permutations: PermutationSpec,
         factors: Sequence[np.ndarray],
         parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        diagnostics: Facts = None,
         network: WeightSpec | None = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
@@ -267,7 +274,7 @@ class Exchangeable(Structure):
         denoise: str = "threshold",
         permutations: PermutationSpec | None = None,
         network: WeightSpec | None = None,
-    ) -> "_Accumulator":
+    ) -> Accumulator[Self]:
         """An accumulator of moments.
 
         Args:
@@ -286,23 +293,16 @@ class Exchangeable(Structure):
         Raises:
             UsageError: if an option is invalid.
         """
-        options = Amplification(gain, denoise)
-        permutations = permutations or cls.context(spec, spec)["permutations"]
-        return _Accumulator(spec, permutations, options, network)
+        Amplification(gain, denoise)  # checks the options
+        moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
+        finish = lambda: cls.of_moments(moments, gain=gain, denoise=denoise, network=network)  # noqa: E731
+        return Streamed(moments.update, finish)
 
     @classmethod
-    def of_moments(
-        cls,
-        moments: ExchangeableMoments,
-        *,
-        gain: Gain | None = None,
-        denoise: str = "threshold",
-        network: WeightSpec | None = None,
-    ) -> Self:
+    def of_moments(cls, moments: ExchangeableMoments, *, network: WeightSpec | None = None, **options: Any) -> Self:
         """Fit to what `ExchangeableMoments` has taken up; the options are those of `accumulator`."""
-        permutations = moments.permutations
-        found = moments.covariances()
-        amplification = Amplification(gain, denoise)
+        permutations, found = moments.permutations, moments.covariances()
+        amplification = Amplification(**options)
         amplification.check([label_of(covariance.kind.groups) for covariance in found])
         factors, parameters, notes = [], 0, {}
         means: dict[tuple[str, ...], np.ndarray] = {}
@@ -340,7 +340,7 @@ class Exchangeable(Structure):
         """Natural logarithm of the density at (..., D)."""
         values = np.asarray(x, dtype=np.float64)
         rows = values.reshape(-1, self.spec.size) - self.mean
-        out = np.full(len(rows), -0.5 * self.spec.size * _LOG_2PI)
+        out = np.full(len(rows), -0.5 * self.spec.size * LOG_2PI)
         parts = invariant_parts(rows, self.spec, self.permutations)
         for kind, factor, part in zip(self.permutations.types, self.factors, parts, strict=True):
             white = solve_triangular(factor, part.reshape(-1, kind.copies).T, lower=True)  # (C, N * places)
@@ -360,12 +360,9 @@ class Exchangeable(Structure):
     @cached_property
     def correlations(self) -> tuple[np.ndarray, ...]:
         """The correlation matrix (C, C) of each type."""
-        out = []
-        for factor in self.factors:
-            matrix = factor @ factor.T
-            scale = 1 / np.sqrt(matrix.diagonal())
-            out.append(matrix * np.outer(scale, scale))
-        return tuple(out)
+        matrices = [factor @ factor.T for factor in self.factors]
+        scales = [1 / np.sqrt(matrix.diagonal()) for matrix in matrices]
+        return tuple(m * np.outer(scale, scale) for m, scale in zip(matrices, scales, strict=True))
 
     def notes(self) -> list[str]:
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
@@ -383,11 +380,7 @@ class Exchangeable(Structure):
 
     @classmethod
     def from_tensors(
-        cls,
-        tensors: Mapping[str, np.ndarray],
-        spec: WeightSpec,
-        parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
         if "permutations" not in tensors:
@@ -397,21 +390,6 @@ class Exchangeable(Structure):
         checked_names(tensors, ["mean", "permutations", *names], ["network"])
         network = _network(tensors["network"], spec) if "network" in tensors else None
         return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
-
-
-class _Accumulator:
-    """Takes up blocks of networks and fits to their moments."""
-
-    def __init__(
-        self, spec: WeightSpec, permutations: PermutationSpec, options: Amplification, network: WeightSpec | None
-    ) -> None:
-        self._moments, self._options, self._network = ExchangeableMoments(spec, permutations), options, network
-
-    def update(self, rows: np.ndarray) -> None:
-        self._moments.update(rows)
-
-    def finish(self) -> Exchangeable:
-        return Exchangeable.of_moments(self._moments, **vars(self._options), network=self._network)
 
 
 def mean_vector(
@@ -428,40 +406,39 @@ def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, 
     return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
 
 
+@contextlib.contextmanager
+def _stored(name: str, array: np.ndarray, what: str) -> Iterator[bytes]:
+    """The text in a stored array; what is wrong with it is a DataError."""
+    if array.ndim != 1 or array.dtype != np.uint8:
+        raise DataError(f"`{name}`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
+    try:
+        yield array.tobytes()
+    except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
+        raise DataError(f"`{name}`: expected {what}, found something else: {error}") from error
+
+
 def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
     """The stored spec of the whole network, which contains that of the structure."""
-    if array.ndim != 1 or array.dtype != np.uint8:
-        raise DataError(f"`network`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
-    try:
-        network = WeightSpec.from_json(array.tobytes().decode())
+    with _stored("network", array, "the spec of the whole network") as text:
+        network = WeightSpec.from_json(text.decode())
         if strangers := [tensor.name for tensor in spec.tensors if tensor not in network]:
             raise DataError(f"it lacks {strangers[:3]}")
-    except (ValueError, WeightscopeError) as error:
-        raise DataError(f"`network`: expected the spec of the whole network, found something else: {error}") from error
     return network
 
 
 def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
     """A stored specification, checked against the tensors that it is about."""
-    if array.ndim != 1 or array.dtype != np.uint8:
-        raise DataError(f"`permutations`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
-    try:
-        views = json.loads(array.tobytes())["views"]
+    with _stored("permutations", array, "a permutation specification") as text:
+        views = json.loads(text)["views"]
         permutations = PermutationSpec(
             tuple(View(v["name"], v["tensor"], tuple(v["shape"]), tuple(v["axes"]), v["start"]) for v in views)
         )
-        covered = dict.fromkeys(spec.names, 0)
+        left = {tensor.name: (*tensor.shape, 1)[0] for tensor in spec.tensors}  # rows
         for view in permutations.views:
-            shape = spec[view.tensor].shape
-            rows = view.shape[0] if view.shape else 1
-            if view.shape[1:] != shape[1:] or not 0 <= view.start <= view.start + rows <= (shape[0] if shape else 1):
+            shape, rows = spec[view.tensor].shape, (*view.shape, 1)[0]
+            if view.shape[1:] != shape[1:] or not 0 <= view.start <= view.start + rows <= (*shape, 1)[0]:
                 raise DataError(f"`{view.name}`: {view.shape} is no part of {shape}")
-            covered[view.tensor] += rows
-        wrong = [name for name, rows in covered.items() if rows != (spec[name].shape[0] if spec[name].shape else 1)]
-        if wrong:
+            left[view.tensor] -= rows
+        if wrong := [name for name, rows in left.items() if rows]:
             raise DataError(f"its views do not cover {wrong[:3]}")
-    except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
-        raise DataError(
-            f"`permutations`: expected a permutation specification, found something else: {error}"
-        ) from error
     return permutations

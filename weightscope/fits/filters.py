@@ -41,21 +41,16 @@ Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 
 @dataclass(frozen=True, eq=False)
 class FilterFit:
-    """Distributions of the filters of every depthwise layer; the options are those of `covariance_transfer_`.
-
-    Attributes:
-        layers: in depth order.
-        left_out: the layers whose filters are not square, with their sizes.
-    """
+    """Distributions of the filters of every depthwise layer; the options are those of `covariance_transfer_`."""
 
     structure: ClassVar[str] = "filters"
-    layers: tuple[FilterDistribution, ...]
+    layers: tuple[FilterDistribution, ...]  # in depth order
     kronecker: bool = False
     means: bool = False
     schedule: str = "depth"
     kernel: int | None = None
     psd: str = "abs"
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # the layers whose filters are not square, with their sizes
 
     @property
     def options(self) -> dict[str, Any]:
@@ -387,9 +382,7 @@ def fit_conv_schedule(
         raise DataError("no layer's covariance has a positive product with the closed form; there is nothing to fit")
     some = scales > 0
     numbers = {
-        "sigma0": curve.sigma0,
-        "v": curve.v,
-        "a": curve.a,
+        **{key: getattr(curve, key) for key in ("sigma0", "v", "a")},
         "scale": float(np.exp(np.average(np.log(scales[some]), weights=weights[some]))),
         "psd": psd,
         "schedule": schedule,
@@ -422,23 +415,15 @@ def drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
     return root @ root.T
 
 
-@dataclass(frozen=True)
 class _LayerFit:
-    """How well each sigma fits one layer: the cosine of C and S(sigma), smooth in log sigma from `low` to `high`."""
+    """How well each sigma fits one layer: the cosine of C and S(sigma), smooth in log sigma."""
 
-    low: float
-    high: float
-    cosine: CubicSpline
-    best: float  # log sigma with the largest cosine
-
-    @staticmethod
-    def of(logs: np.ndarray, cosines: np.ndarray) -> "_LayerFit":
-        """From the cosines (G,) at G log sigmas."""
-        smooth = CubicSpline(logs, cosines)
+    def __init__(self, logs: np.ndarray, cosines: np.ndarray) -> None:
+        self.low, self.high, self.cosine = float(logs[0]), float(logs[-1]), CubicSpline(logs, cosines)
         i = int(cosines.argmax())
         around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
-        found = minimize_scalar(lambda x: -float(smooth(x)), bounds=around, method="bounded")
-        return _LayerFit(float(logs[0]), float(logs[-1]), smooth, float(found.x))
+        found = minimize_scalar(lambda x: -float(self.cosine(x)), bounds=around, method="bounded")
+        self.best = float(found.x)  # log sigma with the largest cosine
 
     def at(self, sigma: float) -> float:
         """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
@@ -456,7 +441,7 @@ def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
             closed = drawn_covariance(k, math.exp(log), psd)
             closed /= np.linalg.norm(closed)
             cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
-        out |= {i: _LayerFit.of(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
+        out |= {i: _LayerFit(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
     return [out[i] for i in range(len(layers))]
 
 
@@ -481,8 +466,10 @@ def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -
         return sum(w * (1 - fit.at(found(d)) ** 2) for w, fit, d in zip(weights, fits, depths, strict=True))
 
     starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
-    starts.append(np.log(np.interp(places, depths, best)) if _rising(depths) else starts[0])
-    starts.append(np.log(np.maximum(_parabola(depths, best, weights, places), _NARROWEST)))
+    if all(a < b for a, b in itertools.pairwise(depths)):
+        starts.append(np.log(np.interp(places, depths, best)))
+    polynomial = np.polynomial.Polynomial.fit(depths, best, len(places) - 1, w=np.sqrt(weights), domain=[-1, 1])
+    starts.append(np.log(np.maximum(polynomial(np.array(places)), _NARROWEST)))
 
     def search(start: np.ndarray) -> OptimizeResult:
         return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000})
@@ -490,16 +477,6 @@ def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -
     found = min(map(search, starts), key=lambda result: result.fun)
     # The simplex can shrink too early; a second search from its end costs little.
     return curve(search(found.x).x)
-
-
-def _rising(depths: list[float]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(depths))
-
-
-def _parabola(depths: list[float], values: np.ndarray, weights: np.ndarray, places: tuple[float, ...]) -> np.ndarray:
-    """The least-squares polynomial through the layers' own sigmas, at the places."""
-    fitted = np.polynomial.polynomial.polyfit(depths, values, len(places) - 1, w=np.sqrt(weights))
-    return np.polynomial.polynomial.polyval(np.array(places), fitted)
 
 
 def _least(curve: Schedule) -> float:
@@ -514,11 +491,7 @@ def _described(layer: FilterDistribution, fit: _LayerFit, sigma: float, psd: str
     wanted, other = (drawn_covariance(layer.kernel, x, psd) for x in (sigma, alone))
     square, trace = float(np.sum(wanted**2)), float(np.trace(wanted))
     return ScheduleLayer(
-        name=layer.name,
-        stage=layer.stage,
-        depth=layer.depth,
-        kernel=layer.kernel,
-        count=layer.count,
+        **{key: getattr(layer, key) for key in ("name", "stage", "depth", "kernel", "count")},
         sigma=sigma,
         sigma_alone=alone,
         scale=math.sqrt(max(0.0, float(np.sum(wanted * layer.covariance)) / square)),

@@ -86,7 +86,14 @@ def fit(
         >>> result.save("digits-mlp.safetensors")
     """
     classes = _classes(structure, options)
-    own = {} if permutations is None else {"permutations": _permutations(source, permutations, classes)}
+    own = {}
+    if permutations is not None:
+        if not any(item.uses_permutations for item in classes):
+            names = ", ".join(item.name for item in classes)
+            raise UsageError(f"permutations: not used by {names}, only by exchangeable")
+        from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+        own["permutations"] = permutations_of(source, permutations)
     choice("joint", joint, get_args(Joint))
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
@@ -109,7 +116,11 @@ def fit(
                 candidates.append(candidate := _Candidate(cls, given))
                 with candidate.attempt():
                     candidate.context = cls.context(source.spec, inner, **(own if cls.uses_permutations else {}))
-        best, fitted = _compared(name, candidates, inner, networks, part, tests)
+        compared = _compared(candidates, inner, networks, part, tests)
+        if compared is None:
+            reasons = "; ".join(f"{c.label}: {c.failed}" for c in candidates)
+            raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
+        best, fitted = compared
         groups.append(Group(name, part, fitted, best.options, *frozen))
         table += _rows(name, candidates, best)
         scores.append({c.label: c.scores for c in candidates if c.failed is None} | {_CHOSEN: best.scores})
@@ -157,16 +168,6 @@ def _classes(
     return classes
 
 
-def _permutations(source: WeightSamples, given: Any, classes: Sequence[type[Structure]]) -> PermutationSpec:
-    """A permutation specification of the user's own, checked."""
-    if not any(item.uses_permutations for item in classes):
-        names = ", ".join(item.name for item in classes)
-        raise UsageError(f"permutations: not used by {names}, only by exchangeable")
-    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
-
-    return permutations_of(source, given)
-
-
 def _provenance(source: WeightSamples) -> dict[str, Any]:
     """What the source records about itself; an array records only its spec."""
     out: dict[str, Any] = {"weightscope": __version__, "network_spec": source.spec.fingerprint}
@@ -181,8 +182,7 @@ class _UsableNetworks:
     """The networks of a source that did not diverge and are finite in the selected tensors, numbered from 0.
 
     The source is read once; again by each call of `blocks`, one chunk at a time, if its weights are more than `HELD`
-    bytes. `n` were used and `excluded` left out; `first` (D,) are the first network's values, `varying` (D,) tells
-    which entries differ between networks.
+    bytes. `first` (D,) are the first network's values, `varying` (D,) tells which entries differ between networks.
     """
 
     def __init__(self, source: WeightSamples, spec: WeightSpec) -> None:
@@ -297,14 +297,13 @@ def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray
 
 
 def _compared(
-    group: str,
     candidates: Sequence[_Candidate],
     spec: WeightSpec,
     networks: _UsableNetworks,
     part: WeightSpec,
     tests: Sequence[np.ndarray],
-) -> tuple[_Candidate, Structure]:
-    """The candidate with the highest mean score, of equal ones the first; and its fit to all networks."""
+) -> tuple[_Candidate, Structure] | None:
+    """The first candidate with the highest mean score, and its fit to all networks; None if all fail."""
     data = networks.matrix(part) if any(c.structure.needs_samples for c in candidates) else None
 
     def streamed() -> Iterator[tuple[int, np.ndarray]]:
@@ -320,11 +319,9 @@ def _compared(
     for candidate in candidates:
         if candidate.structure.needs_samples:  # one by one, since each keeps its samples
             _score([candidate], spec, whole, tests)
-    fitted = [c for c in candidates if c.failed is None]
-    if not fitted:
-        reasons = "; ".join(f"{c.label}: {c.failed}" for c in candidates)
-        raise DataError(f"`{group}`: no structure can be fitted: {reasons}")
-    best = max(fitted, key=lambda c: c.scores.mean())
+    best = max((c for c in candidates if c.failed is None), key=lambda c: c.scores.mean(), default=None)
+    if best is None:
+        return None
     accumulator = best.accumulator(spec)
     for _, rows in whole() if best.structure.needs_samples else streamed():
         accumulator.update(rows)
@@ -431,22 +428,20 @@ def fit_init(
         >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
     """
     from weightscope.fits.one_network import NETWORK_FITS, fit_network  # torch
-    from weightscope.population import Population  # h5py
+    from weightscope.population import Population, open_source  # h5py
 
     name = underscored(structure) if isinstance(structure, str) else None
     if isinstance(source, Population) or is_population(source):
         if name in NETWORK_FITS:
             known = ", ".join(("auto", *STRUCTURES))
             raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
-        population = source if isinstance(source, Population) else Population(source)
-        return fit(population, structure=structure, options=options, **settings)
+        return fit(open_source(source), structure=structure, options=options, **settings)
     if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-        known = ", ".join(NETWORK_FITS)
-        shown = name or structure.__name__
+        shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
         raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
     if settings:
         raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
-    return fit_network(str(source), structure, **(options or {}))
+    return fit_network(source, structure, **(options or {}))
 
 
 def parsed_options(texts: Iterable[str]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from weightscope.errors import DataError, UsageError
 from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
+    Facts,
+    Streamed,
     Structure,
     checked,
     checked_data,
@@ -21,7 +23,7 @@ from weightscope.fits.structure import (
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments, Moments
-from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
+from weightscope.statistics.shrinkage import ledoit_wolf_from_sums, ledoit_wolf_of_rows
 
 
 class AffineGaussian(Structure):
@@ -51,7 +53,7 @@ class AffineGaussian(Structure):
         variance: np.ndarray | None = None,
         factor: np.ndarray | None = None,
         parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        diagnostics: Facts = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self.variance = checked(np.zeros(spec.size) if variance is None else variance, "variance", (spec.size,))
@@ -115,11 +117,7 @@ class AffineGaussian(Structure):
 
     @classmethod
     def from_tensors(
-        cls,
-        tensors: Mapping[str, np.ndarray],
-        spec: WeightSpec,
-        parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`; an absent variance is zero, an absent factor has no columns."""
         checked_names(tensors, ["mean"], ["variance", "factor"])
@@ -134,7 +132,8 @@ class _OfEntries(AffineGaussian):
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
         """Accumulates mean and variance of each entry."""
-        return _Entries(cls, spec)
+        moments = EntryMoments(spec.size)
+        return Streamed(moments.update, lambda: cls.from_moments(moments, spec))
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
@@ -142,23 +141,8 @@ class _OfEntries(AffineGaussian):
         raise NotImplementedError
 
 
-class _Entries:
-    def __init__(self, cls: type[_OfEntries], spec: WeightSpec) -> None:
-        self._cls, self._spec, self._moments = cls, spec, EntryMoments(spec.size)
-
-    def update(self, rows: np.ndarray) -> None:
-        self._moments.update(rows)
-
-    def finish(self) -> Any:
-        return self._cls.from_moments(self._moments, self._spec)
-
-
 class Isotropic(_OfEntries):
-    """w_j ~ N(mean_j, v) independently, with one v for each tensor, by maximum likelihood.
-
-    Example:
-        >>> Isotropic.fit(population.weights("*fc1.weight"), population.spec.select("*fc1.weight"))
-    """
+    """w_j ~ N(mean_j, v) independently, with one v for each tensor, by maximum likelihood."""
 
     name = "isotropic"
 
@@ -215,13 +199,7 @@ class LowRank(AffineGaussian):
 
     @classmethod
     def fit(cls, data: np.ndarray, spec: WeightSpec, *, rank: int = 8) -> Self:
-        """Fit to (N, D).
-
-        Args:
-            data: (N, D).
-            spec: names and shapes of the D entries.
-            rank: r, at least 1, smaller than N and D.
-        """
+        """Fit to (N, D), with `rank` r at least 1, smaller than N and D."""
         rows = checked_data(data, spec)
         if not isinstance(rank, int) or not 0 < rank < min(rows.shape):
             raise UsageError(f"rank: expected 1 to {min(rows.shape) - 1} for {rows.shape} data, found {rank!r}")
@@ -319,7 +297,8 @@ class Dense(AffineGaussian):
             if not ridge:
                 raise DataError(f"no shrinkage and fewer networks ({len(rows)}) than entries ({spec.size})")
             factor = np.sqrt((1.0 - shrunk.intensity) / len(rows)) * scale[:, None] * principal_rows(rows).T
-        return cls._shrunk(spec, mean, ridge * scale**2, factor, parameters, kinds, shrunk)
+        facts = parameters + spec.size * (spec.size + 1) // 2, {"mean": kinds, "shrinkage": shrunk.intensity}
+        return cls(spec, mean, ridge * scale**2, factor, *facts)
 
     @classmethod
     def from_moments(cls, moments: Moments, fourth: "_FourthMoments", spec: WeightSpec) -> Self:
@@ -337,29 +316,16 @@ class Dense(AffineGaussian):
         trace, square = float(np.trace(gram)), float(np.vdot(gram, gram))
         shrunk = ledoit_wolf_from_sums(n, spec.size, trace, square, quartic)
         ridge = shrunk.intensity * shrunk.target
+        facts = parameters + spec.size * (spec.size + 1) // 2, {"mean": kinds, "shrinkage": shrunk.intensity}
         if shrunk.intensity == 1.0:
-            return cls._shrunk(spec, mean, ridge * scale**2, None, parameters, kinds, shrunk)
+            return cls(spec, mean, ridge * scale**2, None, *facts)
         gram *= (1.0 - shrunk.intensity) / n
         gram[np.diag_indices_from(gram)] += ridge
         try:
             factor = scale[:, None] * cholesky(gram, lower=True)
         except np.linalg.LinAlgError as error:
             raise DataError(f"the covariance is singular even after shrinkage: {error}") from error
-        return cls._shrunk(spec, mean, None, factor, parameters, kinds, shrunk)
-
-    @classmethod
-    def _shrunk(
-        cls,
-        spec: WeightSpec,
-        mean: np.ndarray,
-        variance: np.ndarray | None,
-        factor: np.ndarray | None,
-        parameters: int,
-        kinds: dict[str, str],
-        shrunk: LedoitWolf,
-    ) -> Self:
-        parameters += spec.size * (spec.size + 1) // 2
-        return cls(spec, mean, variance, factor, parameters, {"mean": kinds, "shrinkage": shrunk.intensity})
+        return cls(spec, mean, None, factor, *facts)
 
 
 def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:

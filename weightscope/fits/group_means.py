@@ -1,8 +1,8 @@
 """Group means: rows, columns and the whole of each matrix share random effects, the stripes of the MLP paper."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from weightscope.errors import DataError
 from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
+    Facts,
+    Streamed,
     Structure,
     checked,
     choose_mean,
@@ -55,7 +57,7 @@ class GroupMeans(Structure):
         mean: np.ndarray,
         eigenvalues: np.ndarray,
         parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        diagnostics: Facts = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self._shapes = matrix_shapes(spec)
@@ -67,7 +69,15 @@ class GroupMeans(Structure):
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
         """Accumulates the entries' moments and the squared length of the deviations in each space."""
-        return _Sums(cls, spec)
+        moments, squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
+        tensors = list(zip(spec.slices.values(), matrix_shapes(spec), strict=True))
+
+        def update(rows: np.ndarray) -> None:
+            deviations = moments.update(rows)
+            for i, (part, shape) in enumerate(tensors):
+                squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
+
+        return Streamed(update, lambda: cls.from_sums(moments, squares, spec))
 
     @classmethod
     def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
@@ -123,22 +133,6 @@ class GroupMeans(Structure):
                 value * np.kron(*pair) for value, pair in zip(self.eigenvalues[i], pairs, strict=True)
             )
         return dense
-
-
-class _Sums:
-    """The entries' moments, and the squared length of the deviations in each space."""
-
-    def __init__(self, cls: type[GroupMeans], spec: WeightSpec) -> None:
-        self._cls, self._spec = cls, spec
-        self._moments, self._squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
-
-    def update(self, rows: np.ndarray) -> None:
-        deviations = self._moments.update(rows)
-        for i, (part, shape) in enumerate(zip(self._spec.slices.values(), matrix_shapes(self._spec), strict=True)):
-            self._squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
-
-    def finish(self) -> Any:
-        return self._cls.from_sums(self._moments, self._squares, self._spec)
 
 
 def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

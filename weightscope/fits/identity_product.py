@@ -12,8 +12,8 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.results import text_table
-from weightscope.anatomy import AttentionPart, NamedTensors, named_tensors, self_attention
-from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy import AttentionPart, named_tensors, self_attention
+from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import DataError
 from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
@@ -160,7 +160,8 @@ def fit_identity_product(
     layers = []
     for i, part in enumerate(found):
         depth = i / max(1, len(found) - 1)
-        scale = _scale(network, scales[i]) if fold_scales else None
+        name = scales[i] if fold_scales else None
+        scale = None if name is None else _checked(name, network.get(name)).flatten()  # (d,)
         qk, vo = _query_key(part), _value_output(part, scale)
         layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
@@ -185,13 +186,8 @@ def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
     return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")])
 
 
-def _finite(part: AttentionPart, name: Literal["q", "k", "v", "o"]) -> Tensor:
+def _finite(part: AttentionPart, name: PartName) -> Tensor:
     return _checked(part.parameters[name][0], part.read(name))
-
-
-def _scale(network: NamedTensors, name: str | None) -> Tensor | None:
-    """LayerScale's numbers (d,)."""
-    return None if name is None else _checked(name, network.get(name)).flatten()
 
 
 def _checked(name: str, value: Tensor) -> Tensor:
@@ -207,8 +203,7 @@ def _checked(name: str, value: Tensor) -> Tensor:
 def _joined(fits: list[dict[str, float]]) -> ProductNumbers:
     """The mean over heads, and the spread of beta."""
     means = {key: float(np.mean([fit[key] for fit in fits])) for key in fits[0]}
-    spread = float(np.std([fit["beta"] for fit in fits]))
-    return ProductNumbers(**means, beta_std=spread)
+    return ProductNumbers(**means, beta_std=float(np.std([fit["beta"] for fit in fits])))
 
 
 def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
@@ -244,14 +239,8 @@ def _singular_values(a: Tensor, b: Tensor) -> Tensor:
 class _Limits:
     """Best parts of rank r of `cos(t) Z + sin(t) I` for angles t from 0 to 90 degrees, in the limit of large d.
 
-    Args:
-        group: products that are stacked and share a factor (query heads of one key head).
-
-    Attributes:
-        angles: (G,).
-        trace: (G, n + 1), `tr M_r / d` at rank r of n.
-        square: (G, n + 1), `|M_r|_F^2 / d`.
-        size: n.
+    `group` products are stacked and share a factor (query heads of one key head). For G angles and each rank r of n,
+    `trace` is `tr M_r / d` and `square` is `|M_r|_F^2 / d`, both (G, n + 1).
     """
 
     def __init__(self, group: int) -> None:

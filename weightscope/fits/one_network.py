@@ -7,7 +7,7 @@ identity_product   alpha and beta of `mimetic_attention_`, layer by layer
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from weightscope._util.plugins import Registry, underscored
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, StrictModel, checked_header
-from weightscope.fits.filters import FilterFit, FilterHeader, FilterLayer, ScheduleFit, fit_conv_schedule, fit_filters
+from weightscope.fits.filters import FilterFit, FilterHeader, ScheduleFit, fit_conv_schedule, fit_filters
 from weightscope.fits.identity_product import ProductFit, fit_identity_product
 from weightscope.population import open_network
 from weightscope.statistics.filters import FilterDistribution
@@ -89,7 +89,9 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
     if any(b < a for a, b in itertools.pairwise(depths)):
         raise DataError(f"expected layers in the order of their depth, found {depths[:6]}")
     found = header.numbers
-    expected = dict(_shapes(found.layers)) if isinstance(found, FilterHeader) else {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for i, layer in enumerate(found.layers if isinstance(found, FilterHeader) else ()):
+        expected |= {f"{i}.mean": (layer.kernel**2,), f"{i}.covariance": (layer.kernel**2,) * 2}
     if odd := sorted(set(expected) ^ set(arrays)):
         raise DataError(f"its arrays are not those of {len(depths)} layers: {', '.join(odd[:3])}")
     for name, shape in expected.items():
@@ -105,12 +107,6 @@ def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> 
         )
         return NetworkFit(FilterFit(layers, **found.model_dump(exclude={"structure", "layers"})), header.provenance)
     return NetworkFit(found, header.provenance)
-
-
-def _shapes(layers: tuple[FilterLayer, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for i, layer in enumerate(layers):
-        yield f"{i}.mean", (layer.kernel**2,)
-        yield f"{i}.covariance", (layer.kernel**2,) * 2
 
 
 def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:

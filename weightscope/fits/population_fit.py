@@ -24,23 +24,14 @@ FORMAT = "weightscope-initialiser"
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are sampled jointly.
+    """Tensors that are sampled jointly."""
 
-    Attributes:
-        name: of the group: a tensor, a block, or `"all"`.
-        spec: of its D entries.
-        structure: the distribution of the entries that vary, on `varying_spec(spec, varying)`; None if none does.
-        options: the options of the fit.
-        values: (D,) the value of each entry that never varies (others are ignored); None if all vary.
-        varying: (D,) booleans; None if all vary.
-    """
-
-    name: str
-    spec: WeightSpec
-    structure: Structure | None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    values: np.ndarray | None = None
-    varying: np.ndarray | None = None
+    name: str  # a tensor, a block, or "all"
+    spec: WeightSpec  # names and shapes of its D entries
+    structure: Structure | None  # of the entries that vary, on `varying_spec(spec, varying)`; None if none does
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the fit
+    values: np.ndarray | None = None  # (D,) of each entry that never varies (others are ignored); None if all vary
+    varying: np.ndarray | None = None  # (D,) booleans; None if all vary
 
     @property
     def label(self) -> str:
@@ -78,11 +69,7 @@ class Group:
         return out
 
     def describe(self) -> dict[str, Any]:
-        """The group's part of the header; `form` and `matrices` are what a standalone file needs.
-
-        A structure that is not part of weightscope is recorded as `"package.module:Class"`, with the hash of its
-        source.
-        """
+        """The group's part of the header; `form` and `matrices` are what a standalone file needs."""
         structure = self.structure
         out: dict[str, Any] = {
             "name": self.name,
@@ -272,7 +259,7 @@ def population_fit_of(
     claimed = sorted(name for group in groups for name in group.spec.names)
     if claimed != sorted(spec.names) or any(spec[t.name] != t for group in groups for t in group.spec.tensors):
         raise DataError("its groups do not cover the tensors of its spec exactly")
-    if stray := [name for name in arrays if not _belongs(name, len(groups))]:
+    if stray := [name for name in arrays if not any(name.startswith(f"{i}.") for i in range(len(groups)))]:
         raise DataError(f"found arrays that belong to no group: {stray[:3]}")
     facts = header.networks, header.excluded, header.settings, header.provenance
     return PopulationFit(spec, tuple(groups), tuple(row.model_dump() for row in header.table), *facts)
@@ -334,11 +321,6 @@ def _of_length(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.nda
         found = arrays[name].shape if name in arrays else "none"
         raise DataError(f"`{name}`: expected ({size},), found {found}")
     return arrays[name]
-
-
-def _belongs(name: str, groups: int) -> bool:
-    prefix, dot, _ = name.partition(".")
-    return bool(dot) and prefix.isdecimal() and int(prefix) < groups and prefix == str(int(prefix))
 
 
 def _spec(rows: list[Any]) -> WeightSpec:

@@ -38,10 +38,7 @@ def default_deviations(network: WeightSpec) -> dict[str, float]:
 
     Weights of linear and convolutional layers and their biases are uniform in +-1 / sqrt(fan_in), of deviation
     1 / sqrt(3 fan_in). Norms, LayerScales, positions and tokens count as 0: what they start from does not depend on
-    the width.
-
-    Args:
-        network: all tensors of the network, since the fan-in of a bias is that of its layer's weight.
+    the width. Takes all tensors of the network, since the fan-in of a bias is that of its layer's weight.
     """
     out = {}
     for name in network.names:
@@ -74,7 +71,7 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
 
 
 def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable | None, dict[str, str]]:
-    """The structure's law for the tensors of another network.
+    """The structure's law for the tensors of another network, all of whose tensors are given.
 
     A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
     (`default_deviations`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of
@@ -89,16 +86,8 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
     blocks that took one block's law are zero, and the sum of the branches is as strongly correlated with the rest of
     the network as it was.
 
-    Args:
-        structure: fitted.
-        network: all tensors of the other network.
-
-    Returns:
-        The structure of the tensors that could be resized, None if there are none, whose diagnostics say under
-        "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
-
-    Raises:
-        SpecError: if the depth differs and the permutation specification is not that of a known architecture.
+    Returns the structure of the tensors that could be resized, None if there are none, whose diagnostics say under
+    "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
     """
     tensors = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
     permutations = _permutations(structure, network, tensors)

@@ -13,6 +13,7 @@ from scipy.linalg import cholesky, solve_triangular
 from weightscope.errors import UsageError
 from weightscope.fits.structure import (
     LOG_2PI,
+    Facts,
     Standalone,
     Structure,
     checked_data,
@@ -28,17 +29,11 @@ from weightscope.statistics.kronecker import tensor_normal
 
 @dataclass(frozen=True)
 class Array:
-    """Entries of a weight vector that form one array.
+    """Entries of a weight vector that form one array."""
 
-    Attributes:
-        name: its first tensor's.
-        shape: (d_1, ..., d_K).
-        parts: places in the weight vector, one after the other in row-major order.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[slice, ...]
+    name: str  # its first tensor's
+    shape: tuple[int, ...]  # (d_1, ..., d_K)
+    parts: tuple[slice, ...]  # places in the weight vector, one after the other in row-major order
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The array of each of the vectors (N, D): (N, d_1, ..., d_K)."""
@@ -73,7 +68,7 @@ class Separable(Structure):
         mean: np.ndarray,
         *factors: Sequence[np.ndarray],
         parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        diagnostics: Facts = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self.arrays = self.arrays_of(spec)
@@ -147,11 +142,7 @@ class Separable(Structure):
 
     @classmethod
     def from_tensors(
-        cls,
-        tensors: Mapping[str, np.ndarray],
-        spec: WeightSpec,
-        parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
         keys = [[f"{axis}.{i}" for i in range(len(cls.arrays_of(spec)))] for axis in cls.axes]

@@ -15,6 +15,7 @@ from weightscope.statistics.moments import EntryMoments
 S_co = TypeVar("S_co", bound="Structure", covariant=True)
 
 LOG_2PI = float(np.log(2.0 * np.pi))
+Facts = Mapping[str, Any] | None
 
 
 class Accumulator(Protocol[S_co]):
@@ -25,6 +26,13 @@ class Accumulator(Protocol[S_co]):
 
     def finish(self) -> S_co:
         """The structure fitted to all rows; errors as `Structure.fit`."""
+
+
+class Streamed(NamedTuple):
+    """An `Accumulator` of two functions."""
+
+    update: Callable[[np.ndarray], Any]
+    finish: Callable[[], Any]
 
 
 class Standalone(NamedTuple):
@@ -73,9 +81,7 @@ class Structure(ABC):
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
 
-    def __init__(
-        self, spec: WeightSpec, mean: np.ndarray, parameters: int = 0, diagnostics: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, spec: WeightSpec, mean: np.ndarray, parameters: int = 0, diagnostics: Facts = None) -> None:
         self.spec = spec
         self.mean = checked(mean, "mean", (spec.size,))
         self.parameters = parameters
@@ -107,19 +113,18 @@ class Structure(ABC):
 
         By default it keeps all samples.
         """
-        return _Samples(lambda data: cls.fit(data, spec, *args, **options))
+        parts: list[np.ndarray] = []
+        return Streamed(
+            lambda rows: parts.append(rows.copy()),
+            lambda: cls.fit(parts[0] if len(parts) == 1 else np.concatenate(parts), spec, *args, **options),
+        )
 
     @classmethod
     def context(cls, network: WeightSpec, part: WeightSpec, **own: Any) -> dict[str, Any]:
-        """Arguments of `accumulator` that follow from the network which the fitted tensors are part of.
+        """Arguments of `accumulator` that follow from the whole network of the fitted tensors, `part`.
 
-        Args:
-            network: all tensors of the network.
-            part: the tensors that are fitted.
-            **own: `permutations`, a specification of the user's own, if `uses_permutations`.
-
-        Raises:
-            UsageError, DataError: if the structure does not apply to the network.
+        `own` are `permutations`, a specification of the user's own, if `uses_permutations`. A UsageError or DataError
+        if the structure does not apply to the network.
         """
         return {}
 
@@ -155,11 +160,7 @@ class Structure(ABC):
 
     @classmethod
     def from_tensors(
-        cls,
-        tensors: Mapping[str, np.ndarray],
-        spec: WeightSpec,
-        parameters: int = 0,
-        diagnostics: Mapping[str, Any] | None = None,
+        cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`.
 
@@ -205,19 +206,6 @@ def structure_reference(cls: type[Structure]) -> str:
     return next((name for name, known in STRUCTURES.items() if known is cls), None) or reference_to(cls)
 
 
-class _Samples:
-    """Keeps all rows and fits to them at the end."""
-
-    def __init__(self, fit: Callable[[np.ndarray], Any]) -> None:
-        self._fit, self._parts = fit, list[np.ndarray]()
-
-    def update(self, rows: np.ndarray) -> None:
-        self._parts.append(rows.copy())
-
-    def finish(self) -> Any:
-        return self._fit(self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts))
-
-
 def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
     """The mean that all structures share, of data (N, D); see `choose_mean`."""
     moments = EntryMoments(spec.size)
@@ -232,14 +220,7 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
     one mean and fitting each of them only adds noise; entries that differ systematically (a bias, a norm's gain,
     a filter's centre) need their own. Under a diagonal normal model a tensor of d entries takes d means when
     sum over j of N/2 log(v0_j / v_j) > d - 1, with v_j and v0_j the variances about the entry's mean and about
-    the tensor's.
-
-    Args:
-        moments: the D entries' over N networks.
-        spec: names and shapes of the D entries.
-
-    Returns:
-        the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
+    the tensor's. Returns the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
     """
     entries = moments.mean
     own = moments.squares / moments.n

@@ -1,6 +1,6 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from weightscope.anatomy import depthwise, self_attention
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
-from weightscope.fits.filters import FilterFit, ScheduleFit
+from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
@@ -173,7 +173,9 @@ class NetworkInit:
             if isinstance(numbers, ScheduleFit):
                 conv_covariance_(module, **numbers.options, strict=strict, generator=generator)
             else:
-                notes = _filters(module, numbers, generator=generator, strict=strict)
+                options = TransferOptions(**numbers.options)
+                negative = transfer_distributions(module, list(numbers.layers), options, generator, strict=strict)
+                notes = (*numbers.remarks(), *_negative_notes(negative, numbers.psd))
             touched = [name for part in depthwise(module) if part.square for name in part.parameters]
         done = set(touched)
         others = (name for name, _ in module.named_parameters() if name not in done)
@@ -233,20 +235,16 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
 
 
-def _filters(module: nn.Module, fit: FilterFit, *, generator: torch.Generator | None, strict: bool) -> tuple[str, ...]:
-    """Draw the filters; returns notes about layers that were not used, and covariances not positive semi-definite."""
-    negative = transfer_distributions(
-        module, list(fit.layers), TransferOptions(**fit.options), generator, strict=strict
-    )
+def _negative_notes(negative: Mapping[str, float], psd: str) -> list[str]:
+    """What was done to covariances with negative eigenvalues, of layer -> their share of the spectrum."""
     if not negative:
-        return fit.remarks()
+        return []
     worst = max(negative, key=negative.__getitem__)
-    done = "taken as their absolute values" if fit.psd == "abs" else "set to zero"
-    return (
-        *fit.remarks(),
+    done = "taken as their absolute values" if psd == "abs" else "set to zero"
+    return [
         f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
-        f"(`{worst}`), {done}",
-    )
+        f"(`{worst}`), {done}"
+    ]
 
 
 def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator | None, strict: bool) -> list[str]:
@@ -267,7 +265,6 @@ def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator 
 
 def _at(layers: tuple[ProductLayer, ...], part: str, depth: float) -> tuple[float, float]:
     """Alpha and beta of a product at a relative depth."""
-    depths = [layer.depth for layer in layers]
-    fits = [getattr(layer, part) for layer in layers]
+    depths, fits = [layer.depth for layer in layers], [getattr(layer, part) for layer in layers]
     alpha, beta = (float(np.interp(depth, depths, [getattr(fit, key) for fit in fits])) for key in ("alpha", "beta"))
     return alpha, beta

@@ -34,6 +34,8 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
         >>> open_source("digits.pop")
         <Population: digits.pop: 256 networks (convnext, digits), D=27018>
     """
+    if isinstance(source, Population):
+        return source
     return population_in(source, partial=partial) if is_population(source) else open_network(source)
 
 

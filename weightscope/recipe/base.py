@@ -4,9 +4,9 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.sources import read_regular, reason
@@ -15,8 +15,8 @@ from weightscope.errors import RecipeError
 _MOST_ERRORS = 3
 _LARGEST = 2**20  # bytes; recipes have about 1000
 _DEEPEST = 16  # tables and lists inside one another
-_LARGEST_INTEGER = 2**63 - 1  # TOML 1.0; also what JSON, HDF5 and torch hold
 
+_Model = TypeVar("_Model", bound=BaseModel)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -33,15 +33,29 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+FromList = BeforeValidator(_as_tuple)
+"""Marks a tuple, which TOML writes as a list."""
+
+
+def check_numbers(values: Mapping[str, Any], *, tables: bool = False, depth: int = 1) -> None:
     """Raise ValueError unless the values are what TOML can hold, and finite."""
     for key, value in values.items():
+        if depth > _DEEPEST:
+            raise ValueError(f"{shortened(key)}: nested too deeply, expected at most {_DEEPEST} levels")
         if isinstance(value, list | tuple):
-            check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)}, tables=tables)
+            items = {f"{key}[{i}]": item for i, item in enumerate(value)}
+            check_numbers(items, tables=tables, depth=depth + 1)
         elif isinstance(value, dict) and tables:
-            check_numbers({f"{key}.{name}": item for name, item in value.items()}, tables=True)
+            items = {f"{key}.{name}": item for name, item in value.items()}
+            check_numbers(items, tables=True, depth=depth + 1)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite, found {value}")
+        elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON, HDF5 and torch hold
+            raise ValueError(f"{key}: expected an integer below 2^63, found one of {value.bit_length()} bits")
         elif not isinstance(value, int | float | str):
             raise ValueError(
                 f"{key}: expected a number, a text, true, false, or a list of these, found {shortened(repr(value))}"
@@ -51,30 +65,11 @@ def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The values of TOML text; raises RecipeError."""
     try:
-        values = tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
         raise RecipeError(f"{where}: nested too deeply, expected at most {_DEEPEST} levels") from None
     except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
         raise RecipeError(f"{where}: not TOML: {error}") from error
-    check_bounds(values, where)
-    return values
-
-
-def check_bounds(values: Any, where: str, path: str = "", depth: int = 0) -> None:
-    """Check the depth of nested values and the size of integers."""
-    if depth > _DEEPEST:
-        raise RecipeError(f"{where}: {shortened(path)}: nested too deeply, expected at most {_DEEPEST} levels")
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            check_bounds(value, where, f"{path}.{key}" if path else str(key), depth + 1)
-    elif isinstance(values, list | tuple):
-        for i, value in enumerate(values):
-            check_bounds(value, where, f"{path}.{i}", depth + 1)
-    elif isinstance(values, int) and abs(values) > _LARGEST_INTEGER:
-        digits = round(values.bit_length() * math.log10(2))
-        raise RecipeError(
-            f"{where}: {shortened(path)}: expected an integer below 2^63, found one of about {digits} digits"
-        )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -88,7 +83,19 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return parse_toml(text, str(path))
 
 
-def explain(errors: Sequence[Any], model: type[BaseModel], values: Any) -> str:
+def validated(model: type[_Model], values: Any, where: str) -> _Model:
+    """The values as a model; raises RecipeError."""
+    try:
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            message = _explained(error.errors(), model, values)
+    except RecursionError:
+        message = f"nested too deeply, expected at most {_DEEPEST} levels"
+    raise RecipeError(f"{where}: {message}")
+
+
+def _explained(errors: Sequence[Any], model: type[BaseModel], values: Any) -> str:
     """Pydantic's errors about a model of some values as `path: what is allowed, found what`; the first few of them.
 
     Which keys a section has may depend on its name, so they are not judged where that is wrong.

@@ -11,40 +11,27 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Serializ
 
 from weightscope._util.names import unknown
 from weightscope._util.plugins import Registry, is_reference
-from weightscope.recipe.base import Depth, Finite, Fraction, NonNegative, Positive, Section, Width, check_numbers
+from weightscope.recipe import base
+from weightscope.recipe.base import Depth, Finite, Fraction, FromList, NonNegative, Positive, Section, Width
 
 _MOST_STAGES = 16  # each halves the image
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
 _Stages = Field(max_length=_MOST_STAGES)
 Widths = Annotated[
-    Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], _Stages, Tag("list")],
-    _PER_STAGE,
-    BeforeValidator(_tuples),
+    Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], _Stages, Tag("list")], _PER_STAGE, FromList
 ]
 Depths = Annotated[
-    Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], _Stages, Tag("list")],
-    _PER_STAGE,
-    BeforeValidator(_tuples),
+    Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], _Stages, Tag("list")], _PER_STAGE, FromList
 ]
 
 
 class NetworkConfig(Section):
-    """What all sections of networks have.
+    """What all sections of networks have."""
 
-    Attributes:
-        type: the name of the network.
-        takes: what it takes, `Task.what`; None if that is up to the user's own factory.
-        network: its class, `"package.module:class"`.
-    """
-
-    takes: ClassVar[str | None]
-    network: ClassVar[str]
+    takes: ClassVar[str | None]  # `Task.what`; None if that is up to the user's own factory
+    network: ClassVar[str]  # its class, "package.module:class"
 
     type: str
 
@@ -176,7 +163,7 @@ class _HybridConfig(NetworkConfig):
     state: Width
     expansion: Width = 2
     tied: bool
-    layers: Annotated[tuple[LayerKind, ...], Field(min_length=1), BeforeValidator(_tuples)] | None = None
+    layers: Annotated[tuple[LayerKind, ...], Field(min_length=1), FromList] | None = None
     key_width: Width | None = None
 
     @model_validator(mode="after")
@@ -267,7 +254,7 @@ class OwnNetworkConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _numbers(self) -> "OwnNetworkConfig":
-        check_numbers(self.numbers)
+        base.check_numbers(self.numbers)
         return self
 
     @property

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import Section, check_bounds, explain, parse_toml, read_toml
+from weightscope.recipe.base import Section, parse_toml, read_toml, validated
 from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.sections import (
     BenchConfig,
@@ -34,13 +34,15 @@ class Recipe(Section):
     data: DataSection
     training: TrainingConfig
     distillation: DistillationConfig | None = None
-    init: Annotated[tuple[InitConfig, ...], Field(min_length=1)] = (InitConfig(),)
+    init: tuple[InitConfig, ...] = (InitConfig(),)
     population: PopulationConfig = PopulationConfig()
     bench: BenchConfig | None = None
 
     @field_validator("init", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
+        if value in ([], ()):
+            raise ValueError("expected at least one table")
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
     @model_validator(mode="after")
@@ -100,11 +102,7 @@ class Recipe(Section):
             values: Any = parse_toml(source, where)
         else:
             values = _with_references(source)
-            check_bounds(values, where)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise RecipeError(f"{where}: {explain(error.errors(), cls, values)}") from None
+        return validated(cls, values, where)
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":

@@ -24,17 +24,19 @@ from weightscope.errors import RecipeError
 from weightscope.recipe.base import (
     Count,
     Fraction,
+    FromList,
     NonNegative,
     Positive,
     Section,
     Width,
     check_numbers,
-    explain,
     read_toml,
+    validated,
 )
 from weightscope.recipe.networks import NetworkField
 
 MOST_NETWORKS = 10_000_000
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
@@ -93,7 +95,7 @@ class TrainingConfig(Section):
 
     `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
 
-    `kernels = "compiled"` selects kernels in C on a CPU, and Triton kernels with CUDA graphs on a GPU; "torch" selects
+    `kernels = "compiled"` selects kernels in C on a CPU, and `torch.compile` on a GPU; "torch" selects
     torch's. With "auto" compiled kernels are used where there is a C compiler (or Triton on a GPU) and they agree with
     torch's; a population records the choice, because they round differently.
     """
@@ -102,7 +104,7 @@ class TrainingConfig(Section):
     batch_size: Count = 64
     learning_rate: Swept = 0.01
     weight_decay: Swept = 0.01
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Annotated[tuple[Fraction, Fraction], FromList] = (0.9, 0.999)
     schedule: Literal["triangular", "cosine", "constant", "plateau"] = "triangular"
     warmup: Fraction = 0.2
     factor: Annotated[float, Field(gt=0, lt=1)] = FACTOR
@@ -113,7 +115,7 @@ class TrainingConfig(Section):
     cutmix: NonNegative = 0.0
     mixup_switch: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     ema: Fraction = 0.0
-    frozen: tuple[str, ...] = ()
+    frozen: Annotated[tuple[str, ...], FromList] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     evaluate: Literal["end", "epoch"] = "epoch"
@@ -136,11 +138,6 @@ class TrainingConfig(Section):
         elif self.evaluate != "epoch":
             raise ValueError(f"schedule 'plateau' needs evaluate = 'epoch', found {self.evaluate!r}")
         return self
-
-    @field_validator("betas", "frozen", mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
 
 
 class DistillationConfig(Section):
@@ -198,10 +195,7 @@ class InitConfig(BaseModel):
         if not values.keys() & {"name", "artifact"}:
             found = ", ".join(values) or "no keys"
             raise RecipeError(f"{path}: expected the keys of an [init] table, with `name` or `artifact`, found {found}")
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise RecipeError(f"{path}: {explain(error.errors(), cls, values)}") from None
+        return validated(cls, values, str(path))
 
 
 class PopulationConfig(Section):
@@ -212,11 +206,10 @@ class PopulationConfig(Section):
     """
 
     networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     tile: Width | None = None
 
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Values = dict[str, str | list[Any]]
 
 

@@ -207,7 +207,6 @@ class Coordinates:
     Attributes:
         spec: of the result; computed coordinates are tensors named by their expression.
         reads: the sub-spec of the tensors that must be read.
-        folded: whether norms are folded.
     """
 
     def __init__(
@@ -221,7 +220,6 @@ class Coordinates:
         self._plain = WeightSpec([]) if select is None else spec.select(select)
         self._computed: tuple[Computed, ...] = tuple(c for text in computed for c in parse(text, spec))
         names = {*self._plain.names, *(name for c in self._computed for name in c.tensors)}
-        self.folded = fold_norms
         self._pairs = norm_pairs(spec) if fold_norms else ()
         needed = needed_for_folding(names, spec, self._pairs)
         self.reads = WeightSpec(t for t in spec.tensors if t.name in needed)

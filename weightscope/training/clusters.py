@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - the methods of pools are described in `Pool`
 """Workers of clusters: dask and ray.
 
 What a cluster's own retries would do is done for all backends by `spreading`: theirs count a death against every tile
@@ -48,29 +49,18 @@ class DaskPool:
         client.subscribe_topic(_PROGRESS, lambda event: progress(*event[1]))
 
     def size(self) -> int:
-        """See `Pool`."""
         return len(self._client.scheduler_info(n_workers=-1)["workers"])
 
     def free(self) -> int:
-        """See `Pool`."""
         return len(self._idle())
 
     def start(self, tile: Any) -> None:
-        """See `Pool`."""
         address = self._idle()[0]
-        future = self._client.submit(
-            _run_on_dask,
-            self._task,
-            tile,
-            workers.HANGS_SECONDS,
-            workers=[address],
-            allow_other_workers=False,
-            pure=False,
-        )
+        here: dict[str, Any] = {"workers": [address], "allow_other_workers": False, "pure": False}
+        future = self._client.submit(_run_on_dask, self._task, tile, workers.HANGS_SECONDS, **here)
         self._running[address] = tile, future
 
     def poll(self) -> list[Ended]:
-        """See `Pool`."""
         time.sleep(_DASK_POLL_SECONDS)
         alive = self._alive()
         limit = workers.LOST_SECONDS
@@ -168,21 +158,17 @@ class RayPool:
         self._heard = _Lookout(lambda: ray.get(self._board.read.remote()))
 
     def size(self) -> int:
-        """See `Pool`."""
         return int(self._ray.cluster_resources().get(self._kind, 0))
 
     def free(self) -> int:
-        """See `Pool`."""
         return _PENDING - len(self._pending)
 
     def start(self, tile: Any) -> None:
-        """See `Pool`."""
         attempt = next(self._attempts)
         future = self._remote.remote(self._task, tile, self._board, attempt, workers.HANGS_SECONDS)
         self._pending[future] = tile, attempt
 
     def poll(self) -> list[Ended]:
-        """See `Pool`."""
         ready, _ = self._ray.wait(list(self._pending), timeout=_RAY_POLL_SECONDS)
         ended = [self._result(self._pending.pop(future)[0], future) for future in ready]
         resources, beats = self._lookout.latest or {}, self._heard.latest or {}
@@ -199,9 +185,8 @@ class RayPool:
                 self._beat[attempt] = now - silent
                 if done is not None:
                     self._progress(tile, done)
-            silent = now - self._beat.get(
-                attempt, now
-            )  # also if the board died and forgot it; 0 for a tile in the queue
+            # also if the board died and forgot it; 0 for a tile in the queue
+            silent = now - self._beat.get(attempt, now)
             if silent > workers.SILENT_SECONDS:
                 del self._pending[future]
                 self._ray.cancel(future, force=True)
@@ -209,7 +194,6 @@ class RayPool:
         return ended
 
     def close(self) -> None:
-        """See `Pool`."""
         self._lookout.stop()
         self._heard.stop()
         for future in self._pending:
@@ -241,8 +225,7 @@ class _Board:
     def forget(self, attempt: int) -> None:
         self._beats.pop(attempt, None)
 
-    def read(self) -> dict[int, tuple[float, float | None]]:
-        """Attempt -> seconds since its last heartbeat, and the fraction done."""
+    def read(self) -> dict[int, tuple[float, float | None]]:  # attempt -> seconds since its heartbeat, fraction done
         now = time.monotonic()
         return {attempt: (now - at, done) for attempt, (at, done) in self._beats.items()}
 
@@ -257,7 +240,6 @@ def _run_on_ray(task: Task, tile: Any, board: Any, attempt: int, hangs: float) -
 
 
 def _package(name: str, backend: str, package: str) -> Any:
-    """The module of a cluster's package."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -265,7 +247,6 @@ def _package(name: str, backend: str, package: str) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """The message of an error without line breaks."""
     return " ".join(str(error).split())
 
 
@@ -286,9 +267,8 @@ class _Lookout:
         threading.Thread(target=watch, daemon=True).start()
 
     def age(self) -> float:
-        """Seconds since the last answer."""
+        # seconds since the last answer
         return time.monotonic() - self._heard
 
     def stop(self) -> None:
-        """End the thread after its current call."""
         self._over.set()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -111,16 +111,8 @@ def train(
 ) -> None:
     """Train the tiles that populations do not have yet, the first tiles of all of them first.
 
-    Args:
-        requests: the populations.
-        workers: where to train; see `chosen_workers`.
-        progress: see `collect`.
-        shard: see `collect`.
-        resize: whether the numbers of networks were given explicitly, so that populations also shrink to them.
-        label: of the progress bar.
-        finished: called with a request, a tile of it and the seconds that its worker took, after each tile.
-
-    Raises the errors of `collect`.
+    With `resize` the numbers of networks were given explicitly, so populations also shrink to them. `label` is that of
+    the progress bar. `finished` is called with a request, a tile of it and the seconds that its worker took.
     """
     begun: list[Request] = []
     created: list[tuple[Path, bool]] = []
@@ -169,7 +161,7 @@ def _spread(
     label: str,
     finished: Callable[[Request, int, float], None] | None,
 ) -> None:
-    """Train tiles, given as index of a request and tile, with a progress bar in networks."""
+    """Train tiles with a progress bar in networks."""
 
     def rows(item: Item) -> int:
         return requests[item[0]].manifest.rows(item[1])
@@ -177,8 +169,9 @@ def _spread(
     total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in requests)
     done = total - sum(map(rows, todo))
     running: dict[Item, float] = {}
-    job = partial(train_shard, training.train_tile, requests)
-    with _Bar(total, done, show=progress, label=label) as bar:
+    # paths are absolute for workers in other folders; messages show them as given
+    job = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
+    with _Bar(total, done, show=progress, desc=label) as bar:
 
         def show(item: Item, fraction: float) -> None:
             running[item] = fraction * rows(item)
@@ -230,16 +223,13 @@ def _scan(request: Request, shard: int | None) -> list[int]:
     todo = []
     present = set(shards.tiles_on_disk(path, manifest))  # few of perhaps millions
     for tile in range(manifest.tiles) if shard is None else [shard]:
-        if tile not in present:
-            todo.append(tile)
-            continue
-        state = shards.state(path, manifest, tile)
-        if state.kind == "damaged":
-            _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
-        if state.kind == "done":
+        state = shards.state(path, manifest, tile) if tile in present else None
+        if state is not None and state.kind == "done":
             shards.tidy_hash(shards.shard_file(path, tile))
-        else:
-            todo.append(tile)
+            continue
+        todo.append(tile)
+        if state is not None and state.kind == "damaged":
+            _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
     return todo
@@ -253,7 +243,6 @@ def _kept(requests: Sequence[Request]) -> str:
 
 
 def _failure(errors: Mapping[Item, Exception], requests: Sequence[Request]) -> WeightscopeError:
-    """The error that says which tiles failed and why."""
     error = next(iter(errors.values()))
     died = isinstance(error, WorkerDied)
     kind = DataError if isinstance(error, DataError) else Resumable
@@ -282,8 +271,7 @@ def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
         if any(folder.glob("*.h5")):
             continue
         with contextlib.suppress(OSError):
-            # hashes of shards that were never written
-            for file in folder.glob("*.h5.sha256"):
+            for file in folder.glob("*.h5.sha256"):  # of shards that were never written
                 file.unlink()
             folder.rmdir()
             (path / manifests.NAME).unlink()
@@ -308,11 +296,9 @@ def _terminate_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def in_notebook() -> bool:
-    """Whether this process runs the cells of a notebook."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    shell = get_ipython() if get_ipython is not None else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+def _in_notebook() -> bool:
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return getattr(get_ipython(), "kernel", None) is not None
 
 
 class _Bar(tqdm):
@@ -321,18 +307,11 @@ class _Bar(tqdm):
     # tqdm's own lock is a semaphore shared between processes, which would leak if killed.
     _lock = threading.RLock()
 
-    def __init__(
-        self, total: int, initial: int, *, show: bool, label: str = "collect", file: TextIO | None = None
-    ) -> None:
-        super().__init__(
-            total=total,
-            initial=initial,
-            # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
-            disable=not show or (False if in_notebook() else None),
-            file=file,
-            desc=label,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left",
-        )
+    def __init__(self, total: int, initial: int, *, show: bool, **options: Any) -> None:
+        form = "{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left"
+        # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
+        disable = not show or (False if _in_notebook() else None)
+        super().__init__(total=total, initial=initial, disable=disable, bar_format=form, **options)
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -345,8 +324,7 @@ class _Bar(tqdm):
 
     def move_to(self, networks: float) -> None:
         """Show this number of finished networks."""
-        # a disabled bar does not count, but `n` is used as the start of the next tile
-        if self.disable:
+        if self.disable:  # it does not count, but `n` is used as the start of the next tile
             self.n = networks
         else:
             self.update(networks - self.n)

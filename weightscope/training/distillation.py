@@ -65,11 +65,7 @@ class Distillation:
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device) -> "Distillation | None":
-        """The distillation of a recipe; None if it has none, or alpha = 0.
-
-        Raises:
-            WeightscopeError: see `teacher_of`.
-        """
+        """The distillation of a recipe; None if it has none, or alpha = 0."""
         teacher, config = teacher_of(recipe), recipe.distillation
         return None if teacher is None or config is None else cls(config, teacher, device)
 

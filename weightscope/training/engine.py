@@ -127,8 +127,11 @@ class TileRun:
         if distillation is not None:
             distillation.attach(self.nets, population.seed, self.ids)
         self.nets.freeze(left_out)
-        self.rates = self._per_network(training.learning_rate, 0)
-        self.decays = self._per_network(training.weight_decay, 1)
+        swept_values = (training.learning_rate, training.weight_decay)
+        self.rates, self.decays = (
+            np.array([swept(value, population.seed, k, position) for k in self.ids])
+            for position, value in enumerate(swept_values)
+        )
         self.optimiser = BatchedAdamW(
             self.nets.weights,
             self.nets.gradient,
@@ -141,9 +144,8 @@ class TileRun:
         self.plateau = None
         if training.schedule == "plateau":
             self.plateau = Plateau(self.rates, training.factor, training.patience)
-        self.batches: Batches
         teacher = {} if distillation is None else {"distillation": distillation}
-        self.batches = imported(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
+        self.batches: Batches = imported(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
@@ -152,9 +154,6 @@ class TileRun:
         self.sums = torch.zeros(len(self.batches.reported), count, device=device)  # of each, over the steps
         self.losses = by_kernels(self.batches.losses, kernels)
         self.update = by_kernels(self.optimiser.step, kernels)
-
-    def _per_network(self, value: Any, position: int) -> np.ndarray:
-        return np.array([swept(value, self.recipe.population.seed, k, position) for k in self.ids])
 
     def _trained(self, frozen: set[str]) -> Tensor:
         mask = torch.zeros(self.nets.spec.size, dtype=torch.bool)

@@ -10,7 +10,6 @@ from torch import Tensor
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.data import Dataset
 from weightscope.data.augment import augment, draws_needed, erase, normalise
-from weightscope.data.config import AugmentConfig
 from weightscope.recipe import Recipe
 from weightscope.training.batches import hits
 from weightscope.training.distillation import Distillation
@@ -100,21 +99,32 @@ class ImageBatches:
             targets = share * targets + (1 - share) * targets.flip(1)
         if "paths" in numbers:
             self.nets.drop(numbers["paths"])
-        logits = self._logits(numbers).float()  # (T, B, K)
+        images = self._images(numbers)  # (T, B, C, H, W)
+        if self.distillation is not None:
+            self.distillation.observe(images)
+        logits = self.nets(images.to(self.dtype)).float()  # (T, B, K)
         losses = -(targets * F.log_softmax(logits, dim=2)).sum(2).mean(1)  # (T,)
         if self.distillation is not None:
             losses = losses + self.distillation.losses(logits)
         return losses, hits(logits.detach(), labels).mean(1)
 
-    def _logits(self, numbers: dict[str, Tensor]) -> Tensor:
-        """Logits (T, B, K) of the training images `order` (T, B), augmented and mixed."""
-        index, draws, shares = (numbers.get(name) for name in ("order", "draws", "shares"))
-        assert index is not None
-        moments = (self.mean, self.std)
-        found = load_images(self.images, index, draws, shares, moments, self.augment, numbers.get("boxes"))
-        if self.distillation is not None:
-            self.distillation.observe(found)
-        return self.nets(found.to(self.dtype))
+    def _images(self, numbers: dict[str, Tensor]) -> Tensor:
+        """The training images of a step, augmented, normalised and mixed, (T, B, C, H, W)."""
+        index = numbers["order"]
+        found = self.images[index.reshape(-1)]
+        if "draws" in numbers:
+            draws = numbers["draws"].flatten(0, 1)
+            found = augment(found, draws, self.augment)
+        found = normalise(found, self.mean, self.std)
+        if "draws" in numbers:
+            found = erase(found, draws, self.augment)
+        found = found.unflatten(0, index.shape)
+        if "shares" in numbers:
+            share, other = numbers["shares"][:, None, None, None, None], found.flip(1)
+            found = share * found + (1 - share) * other
+            if "boxes" in numbers:
+                found = torch.where(_inside(numbers["boxes"], found.shape[-1])[:, None, None], other, found)
+        return found
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
@@ -139,45 +149,6 @@ def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
     off = smoothing / classes
     targets = torch.full((*labels.shape, classes), off, device=labels.device)
     return targets.scatter_(-1, labels[..., None], 1 - smoothing + off)
-
-
-def load_images(
-    images: Tensor,
-    index: Tensor,
-    draws: Tensor | None,
-    shares: Tensor | None,
-    moments: tuple[Tensor, Tensor],
-    config: AugmentConfig,
-    boxes: Tensor | None = None,
-) -> Tensor:
-    """Augmented, normalised and mixed images.
-
-    Args:
-        images: uint8 (n, C, H, W), the whole training set.
-        index: (T, B), the images of each network's batch.
-        draws: (T, B, P) uniform numbers for `augment`, or None without augmentation.
-        shares: (T,), the mixup coefficients, or None without mixup and CutMix.
-        moments: mean and standard deviation of the channels, (C,) each.
-        config: the augmentation.
-        boxes: (T, 4), the rectangles of CutMix, or None without CutMix; see `cutmix_boxes`.
-
-    Returns:
-        (T, B, C, H, W), float.
-    """
-    raw = images[index.reshape(-1)]
-    if draws is not None:
-        raw = augment(raw, draws.reshape(-1, draws.shape[-1]), config)
-    found = normalise(raw, *moments)
-    if draws is not None:
-        found = erase(found, draws.reshape(-1, draws.shape[-1]), config)
-    found = found.view(*index.shape, *raw.shape[1:])
-    if shares is not None:  # each image is mixed with the one at the mirrored place of its batch
-        share = shares[:, None, None, None, None]
-        other = found.flip(1)
-        found = share * found + (1 - share) * other
-        if boxes is not None:
-            found = torch.where(_inside(boxes, found.shape[-1])[:, None, None], other, found)
-    return found
 
 
 def cutmix_boxes(shares: np.ndarray, centres: np.ndarray, size: int) -> np.ndarray:
@@ -205,7 +176,6 @@ def label_shares(shares: Tensor, boxes: Tensor | None, size: int) -> Tensor:
 def _inside(boxes: Tensor, size: int) -> Tensor:
     """Whether each pixel is in the box, (T, S, S)."""
     position = torch.arange(size, device=boxes.device)
-    rows, columns = (
-        (position >= boxes[:, at, None]) & (position < boxes[:, at + 1, None]) for at in (0, 2)
-    )  # (T, S) each
+    # (T, S) each
+    rows, columns = ((position >= boxes[:, at, None]) & (position < boxes[:, at + 1, None]) for at in (0, 2))
     return rows[:, :, None] & columns[:, None, :]

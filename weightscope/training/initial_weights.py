@@ -13,6 +13,8 @@ from weightscope.init.scale_control import ScaleControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 
+_Start = tuple[torch.nn.Module, torch.Generator]
+
 
 def initial_weights(
     recipe: Recipe, ids: Sequence[int], build: Callable[[], torch.nn.Module]
@@ -26,12 +28,17 @@ def initial_weights(
     draw = _default_start(recipe, build)
     rows, seeds = [], []
     with torch.random.fork_rng(devices=[]), kept_generators():
-        functions = [_controlled(config, draw) for config in recipe.init]
+        functions = [
+            # a control's moments are always those of networks 0 to 31: k does not depend on how many there are
+            ScaleControl.of(resolve(config), draw) if config.control else resolve(config)
+            for config in recipe.init
+        ]
         for k in ids:
             i = k % len(functions)
             module = _initialised(recipe.init[i].name, functions[i], *draw(k))
             seeds.append(torch_seed(recipe.population.seed, k, Purpose.INIT))
-            rows.append(WeightSpec.of(module).pack(_arrays(module)))
+            spec, state = WeightSpec.of(module), module.state_dict()
+            rows.append(spec.pack({name: state[name].detach().cpu().numpy() for name in spec.names}))
     return np.stack(rows), np.array(seeds, dtype=np.uint64)
 
 
@@ -53,13 +60,11 @@ def check_initialisers(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> 
             raise RecipeError(f"{where}: it raised {type(error).__name__}: {error}") from error
 
 
-def _default_start(
-    recipe: Recipe, build: Callable[[], torch.nn.Module]
-) -> Callable[[int], tuple[torch.nn.Module, torch.Generator]]:
+def _default_start(recipe: Recipe, build: Callable[[], torch.nn.Module]) -> Callable[[int], _Start]:
     """Network k with its default weights, and the generator that its initialiser draws from, for any k."""
     root = recipe.population.seed
 
-    def draw(k: int) -> tuple[torch.nn.Module, torch.Generator]:
+    def draw(k: int) -> _Start:
         seed_generators(torch_seed(root, k, Purpose.INIT))
         return build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
 
@@ -78,17 +83,6 @@ def _initialised(
     return module
 
 
-def _controlled(
-    config: InitConfig, draw: Callable[[int], tuple[torch.nn.Module, torch.Generator]]
-) -> Callable[..., Any]:
-    """The initialiser of an [init] table, or its control, whose moments are estimated from the population's networks.
-
-    These are always networks 0 to 31, so that network k does not depend on how many there are.
-    """
-    function = resolve(config)
-    return function if config.control is None else ScaleControl.of(function, draw)
-
-
 def resolve(config: InitConfig) -> Callable[..., Any]:
     """The initialiser of an [init] table: an artifact's, then the named ones on top, several joined by `+`."""
     if config.artifact is None:
@@ -97,8 +91,3 @@ def resolve(config: InitConfig) -> Callable[..., Any]:
     if config.name == "default" and not config.parameters:
         return fitted
     return initialisers.compose(fitted, initialisers.get(config.name, **config.parameters))
-
-
-def _arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
-    names = set(WeightSpec.of(module).names)
-    return {name: value.detach().cpu().numpy() for name, value in module.state_dict().items() if name in names}

@@ -56,12 +56,6 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
     """Check that a recipe's own network can be trained by the recipe's engine.
 
     Of any other network, only what `training.frozen` leaves to be trained is checked.
-
-    Raises:
-        RecipeError: if a frozen pattern matches no tensor, or no parameter is left to be trained.
-        UsageError: if the network does not return logits (B, classes) or has parameters without effect; if logits of
-            sequences depend on later tokens; for the batched engine also if a layer has no batched version, the forward
-            code reads values on the host, or batched and plain networks do not agree.
     """
     if not isinstance(recipe.network, OwnNetworkConfig):
         if recipe.training.frozen:
@@ -80,11 +74,7 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
 
 
 def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """The tensors that are not trained: those that match a pattern, and parameters that need no gradient.
-
-    Raises:
-        RecipeError: if a pattern matches no tensor, or no parameter is left to be trained.
-    """
+    """The tensors that are not trained: those that match a pattern, and parameters that need no gradient."""
     parameters = dict(network.named_parameters())
     try:
         names = matching(patterns, WeightSpec.of(network).names, "training.frozen") if patterns else []
@@ -255,11 +245,7 @@ def _float64() -> Iterator[None]:
 
 
 def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str:
-    """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared.
-
-    Raises:
-        WrongKernel: names the function that fails or differs.
-    """
+    """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared."""
     dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -377,11 +363,7 @@ def _check_compiled(nets: Networks, recipe: Recipe, batch: int, dtype: torch.dty
 def check_adamw(
     shape: tuple[int, int] | torch.Size, kernels: Kernels, device: torch.device, betas: tuple[float, float]
 ) -> None:
-    """Three steps from random weights, of which every seventh is frozen.
-
-    Raises:
-        WrongKernel: if they differ from torch's in float64.
-    """
+    """Three steps from random weights, of which every seventh is frozen."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(*shape, generator=generator) for _ in range(1 + _STEPS))
     trained = torch.arange(shape[1]) % 7 != 3

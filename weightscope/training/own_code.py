@@ -20,39 +20,25 @@ _versions: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A user's own functions, made known to a worker process.
-
-    Attributes:
-        references: the functions of a recipe.
-        path: of the launching process, on which their modules are: its working directory and `sys.path`.
-        passed: cloudpickle of those of `plugins.passed()`, which cannot be imported.
-        process: of the launching process, where there is nothing to do.
-        hashes: of the sources of the others, which a worker must have, too.
-    """
+    """A user's own functions, made known to a worker process."""
 
     references: tuple[str, ...]
-    path: tuple[str, ...]
-    passed: bytes
-    process: str
-    hashes: tuple[str, ...] = ()
+    path: tuple[str, ...]  # working directory and `sys.path` of the launching process, with their modules
+    passed: bytes  # cloudpickle of those of `plugins.passed()`, which cannot be imported
+    process: str  # the launching process, where there is nothing to do
+    hashes: tuple[str, ...] = ()  # of the sources of the others, which a worker must have, too
 
     @classmethod
     def of(cls, references: Iterable[str]) -> "OwnCode":
         """What another process needs to use these references."""
         references = tuple(references)
         passed = plugins.passed(references)
-        hashes = tuple(
-            "" if name in passed else plugins.source_hash(plugins.imported(name), name) for name in references
-        )
+        hashes = tuple("" if r in passed else plugins.source_hash(plugins.imported(r), r) for r in references)
         path = (os.getcwd(), *filter(None, sys.path))
         return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
     def load(self) -> None:
-        """Import the references, unless this is the launching process.
-
-        Raises:
-            UsageError: if one cannot be imported, or has another source than in the launching process.
-        """
+        """Import the references, unless this is the launching process, and compare their sources."""
         if not self.references or self.process == _THIS_PROCESS:
             return
         plugins.restore(cloudpickle.loads(self.passed))

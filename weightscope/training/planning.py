@@ -27,29 +27,17 @@ _MOST_STEPS = 64
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """What remains to be trained of a population, and how long that takes.
-
-    Attributes:
-        path: the population's folder.
-        networks: N.
-        tile: T.
-        tiles: of the whole population.
-        done: tiles that are trained already.
-        bytes_on_disk: expected size of all shards.
-        workers: how many workers were timed, all at the same time.
-        tile_seconds: expected seconds of one tile on each worker: start, all epochs and evaluations.
-        hours: expected hours until all tiles are trained.
-    """
+    """What remains to be trained of a population, and how long that takes."""
 
     path: str
     networks: int
     tile: int
-    tiles: int
-    done: int
-    bytes_on_disk: int
-    workers: int
-    tile_seconds: tuple[float, ...]
-    hours: float
+    tiles: int  # of the whole population
+    done: int  # tiles that are trained already
+    bytes_on_disk: int  # expected size of all shards
+    workers: int  # how many were timed, all at the same time
+    tile_seconds: tuple[float, ...]  # expected, of one tile on each worker: start, all epochs and evaluations
+    hours: float  # expected, until all tiles are trained
 
     def summary(self) -> str:
         """Path, tiles to train, and hours."""
@@ -102,21 +90,7 @@ def plan(
         seconds of a tile = start + epochs (steps per epoch x seconds per step) + evaluations x seconds per evaluation
         hours = longest of the workers' shares of the tiles, which are given to whichever is free
 
-    Args:
-        recipe: as in `collect`.
-        path: the population's folder; need not exist.
-        networks: N, in place of the recipe's.
-        workers: processes of this machine.
-        backend: "loky", "dask" or "ray".
-        scheduler: the cluster's address.
-        data: the first folder to look for the data set in.
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        RecipeError: if the population has another recipe.
-        UsageError: for an invalid argument.
-        DataError: if data are missing.
-        TilesFailed: if no worker could be timed.
+    The arguments and errors are those of `collect`, and TilesFailed if no worker could be timed.
 
     Example:
         >>> print(plan(Recipe.load("digits-convnext"), "digits.pop", networks=10_000, workers=2).text())
@@ -157,19 +131,12 @@ def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True)
 class TileCost:
-    """Measured seconds of a tile.
+    """Measured seconds of a tile."""
 
-    Attributes:
-        start: of its networks, their initialisation included.
-        step: of one step of all networks.
-        steps: number of steps of an epoch.
-        evaluation: of one evaluation of all networks.
-    """
-
-    start: float
-    step: float
-    steps: int
-    evaluation: float
+    start: float  # until its networks are initialised
+    step: float  # one step of all networks
+    steps: int  # number of steps of an epoch
+    evaluation: float  # one evaluation of all networks
 
     def seconds(self, training: TrainingConfig) -> float:
         """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""

@@ -34,27 +34,16 @@ _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it 
 
 @dataclass(frozen=True)
 class Request:
-    """A population to train. All that is asked for is checked once, here; workers get it and trust it.
+    """A population to train. All that is asked for is checked once, here; workers get it and trust it."""
 
-    Attributes:
-        path: the population's folder, absolute.
-        manifest: recipe, with tile and kernels, spec of a network, and hashes of everything that the recipe refers to.
-        recipe: the manifest's, with absolute paths.
-        device: "cpu" or "cuda".
-        kernels: what trains the networks; None if each machine of a cluster chooses them.
-        made_on: device and kernels, as in the headers of shards.
-        data: the first folder to look for the data set in, absolute.
-        own_code: the functions that the recipe refers to.
-    """
-
-    path: Path
+    path: Path  # the population's folder
     manifest: Manifest
-    recipe: Recipe
-    device: str
-    kernels: Choice | None
-    made_on: str
-    data: Path | None
-    own_code: OwnCode
+    recipe: Recipe  # the manifest's, with absolute paths
+    device: str  # "cpu" or "cuda"
+    kernels: Choice | None  # None if each machine of a cluster chooses them
+    made_on: str  # device and kernels, as in the headers of shards
+    data: Path | None  # the first folder to look for the data set in, absolute
+    own_code: OwnCode  # the functions that the recipe refers to
 
     @classmethod
     def of(
@@ -68,21 +57,10 @@ class Request:
         cluster: bool = False,
         shared: dict[Any, Any] | None = None,
     ) -> "Request":
-        """Check everything that can be known before a network is trained; nothing is written.
+        """Check everything that can be known before a network is trained; nothing is written. Arguments: see `collect`.
 
-        Args:
-            recipe: see `collect`.
-            path: see `collect`; an existing population keeps its tile and its kernels.
-            networks: see `collect`.
-            data: see `collect`.
-            device: see `collect`.
-            cluster: whether other machines train, which choose their kernels where the recipe leaves it open.
-            shared: results of checks, for requests of the same process that have much in common.
-
-        Raises:
-            RecipeError: if the recipe is invalid, or an initialiser does not apply to the network.
-            UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
-            DataError: if data are missing, or one's own functions have changed.
+        An existing population keeps its tile and its kernels. The machines of a cluster choose their kernels where the
+        recipe leaves it open. `shared` has results of checks, for requests that have much in common.
         """
         results: dict[Any, Any] = {} if shared is None else shared
 
@@ -126,7 +104,7 @@ class Request:
             wanted = wanted.replace({"population.tile": tile})
         about = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
-            path=path.absolute(),
+            path=path,
             manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
@@ -148,11 +126,8 @@ def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) ->
     """The recipe with what the manifest records in place of "auto"."""
     kept = there or ("torch" if kernels.kernels == "torch" else "compiled")
     if (kept, kernels.kernels) == ("compiled", "torch"):
-        _log.warning(
-            "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s",
-            path,
-            kernels.checked,
-        )
+        message = "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s"
+        _log.warning(message, path, kernels.checked)
     return recipe.replace({"training.kernels": kept})
 
 
@@ -162,27 +137,18 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
     steps = training.epochs * (examples // min(training.batch_size, examples))
     share = training.ema ** (steps - 1)
     if steps > 1 and share > _FIRST_SHARE:
+        better = 1 - float(f"{10 / steps:.1g}")
+        advice = f"an average over a tenth of the steps has ema = {better:g}" if better > 0 else "leave ema out"
         _log.warning(
-            "%s: training.ema = %g in %d steps: %.0f %% of the average that is evaluated and stored are the weights of "
-            "the first step; an average over a tenth of the steps has ema = %g",
-            path,
-            training.ema,
-            steps,
-            100 * share,
-            max(0.0, 1 - float(f"{10 / steps:.1g}")),
+            f"{path}: training.ema = {training.ema:g} in {steps} steps: {100 * share:.0f} % of the average that is "
+            f"evaluated and stored are the weights of the first step; {advice}"
         )
 
 
 def own_code_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names.
-
-    A data set's images are hashed in place of its source.
-    """
-    return {
-        f"{kind} {name}": plugins.source_hash(plugins.imported(name), name)
-        for kind, name in recipe.references
-        if kind != "data"
-    }
+    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names."""
+    named = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
+    return {f"{kind} {name}": plugins.source_hash(plugins.imported(name), name) for kind, name in named}
 
 
 def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
@@ -223,13 +189,8 @@ def warn_of_other_builds(request: Request) -> None:
         except (DataError, FileNotFoundError):  # reported by `_scan`, or replaced by another process
             continue
         if there != device:
-            _log.warning(
-                "%s: tile %d was trained on %s, new ones are on %s, whose results are rounded differently",
-                path,
-                tile,
-                there,
-                device,
-            )
+            message = "%s: tile %d was trained on %s, new ones are on %s, whose results are rounded differently"
+            _log.warning(message, path, tile, there, device)
         return
 
 

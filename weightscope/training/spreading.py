@@ -27,13 +27,8 @@ def spread(
     """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
     A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does
-    not stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does.
-
-    Args:
-        task: pickled by reference or by cloudpickle; takes the tile and `progress`, a function of the fraction done.
-        tiles: its arguments.
-        workers: where to run them.
-        progress: called with a tile and the fraction of it that is done.
+    not stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does. `progress`
+    is called with a tile and the fraction of it that is done.
     """
     with contextlib.closing(_pool(task, workers, progress or (lambda _tile, _done: None))) as pool:
         yield from _distribute(pool, tiles, progress)
@@ -74,9 +69,7 @@ def _distribute(pool: Pool, tiles: Sequence[Any], progress: Progress | None) -> 
             if isinstance(error, WorkerDied):
                 lost[tile] += 1
                 if lost[tile] < ATTEMPTS:
-                    _log.warning(
-                        "tile %s: %s (attempt %d of %d); it is trained again", tile, error, lost[tile], ATTEMPTS
-                    )
+                    _log.warning(f"tile {tile}: {error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again")
                     waiting.append(tile)
                     continue
             elif isinstance(error, UsageError) or type(error) is WeightscopeError:

@@ -24,9 +24,6 @@ def choose_tile(recipe: Recipe, data: Source, device: torch.device) -> int:
 
     On a CPU 32. On a GPU the largest power of two for which an epoch and its evaluation fit into 80 % of the free
     memory, extrapolated from two small tiles, at most 1,024 and no more than the population needs.
-
-    Raises:
-        UsageError: if one network does not fit.
     """
     if device.type != "cuda":
         return DEFAULT_TILE
@@ -46,11 +43,7 @@ def choose_tile(recipe: Recipe, data: Source, device: torch.device) -> int:
 
 
 def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int:
-    """The largest power of two T with `fixed + T each <= memory`, at most 1,024, and less than twice `networks`.
-
-    Raises:
-        UsageError: if one network does not fit into `memory`.
-    """
+    """The largest power of two T with `fixed + T each <= memory`, at most 1,024, and less than twice `networks`."""
     if fixed + each > memory:
         raise UsageError(
             f"one network takes {(fixed + each) / 2**20:.0f} MiB to train, and {memory / 2**20:.0f} MiB of the "

@@ -1,3 +1,4 @@
+# ruff: noqa: D102 - the methods of pools are described in `Pool`
 """Workers: whom to ask, how one runs a task, what it reports, and the processes of this machine.
 
 Processes are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in scripts. Each has a
@@ -102,19 +103,14 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """Which workers to use.
+    """Which workers to use."""
 
-    Attributes:
-        backend: one of `BACKENDS`.
-        count: number of processes of this machine; 1 runs the tasks in this process. A cluster has its own number.
-        scheduler: the cluster's address; required for dask, optional for ray, which otherwise finds or starts one.
-        gpu: whether every task needs a GPU.
-    """
-
-    backend: str = "loky"
-    count: int | None = None
-    scheduler: str | None = None
-    gpu: bool = False
+    backend: str = "loky"  # one of `BACKENDS`
+    count: int | None = (
+        None  # processes of this machine; 1 runs the tasks in this process. A cluster has its own number
+    )
+    scheduler: str | None = None  # the cluster's address; without one, ray finds or starts a cluster
+    gpu: bool = False  # whether every task needs one
 
     def on_device(self, device: str, tiles: int) -> "Workers":
         """For some tiles on a device: by default one process per core, or one on a GPU."""
@@ -135,12 +131,9 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
 def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
     """Run a task in a worker.
 
-    Args:
-        task: see `spread`.
-        tile: its argument.
-        report: called with the fraction done, None if it is not known, now and then every second: the heartbeat.
-        hangs: this process ends if the task uses less than 1 % of the processor for so many seconds. Only time in
-            which the process runs counts, so that a stopped one that continues is not ended.
+    `report` is called with the fraction done, None if it is not known, now and then every second: the heartbeat. The
+    process ends if the task uses less than 1 % of the processor for `hangs` seconds. Only time in which the process
+    runs counts, so that a stopped one that continues is not ended.
     """
     done: list[float | None] = [None]
     over, pause = threading.Event(), min(_BEAT_SECONDS, hangs / 20)
@@ -177,15 +170,12 @@ class LocalPool:
         self._busy: list[_Process] = []
 
     def size(self) -> int:
-        """See `Pool`."""
         return self._count
 
     def free(self) -> int:
-        """See `Pool`."""
         return self._count - len(self._busy)
 
     def start(self, tile: Any) -> None:
-        """See `Pool`."""
         while _spare and not _spare[-1].process.is_alive():
             _spare.pop().end()
         worker = _spare.pop() if _spare else _Process()
@@ -193,7 +183,6 @@ class LocalPool:
         worker.give(self._task, tile)
 
     def poll(self) -> list[Ended]:
-        """See `Pool`."""
         wait([w.connection for w in self._busy] + [w.process.sentinel for w in self._busy], _POLL_SECONDS)
         ended = [(worker, found) for worker in self._busy if (found := worker.listen(self._progress)) is not None]
         for worker, found in ended:
@@ -205,7 +194,6 @@ class LocalPool:
         return [found for _, found in ended]
 
     def close(self) -> None:
-        """See `Pool`."""
         for worker in self._busy:
             worker.end()
 

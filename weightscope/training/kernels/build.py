@@ -26,20 +26,12 @@ _OTHERWISE = "or use kernels = 'torch'"
 
 
 def library(real: str = "float") -> ctypes.CDLL:
-    """The library for `float` or `double`, compiled if it is not in the cache.
-
-    Raises:
-        UsageError: if there is no C compiler, or it fails.
-    """
+    """The library for `float` or `double`, compiled if it is not in the cache."""
     return _built(real)[0]
 
 
 def build_id() -> str:
-    """Eight hex digits that identify the build; different builds may round differently.
-
-    Raises:
-        UsageError: if there is no C compiler, or it fails.
-    """
+    """Eight hex digits that identify the build; different builds may round differently."""
     return _built("float")[1][:8]
 
 
@@ -92,11 +84,7 @@ def _content(file: Path) -> str:
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler.
-
-    Raises:
-        UsageError: if there is none.
-    """
+    """The command of the C compiler."""
     try:
         given = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
