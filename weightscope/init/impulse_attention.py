@@ -185,8 +185,13 @@ class _Problem:
             loss, *gradients = self._evaluate(index, both[0], both[1] if move_key else b)
             return loss, torch.stack(gradients[: len(start)]).reshape(-1).numpy()
 
-        options = {"maxiter": self.iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0}
-        found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
+        found = minimize(
+            flat,
+            start.reshape(-1).numpy(),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": self.iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+        )
         factors = torch.from_numpy(found.x).reshape(start.shape)
         return _balanced(factors[0], factors[1]) if move_key else (factors[0], b)
 
