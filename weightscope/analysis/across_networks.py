@@ -18,12 +18,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.coordinates import Computed, Coordinates
 from weightscope.statistics.exchangeable import fisher_interval
 from weightscope.statistics.gram import Precision
-from weightscope.statistics.mlps import (
-    StripeResult,
-    TransposedCorrelation,
-    stripes,
-    transposed_correlation,
-)
+from weightscope.statistics.mlps import StripeResult, TransposedCorrelation, stripes, transposed_correlation
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, finite_rows
 from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
@@ -380,16 +375,9 @@ class FilterMLPCorrelation(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One record for each block, and one for all."""
         return [
-            {
-                "block": found.name,
-                "channels": found.channels,
-                "correlation": found.correlation,
-                "error": found.error,
-                "low": found.ci95[0],
-                "high": found.ci95[1],
-                "p": found.p,
-            }
-            for found in (*self.blocks, self.total)
+            {"block": x.name, "channels": x.channels, "correlation": x.correlation, "error": x.error}
+            | {"low": x.ci95[0], "high": x.ci95[1], "p": x.p}
+            for x in (*self.blocks, self.total)
         ]
 
     def to_dict(self) -> dict[str, Any]:

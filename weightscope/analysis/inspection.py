@@ -153,7 +153,8 @@ class PopulationContents(Result):
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
             return "no metrics: every network diverged" if self.diverged else "no metrics yet"
-        head = ("metric", *(_quantile_name(q) for q in _QUANTILES))
+        quantiles = {0.0: "minimum", 0.5: "median", 1.0: "maximum"}
+        head = ("metric", *(quantiles.get(q, f"{100 * q:g} %") for q in _QUANTILES))
         names = sorted(self.quantiles, key=lambda name: metric_named(name) is None)  # first what the task reports
         rows = []
         for name in names[:most]:
@@ -232,11 +233,8 @@ class ExportContents(Result):
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
         found = self.exported
-        values = {
-            "path": self.path,
-            "networks": found.networks,
-            "tensors": [row._asdict() for row in _tensors(found.spec)],
-        }
+        tensors = [row._asdict() for row in _tensors(found.spec)]
+        values = {"path": self.path, "networks": found.networks, "tensors": tensors}
         values |= {"quantiles": _quantiles(found.metrics), "environment": found.environment}
         return values | {"recipe": tomllib.loads(found.recipe)}
 
@@ -295,10 +293,6 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
                 numbers = np.quantile(finite.astype(np.float64), _QUANTILES)
                 found[name] = {str(q): float(x) for q, x in zip(_QUANTILES, numbers, strict=True)}
     return found
-
-
-def _quantile_name(q: float) -> str:
-    return {0.0: "minimum", 0.5: "median", 1.0: "maximum"}.get(q, f"{100 * q:g} %")
 
 
 def _bytes(count: int) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing
 from weightscope._util.results import Result
-from weightscope.anatomy import NamedTensors, named_tensors, ssms
+from weightscope.anatomy import named_tensors, ssms
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import Mamba, Mamba2, Mamba2Mixer, MambaMixer, Selected
 
@@ -134,9 +134,8 @@ def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
     if _EMBEDDING not in ours:
         raise AnatomyError(f"expected a Mamba model with `{_EMBEDDING}`, found {listing(list(ours), 4)}")
     vocabulary, width = tensors.shape(ours[_EMBEDDING])
-    tied = "lm_head.weight" not in ours or tensors.identity(ours["lm_head.weight"]) == tensors.identity(
-        ours[_EMBEDDING]
-    )
+    head = ours.get("lm_head.weight", ours[_EMBEDDING])
+    tied = tensors.identity(head) == tensors.identity(ours[_EMBEDDING])
     first, expansion = parts[0], parts[0].channels // width
     with torch.device("meta"):
         if first.version == 1:
@@ -154,7 +153,8 @@ def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
             f"`{odd[0]}`: expected {wanted.get(odd[0], 'no such tensor')} in a Mamba model of these sizes, found "
             f"{found.get(odd[0], 'none')}; hybrids and other variants can be given as modules of weightscope only"
         )
-    network.load_state_dict({name: _copied(tensors, theirs) for name, theirs in ours.items()}, assign=True)
+    values = {name: tensors.get(theirs).detach().cpu().double() for name, theirs in ours.items()}
+    network.load_state_dict({name: nn.Parameter(v, requires_grad=False) for name, v in values.items()}, assign=True)
     return network
 
 
@@ -162,10 +162,6 @@ def _our_name(name: str) -> str:
     if not name.startswith(("backbone.", "lm_head.")):
         name = f"backbone.{name}"
     return re.sub(r"^backbone\.embedding\.", "backbone.embeddings.", name)
-
-
-def _copied(tensors: NamedTensors, name: str) -> nn.Parameter:
-    return nn.Parameter(tensors.get(name).detach().cpu().double(), requires_grad=False)
 
 
 _AT_ONCE = 1 << 22  # entries of the maps of a few channels: 32 MB
@@ -205,7 +201,8 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     if batch.ndim != 2 or 0 in batch.shape or batch.is_floating_point():
         raise DataError(f"expected tokens (B, n) of an integer type, found {tuple(batch.shape)} of {batch.dtype}")
     check_size(*batch.shape)
-    network = _network(model, config)
+    ours = isinstance(model, nn.Module) and any(isinstance(m, (MambaMixer, Mamba2Mixer)) for m in model.modules())
+    network = (copy.deepcopy(model) if ours else rebuilt(model, config)).cpu().double().eval()
     mixers = {name: m for name, m in network.named_modules() if isinstance(m, (MambaMixer, Mamba2Mixer))}
     inputs: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [
@@ -232,12 +229,6 @@ def check_size(sequences: int, tokens: int) -> None:
         )
 
 
-def _network(model: Any, config: Mapping[str, Any] | None) -> nn.Module:
-    """A copy of the model in float64 on the CPU, made of our mixers."""
-    ours = isinstance(model, nn.Module) and any(isinstance(m, (MambaMixer, Mamba2Mixer)) for m in model.modules())
-    return (copy.deepcopy(model) if ours else rebuilt(model, config)).cpu().double().eval()
-
-
 def _numbers(paths: list[str]) -> list[int]:
     """The first number in each path, which is that of the network's layer; or 0, 1, ... unless these are growing."""
     found = [next((int(part) for part in path.split(".") if part.isdecimal()), -1) for path in paths]
@@ -249,7 +240,7 @@ def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, e
     selected = mixer.select(x)
     y = torch.empty_like(selected.x)
     mean = mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
-    for start, maps, masks in _chunks(selected):
+    for start, maps, masks in channel_maps(selected):
         here = slice(start, start + maps.shape[1])
         y[:, :, here] = torch.einsum("bdij,bjd->bid", maps, selected.x[:, :, here])
         mean, mask = mean + maps.mean(0).sum(0), mask + masks.mean(0).sum(0)
@@ -261,13 +252,8 @@ def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, e
     return StateSpaceLayer(number, name, (mean / channels).numpy(), (mask / channels).numpy(), error)
 
 
-def channel_maps(selected: Selected) -> Tensor:
-    """M_d of every channel, (B, p, n, n); see `state_space_maps`."""
-    return torch.cat([maps for _, maps, _ in _chunks(selected)], 1)
-
-
-def _chunks(s: Selected) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first channel, maps (B, c, n, n), masks (B, c, n, n)) of a few channels at a time."""
+def channel_maps(s: Selected) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(first channel, maps M_d (B, c, n, n), masks (B, c, n, n)) of a few channels at a time."""
     (batch, tokens, channels), states, groups = s.x.shape, s.a.shape[1], s.b.shape[2]
     size = max(1, _AT_ONCE // (batch * tokens * tokens))
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=s.x.device).triu(1)

@@ -127,58 +127,31 @@ class Layer:
         return out
 
 
-class _Column(NamedTuple):
-    """A column of the table: head, statistic with its format, the part of a layer that has it, and its meaning."""
-
-    head: str
-    cell: str
-    of: str
-    legend: str = ""
-
-
-_COLUMNS = tuple(
-    _Column(*column)
-    for column in (
-        ("variance", "variance:.3g", "moments", "variance: mean over the coordinates"),
-        ("rank", "effective_rank:.1f", "moments", "rank: (tr S)^2 / tr S^2"),
-        (
-            "edge",
-            "edge_ratio:.2f",
-            "moments",
-            "edge: largest eigenvalue in units of the largest of independent entries",
-        ),
-        ("mean", "mean_ratio:.2f", "moments", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
-        (
-            "spread",
-            "relative_spread:.3f",
-            "focus",
-            "spread: mean squared distance from the centre, 1 for even variance",
-        ),
-        ("± se", "relative_spread_se:.3f", "focus"),
-        ("centre", "central_share:.3f", "focus"),
-        ("÷ even", "central_ratio:.2f", "focus", "centre: share of the central pixel, and in units of an even share"),
-        ("neighbours", "neighbours:+.2f", "focus", "neighbours: mean correlation of touching pixels"),
-        ("far", "from_centre:+.2f", "focus", "far: mean correlation of the centre with pixels that do not touch it"),
-        ("A(x)B", "kronecker:.2f", "kronecker", "A(x)B: share of |S|^2 that one Kronecker product explains"),
-        ("off-diag", "kronecker_dependence:.2f", "kronecker", "off-diag: the same off the diagonal of S"),
-        ("p(A(x)B)", "separability_p:.3g", "separability", "p(A(x)B): Monte Carlo p-value of S = A (x) B"),
-    )
+# Columns of the table: head, statistic with its format, and its meaning; those that no layer has are left out.
+_COLUMNS = (
+    ("variance", "variance:.3g", "variance: mean over the coordinates"),
+    ("rank", "effective_rank:.1f", "rank: (tr S)^2 / tr S^2"),
+    ("edge", "edge_ratio:.2f", "edge: largest eigenvalue in units of the largest of independent entries"),
+    ("mean", "mean_ratio:.2f", "mean: n |mean|^2 / tr S, 1 for samples of mean zero"),
+    ("spread", "relative_spread:.3f", "spread: mean squared distance from the centre, 1 for even variance"),
+    ("± se", "relative_spread_se:.3f", ""),
+    ("centre", "central_share:.3f", ""),
+    ("÷ even", "central_ratio:.2f", "centre: share of the central pixel, and in units of an even share"),
+    ("neighbours", "neighbours:+.2f", "neighbours: mean correlation of touching pixels"),
+    ("far", "from_centre:+.2f", "far: mean correlation of the centre with pixels that do not touch it"),
+    ("A(x)B", "kronecker:.2f", "A(x)B: share of |S|^2 that one Kronecker product explains"),
+    ("off-diag", "kronecker_dependence:.2f", "off-diag: the same off the diagonal of S"),
+    ("p(A(x)B)", "separability_p:.3g", "p(A(x)B): Monte Carlo p-value of S = A (x) B"),
 )
-
-
-def _selected(layers: Sequence[Layer], source: str, group: str | None = None) -> list[Layer]:
-    return [row for row in layers if row.source == source and group in (None, row.group)]
 
 
 def _series(layers: Sequence[Layer]) -> list[tuple[str, list[Layer]]]:
     """(name, layers) of every network and group of matrices; the name distinguishes them in text and pictures."""
-    sources, groups = (tuple(dict.fromkeys(getattr(row, key) for row in layers)) for key in ("source", "group"))
-    out = []
-    for source in sources:
-        for group in groups:
-            if found := _selected(layers, source, group):
-                out.append((" ".join(filter(None, (source if len(sources) > 1 else "", group))), found))
-    return out
+    found: dict[tuple[str, str], list[Layer]] = {}
+    for row in layers:
+        found.setdefault((row.source, row.group), []).append(row)
+    several = len({source for source, _ in found}) > 1
+    return [(f"{source if several else ''} {group}".strip(), rows) for (source, group), rows in found.items()]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,10 +170,10 @@ class NetworkCovariances(Result):
     layers: tuple[Layer, ...]
     unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def of(self, label: str, group: str | None = None) -> list[Layer]:
-        """The layers of one network (and one group of matrices)."""
+    def of(self, label: str) -> list[Layer]:
+        """The layers of one network."""
         choice("label", label, self.labels)
-        return _selected(self.layers, label, group)
+        return [row for row in self.layers if row.source == label]
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -255,33 +228,33 @@ class NetworkCovariances(Result):
 
     def text(self) -> str:
         """Tables against depth, the meaning of the columns, and exclusions; several networks side by side."""
-        columns = [c for c in _COLUMNS if any(getattr(row, c.of) is not None for row in self.layers)]
+        known = {key for row in self.layers for key in row.statistics}
+        columns = [column for column in _COLUMNS if column[1].partition(":")[0] in known]
         if len(self.labels) > 1:
             kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
-            columns = [c for c in columns if c.head in kept]
-        table = self._table(columns)
-        lines = [self.finding(), "", *table, "", *(c.legend for c in columns if c.legend)]
+            columns = [column for column in columns if column[0] in kept]
+        table = self._table({head: cell for head, cell, _ in columns})
+        lines = [self.finding(), "", *table, "", *(legend for _, _, legend in columns if legend)]
         if dead := sum(row.moments.dead for row in self.layers if row.moments is not None):
             lines.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
         said = [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
         return "\n".join(lines + self.warnings() + said)
 
-    def _table(self, columns: Sequence[_Column]) -> list[str]:
+    def _table(self, columns: Mapping[str, str]) -> list[str]:
         """One line for each layer; several networks, which share index and group, side by side."""
+        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
+        if len(self.labels) == 1:
+            heads |= {"n": "{n}", "dead": "{dead}"} | {head: f"{{{cell}}}" for head, cell in columns.items()}
+            return [row_table(heads, [row.row() | _place(row) for row in self.layers], left=(1, 2))]
         numbers = {label: i + 1 for i, label in enumerate(self.labels)}
         lines: dict[tuple[int, int], dict[str, Any]] = {}
         for row in self.layers:
             line = lines.setdefault((row.layer, self.groups.index(row.group)), _place(row))
             line |= {f"{key}_{numbers[row.source]}": value for key, value in row.row().items()}
-        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
-        keys = sorted(lines) if len(numbers) > 1 else list(lines)
-        if len(numbers) == 1:
-            heads |= {key: f"{{{key}_1}}" for key in ("n", "dead")}
-            heads |= {c.head: f"{{{c.cell.replace(':', '_1:')}}}" for c in columns}
-        for c in columns if len(numbers) > 1 else ():
-            heads |= {f"{c.head} [{i}]": f"{{{c.cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
-        legend = [f"[{i}] {label}" for label, i in numbers.items()] if len(numbers) > 1 else []
-        return [*legend, row_table(heads, [lines[key] for key in keys], left=(1, 2))]
+        for head, cell in columns.items():
+            heads |= {f"{head} [{i}]": f"{{{cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
+        legend = [f"[{i}] {label}" for label, i in numbers.items()]
+        return [*legend, row_table(heads, [lines[key] for key in sorted(lines)], left=(1, 2))]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: `part`, `labels`, `finding` and one row for each layer."""
@@ -359,11 +332,18 @@ def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
     """The covariances in block form (thesis Fig. 3.1)."""
     from weightscope import plots
 
-    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in layers if _unkept(x)})
-    drawn = [x for x in layers if not _unkept(x)]
+    unkept = [x for x in layers if x.moments is not None and x.moments.covariance is None]
+    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in unkept})
+    drawn = [x for x in layers if x not in unkept]
     if not any(x.moments is not None for x in drawn):
         raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; increase keep, or choose depth")
-    rows, labels, notes = _rows(drawn, _map)
+
+    def panel(x: Layer) -> "Panel":
+        matrix = None if x.moments is None else x.moments.covariance
+        shape: Any = x.shape if len(x.shape) == 3 else None
+        return plots.Panel(matrix, _label(x), shape, reason="not finite")
+
+    rows, labels, notes = _rows(drawn, panel)
     notes += [f"not kept: {', '.join(large)}"] if large else []
     return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
 
@@ -374,7 +354,7 @@ def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
 
     if all(x.focus is None for x in layers):
         raise UsageError(f"picture: {part} are not images; choose maps or depth")
-    rows, labels, notes = _rows(layers, _sample)
+    rows, labels, notes = _rows(layers, lambda x: plots.Panel(x.examples, _label(x), reason="not finite"))
     most = max(len(row.examples) for row in layers if row.examples is not None)
     notes += [f"at most {most} filters of a layer, drawn at random"] if part == "filters" else []
     return plots.filter_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
@@ -390,25 +370,15 @@ def _depth_page(layers: Sequence[Layer], title: str) -> "Figure":
     statistics = [plots.Statistic(*curve) for curve in (_FOCUS_CURVES if focused else _MATRIX_CURVES)]
     curves = []
     for name, rows in found:
-        values = {s.key: _values(rows, s.key) for s in statistics}
-        errors = {
-            s.key: _values(rows, f"{s.key}_se")
-            for s in statistics
-            if any(f"{s.key}_se" in row.statistics for row in rows)
-        }
+        numbers = [row.statistics for row in rows]
+        values = {s.key: [n.get(s.key, np.nan) for n in numbers] for s in statistics}
+        with_errors = [s.key for s in statistics if any(f"{s.key}_se" in n for n in numbers)]
+        errors = {key: [n.get(f"{key}_se", np.nan) for n in numbers] for key in with_errors}
         places = [row.layer if len(depths) == 1 else row.relative_depth for row in rows]
         curves.append(plots.Curve(name or rows[0].source, places, values, errors, _kinds(rows) if focused else ()))
     axis = "layer" if len(depths) == 1 else "relative depth"
     notes = ["bars are 95 % intervals"] if any(c.errors for c in curves) else []
     return plots.depth_curves(curves, statistics, axis=axis, title=title, note="; ".join([*notes, *_excluded(layers)]))
-
-
-def _values(rows: Sequence[Layer], key: str) -> list[float]:
-    return [row.statistics.get(key, np.nan) for row in rows]
-
-
-def _unkept(row: Layer) -> bool:
-    return row.moments is not None and row.moments.covariance is None
 
 
 def _excluded(layers: Sequence[Layer]) -> list[str]:
@@ -441,21 +411,6 @@ def _rows(
 def _label(row: Layer) -> str:
     sizes = "×".join(map(str, row.shape[1:])) if len(row.shape) == 3 else str(row.shape[0])
     return f"layer {row.layer}, {sizes}"
-
-
-def _map(row: Layer) -> "Panel":
-    from weightscope.plots import Panel
-
-    shape: Any = row.shape if len(row.shape) == 3 else None
-    if row.moments is None:
-        return Panel(None, _label(row), reason="not finite")
-    return Panel(row.moments.covariance, _label(row), shape)
-
-
-def _sample(row: Layer) -> "Panel":
-    from weightscope.plots import Panel
-
-    return Panel(row.examples, _label(row), reason="not finite")
 
 
 def _kinds(layers: Sequence[Layer]) -> list[str]:

@@ -3,6 +3,12 @@
 Every function draws on the axes it is given, or on those of a new figure, and returns them; `save` takes axes and
 figures. Tests and intervals are computed elsewhere. The user's matplotlib settings and backend are left unchanged. No
 other package of weightscope imports matplotlib or seaborn.
+
+Arguments that many functions share: `ax`, matplotlib axes to draw on (a new figure if None); `title` of the figure, or
+of the axes given; `metric`, the `Metric` that is drawn, whose values are fractions for accuracies; `row_labels` and
+`column_labels`, one text for each row and column or none; `note`, printed below the panels. Rows are records of a
+benchmark's `results.json`. UsageError is raised for invalid options and tables, DataError for values that are missing,
+not finite, of the wrong shape or outside the metric's bounds.
 """
 
 from weightscope.plots.comparisons import (

@@ -171,18 +171,8 @@ def convergence(
     Every point is a full schedule of its length, so the ticks are the lengths that were run; the axis is
     logarithmic (base 2) if they span a factor of 4. With a single length the initialisers are rows, with the
     difference from the first. The interval around a mean is that of the paired difference from the first initialiser,
-    which has none itself; a single initialiser has that of its mean. No interval leaves the metric's bounds.
-
-    Args:
-        summary: rows of a benchmark's `results.json`: `init`, `epochs`, `n`, `mean` and `ci95` (fractions for
-            accuracies), `difference` and `p` (None for the reference).
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if there are no rows, or a pair of initialiser and length is duplicated.
-        DataError: if a mean is outside the metric's bounds.
+    which has none itself; a single initialiser has that of its mean. No interval leaves the metric's bounds. Rows have
+    `init`, `epochs`, `n`, `mean`, `ci95`, and `difference` and `p` (None for the reference).
 
     Example:
         >>> save(convergence(json.load(open("results.json"))["summary"]), "convergence.png")
@@ -195,8 +185,7 @@ def convergence(
     lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(rows)
     if len(lengths) == 1:
         return _single_length(rows, styles, ax, metric, title)
-    canvas = theme.Canvas.on(ax, 6.8, 4.4)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.8, 4.4)
     for order, (init, style) in enumerate(styles.items()):
         mine = sorted((row for row in rows if row["init"] == init), key=lambda row: row["epochs"])
         epochs, over = [row["epochs"] for row in mine], 0.01 * order
@@ -205,13 +194,20 @@ def convergence(
     if lengths[-1] >= 4 * lengths[0]:
         _log2(ax, lengths)
     _value_ticks(ax, lengths)
-    ax.grid(axis="both")
-    value_axis(ax.yaxis, metric)
     ax.set_xlabel("training length (epochs" + (", log scale)" if ax.get_xscale() == "log" else ")"))
-    ax.set_ylabel(metric.title + metric.direction)
-    canvas.legend([Line2D([], [], label=init, **style.options()) for init, style in styles.items()], seeds_note(rows))
-    canvas.finish(title)
-    return ax
+    handles = [Line2D([], [], label=init, **style.options()) for init, style in styles.items()]
+    return _finished(canvas, metric, handles, seeds_note(rows), title)
+
+
+def _finished(
+    canvas: theme.Canvas, metric: Metric, handles: Sequence[Line2D], note: str, title: str | None, after: str = ""
+) -> Axes:
+    """Axes with the metric along y, a grid, a legend and a title."""
+    canvas.ax.grid(axis="both")
+    value_axis(canvas.ax.yaxis, metric)
+    canvas.ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
+    canvas.legend(handles, note)
+    return canvas.finish(title)
 
 
 def _single_length(
@@ -219,8 +215,7 @@ def _single_length(
 ) -> Axes:
     """Initialisers as rows: the mean with its interval, and the difference from the first as text."""
     names = [wrap(row["init"], 2.3) for row in rows]
-    canvas = theme.Canvas.on(ax, 7.4, 1.0 + row_height(names) * (len(rows) + 0.75))
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + row_height(names) * (len(rows) + 0.75))
     low, high = ends(rows, rows, metric)
     for y, row in enumerate(rows):
         style, error = styles[row["init"]], [[row["mean"] - low[y]], [high[y] - row["mean"]]]
@@ -234,8 +229,7 @@ def _single_length(
     value_axis(ax.xaxis, metric)
     label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {seeds_note(rows)}"
     ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _difference(row: Row, metric: Metric) -> str:
@@ -254,17 +248,8 @@ def gain_curve(
 ) -> Axes:
     """The metric of candidate gains relative to the smallest, with standard errors of the paired differences.
 
-    Candidates stand at equal distances; the chosen one is marked.
-
-    Args:
-        curve: rows with `gain`, `difference` and `difference_se` (fractions for accuracies; None is not drawn), `n` and
-            `chosen`.
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: unless exactly one row is chosen.
+    Candidates stand at equal distances; the chosen one is marked. Rows have `gain`, `difference`, `difference_se` (None
+    is not drawn), `n` and `chosen`.
 
     Example:
         >>> gain_curve(choose_gain("digits.pop").rows())
@@ -273,8 +258,7 @@ def gain_curve(
     chosen = [i for i, row in enumerate(rows) if row["chosen"]]
     if len(chosen) != 1:
         raise UsageError(f"gain curve: expected one chosen gain, found {len(chosen)}")
-    canvas = theme.Canvas.on(ax, 5.6, 3.8)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 5.6, 3.8)
     columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
     y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
     style = Style(theme.colour(0), "o", "-", open=True).options(ms=5.5)
@@ -290,8 +274,7 @@ def gain_curve(
     ax.set_ylabel(f"{metric.label} minus that at gain {rows[0]['gain']:g}\n{unit}{metric.direction}".strip("\n; "))
     label = f"{rows[0]['n']} paired seeds, ± SE"
     canvas.legend([Line2D([], [], label=label, **style), Line2D([], [], label="chosen", **best)])
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 @theme.themed()
@@ -302,25 +285,15 @@ def metric_curves(
 
     A band is the 95 % interval of the difference from the first initialiser, on the seeds of both, around the mean of
     its own; the first one has none. Bands are of single epochs and initialisers: the more there are, the more often one
-    does not reach the first one's line by chance.
-
-    Args:
-        curves: rows of `weightscope.benchmarking.mean_curves`: `init`, `n`, `networks`, `mean` (E,), and `band`, the
-            lower and upper ends (2, E), or None.
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if there is no curve.
+    does not reach the first one's line by chance. Rows are those of `weightscope.benchmarking.mean_curves`: `init`,
+    `n`, `networks`, `mean` (E,), and `band`, the lower and upper ends (2, E), or None.
 
     Example:
         >>> metric_curves(mean_curves(json.load(open("results.json"))["runs"]))
     """
     if not curves:
         raise UsageError("curves: expected at least one initialiser, found none")
-    canvas = theme.Canvas.on(ax, 6.8, 4.4)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.8, 4.4)
     epochs, handles = np.arange(1, len(curves[0]["mean"]) + 1), []
     for order, row in enumerate(curves):
         style: dict[str, Any] = {"color": theme.colour(order), "ls": theme.line(order), "ms": 4.5}
@@ -332,16 +305,11 @@ def metric_curves(
     ax.set_xlabel("epoch")
     ticks = FixedLocator([1]) if len(epochs) == 1 else MaxNLocator(8, integer=True, min_n_ticks=2)
     ax.xaxis.set_major_locator(ticks)
-    ax.grid(axis="both")
-    value_axis(ax.yaxis, metric)
-    ax.set_ylabel(metric.title + metric.direction)
     note = f"mean of {count_range([row['n'] for row in curves])} seeds"
     if left_out := sum(row["networks"] - row["n"] for row in curves):
         note += f", {left_out} diverged networks left out"
     note += f"; bands: 95 % CI of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
-    canvas.legend(handles, note)
-    canvas.finish(title)
-    return ax
+    return _finished(canvas, metric, handles, note, title)
 
 
 @theme.themed()
@@ -350,19 +318,12 @@ def accuracy_by_length(
 ) -> Axes:
     """Test accuracy against the length of the sequences, one line for each initialiser, with paired intervals.
 
-    Bars are the 95 % interval of the difference from the reference on the same seeds at the same length, drawn around
-    the mean and not beyond 0 and 100 %; a single initialiser has the interval of its mean. An initialiser is drawn at
-    the lengths that it has rows for.
+    Bars are those of `convergence`, of the seeds at the same length. An initialiser is drawn at the lengths that it has
+    rows for.
 
     Args:
         by_length: multiple of the training length -> rows of `summarise` with that length's metric, of one cell and
-            one number of epochs: `init`, `n`, `mean`, `ci95`, `difference`, `difference_ci95` (fractions), `reference`.
-        ax: axes to draw on; a new figure if None.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if there is only one length, or an initialiser occurs twice at one.
-        DataError: if a mean is not a fraction.
+            one number of epochs: `init`, `n`, `mean`, `ci95`, `difference`, `difference_ci95`, `reference`.
 
     Example:
         >>> accuracy_by_length({length: summarise(result.runs, accuracy_at(length)) for length in (1, 2, 4)})
@@ -379,21 +340,15 @@ def accuracy_by_length(
         raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
     everything = [row for length in lengths for row in by_length[length]]
     styles = styles_of([row for rows in found.values() for row in rows.values()])
-    canvas = theme.Canvas.on(ax, 6.0, 4.4)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.0, 4.4)
     for order, (init, rows) in enumerate(found.items()):
         style = styles[init].options(label=init, zorder=3 + 0.01 * order)
         _line(ax, [*rows], [*rows.values()], everything, ACCURACY, **style)
     _log2(ax, lengths)
     _value_ticks(ax, lengths, {length: f"{length:g}x" for length in lengths})
-    ax.grid(axis="both")
-    value_axis(ax.yaxis, ACCURACY)
     ax.set_xlabel("length of the sequences, relative to training (log scale)")
-    ax.set_ylabel(ACCURACY.title)
     handles = [Line2D([], [], label=init, **style.options()) for init, style in styles.items()]
-    canvas.legend(handles, seeds_note(everything))
-    canvas.finish(title)
-    return ax
+    return _finished(canvas, ACCURACY, handles, seeds_note(everything), title)
 
 
 @theme.themed()
@@ -402,20 +357,9 @@ def metric_along(
 ) -> Axes:
     """The test metric against a parameter, one line for each initialiser, with paired intervals.
 
-    The parameter is a field of the recipe or a number of an initialiser. Bars are the 95 % interval of the difference
-    from the reference on the same seeds, drawn around the mean, inside the metric's bounds; a single initialiser has
-    the intervals of its means. An initialiser without the parameter is a horizontal line.
-
-    Args:
-        summary: rows of a benchmark's `results.json`: `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`,
-            `difference`, `difference_ci95` (fractions for accuracies), `reference`.
-        axis: the parameter, such as `"network.kernel_size"` or `"mimetic_mlp.sigma"`.
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if no row has the parameter.
+    The parameter `axis` is a field of the recipe or a number of an initialiser, such as `"network.kernel_size"` or
+    `"mimetic_mlp.sigma"`. Bars are those of `convergence`. An initialiser without the parameter is a horizontal line.
+    Rows have `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`, `difference`, `difference_ci95`, `reference`.
 
     Example:
         >>> metric_along(result.arms, "network.kernel_size")
@@ -427,8 +371,8 @@ def metric_along(
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     values = sorted(values) if numeric else values
     at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
-    canvas = theme.Canvas.on(ax, 6.8, 4.4)
-    ax, handles = canvas.ax, []
+    canvas, ax = theme.canvas(ax, 6.8, 4.4)
+    handles = []
     inits = list(dict.fromkeys(init for init, _ in lines))
     others = list(dict.fromkeys(rest for _, rest in lines))
     for (init, rest), rows in lines.items():
@@ -446,14 +390,9 @@ def metric_along(
         ax.set_xscale("log", base=2)
     _value_ticks(ax, places, {at[repr(value)]: _text(value, axis) for value in values})
     ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
-    ax.grid(axis="both")
-    value_axis(ax.yaxis, metric)
     lengths = sorted({row["epochs"] for row in summary})
     after = f" after {epochs_text(lengths[0])}" if len(lengths) == 1 else ""
-    ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
-    canvas.legend(handles, seeds_note(summary))
-    canvas.finish(title)
-    return ax
+    return _finished(canvas, metric, handles, seeds_note(summary), title, after)
 
 
 def _place(row: Row) -> dict[str, Any]:
@@ -500,18 +439,9 @@ def difference_map(
     """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
 
     Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
-    the best is framed. Combinations that were not run are grey.
-
-    Args:
-        summary: rows of a benchmark's `results.json` of one initialiser at one length: `cell`, `numbers`, `difference`
-            (a fraction for accuracies; rows without one are left out), `p_holm`, `reference`, `pairs`.
-        axes: the parameters along x and y.
-        ax: axes to draw on; a new figure if None.
-        metric: what the differences are of.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if no row has both parameters, or two have the same values of them.
+    the best is framed. Combinations that were not run are grey. Rows are of one initialiser at one length: `cell`,
+    `numbers`, `difference` (rows without one are left out), `p_holm`, `reference`, `pairs`; `axes` are the parameters
+    along x and y.
 
     Example:
         >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
@@ -529,8 +459,7 @@ def difference_map(
     columns, rows = (_in_order([_place(row)[axis] for row in found.values()]) for axis in axes)
     grid = np.full((len(rows), len(columns)), np.nan)  # as shown
     width, height = max(0.5 * len(columns), 2.0), max(0.36 * len(rows), 1.8)
-    canvas = theme.Canvas.on(ax, width + 1.9, height + 0.8)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, width + 1.9, height + 0.8)
     for i, j in np.ndindex(grid.shape):
         if (key := (repr(columns[j]), repr(rows[i]))) in found:
             grid[i, j] = metric.factor * found[key]["difference"]
@@ -552,8 +481,7 @@ def difference_map(
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
     theme.colour_bar(ax, image, limit, difference_label(metric, list(found.values())), height=height, beyond=False)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
@@ -573,28 +501,17 @@ def alpha_beta_frontier(
 ) -> Axes:
     """The diagonal beta of products of attention weights against their noise alpha, for each construction.
 
-    Points of a construction whose ratio of beta and alpha is constant are joined by a line. With differences of a
-    benchmark, points are coloured by them; those that differ from zero at an adjusted level of 0.05 have a dark edge,
-    and the best is framed.
-
-    Args:
-        points: rows with `construction`, `alpha`, `beta` and perhaps `difference` (a fraction for accuracies),
-            `p_holm`, `reference` and `n`.
-        ax: axes to draw on; a new figure if None.
-        part: "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
-        metric: what the differences are of.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if there is no point.
+    Points of a construction whose ratio of beta and alpha is constant are joined by a line. Rows have `construction`,
+    `alpha`, `beta`, and perhaps `difference`, `p_holm`, `reference` and `n` of a benchmark: then they are coloured by
+    their differences, a dark edge means an adjusted p-value below 0.05, and the best is framed.
+    `part` is "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
 
     Example:
         >>> alpha_beta_frontier([svd_point(192, 64, 0.1 * i, 0.7, None) for i in range(11)])
     """
     if not points:
         raise UsageError("alpha-beta frontier: expected at least one product, found none")
-    canvas = theme.Canvas.on(ax, 5.6, 5.2)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 5.6, 5.2)
     groups: dict[str, list[Row]] = {}
     for row in points:
         groups.setdefault(row["construction"], []).append(row)
@@ -619,8 +536,7 @@ def alpha_beta_frontier(
     ax.grid(axis="both")
     ax.margins(0.04)
     canvas.legend(handles)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _on_a_line(alpha: np.ndarray, beta: np.ndarray) -> bool:

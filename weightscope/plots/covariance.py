@@ -43,26 +43,16 @@ def covariance_map(
     With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
     cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
     v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
-    single covariances (1/sqrt(N) as correlations). The colour scale then holds all values.
+    single covariances (1/sqrt(N) as correlations).
 
     Args:
         matrix: (D, D), symmetric.
         blocks: tensor name -> its coordinates; together they cover 0 to D without overlap.
-        ax: axes to draw on; a new figure if None.
-        kind: `"covariance"` or `"correlation"`.
-        title: title of the figure, or of the axes given.
         diagonal: `"mask"` leaves the variances of single coordinates out: the diagonal is white or, when averaging, the
             mean over pairs of different coordinates, which may be negative.
         groups: tensor name -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
             W (p, n) and `np.repeat(np.arange(p), n)` for its rows. A tensor that is not listed is one group.
-        quantile: fraction of the off-diagonal values (with `groups`, of all values) within the colour scale; by default
-            0.99, with `groups` 1.
-        cells: maximum number of cells along a side.
-
-    Raises:
-        DataError: if the matrix is not square, symmetric and finite, or not a correlation matrix if `kind` is
-            `"correlation"`.
-        UsageError: if the blocks do not cover the coordinates, groups have the wrong length, or an option is invalid.
+        quantile: fraction of the values within the colour scale; by default 0.99, with `groups` 1.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
@@ -86,8 +76,8 @@ def covariance_map(
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
     limit = _limit(pooled[finite & ~apart], pooled[finite], quantile)
 
-    canvas = theme.Canvas.on(ax, _SIDE + 3.2, _SIDE + 1.4)
-    ax, side = canvas.ax, _SIDE if ax is None else 0.82 * canvas.width
+    canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
+    side = _SIDE if canvas.owned else 0.82 * canvas.width
     counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     image = _draw(ax, np.where(empty & ~finite, 0.0, pooled), edges, limit)
@@ -110,8 +100,7 @@ def covariance_map(
     if groups is not None and kind == "covariance" and 0 < half < _PALE * limit:
         text += f"; half of the cells are within ±{number(half)} and look white: see their correlations"
     ax.set_xlabel(wrap(text, side), fontsize=SMALL, color=theme.MUTED)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _grouped(
@@ -246,9 +235,6 @@ def block_form(matrix: Any, k: int) -> np.ndarray:
 
     B[i k + l, j k + m] = C[i k + j, l k + m]: block (i, j) shows the covariance of pixel (i, j) with every pixel
     (l, m). The map is its own inverse. For several layers, pass the result to `matrix_grid`.
-
-    Raises:
-        DataError: if the shape does not match k.
     """
     array = np.asarray(matrix)
     if k < 1 or array.ndim < 2 or array.shape[-2:] != (k * k, k * k):
@@ -263,16 +249,7 @@ def filter_covariance(
 ) -> Axes:
     """The covariance of k x k filters in block form (thesis, Fig. 3.1): block (i, j) is pixel (i, j) with all pixels.
 
-    Args:
-        matrix: (k*k, k*k) in the order k i + j.
-        k: side of the filters.
-        ax: axes to draw on; a new figure if None.
-        title: title of the figure, or of the axes given.
-        quantile: fraction of all values within the colour scale, which is centred at zero and rounded up. Variances
-            are 1/k^2 of the values.
-
-    Raises:
-        DataError: if the shape does not match k, or the matrix is not symmetric and finite.
+    The matrix (k*k, k*k) is in the order k i + j; `quantile` is the fraction of its values within the colour scale.
 
     Example:
         >>> filter_covariance(conv_covariance(7, 1.5), 7)
@@ -282,8 +259,7 @@ def filter_covariance(
     check_entries(array, np.zeros(len(array), dtype=bool), "filter covariance")
     limit = theme.colour_limit(array, quantile)
     side = min(_SIDE, max(3.2, 0.09 * k * k))
-    canvas = theme.Canvas.on(ax, side + 1.4, side + 0.8)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, side + 1.4, side + 0.8)
     image = _draw(ax, blocks, np.arange(k * k + 1), limit)
     for border in range(k, k * k, k):
         ax.axhline(border, color=theme.INK, lw=0.5, gid="border")
@@ -298,8 +274,7 @@ def filter_covariance(
     beyond = bool((np.abs(array) > limit).any())
     label = f"covariance (weight units squared); ±{number(limit)} holds {100 * quantile:g} %"
     theme.colour_bar(ax, image, limit, label, height=side, beyond=beyond)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 # Large matrices, averaged over cells of about a pixel
@@ -327,12 +302,8 @@ def pool(
     The mean rather than the entry of largest magnitude: a mean of f x f covariances is the covariance of two means,
     hence unbiased, while the maximum of f x f noisy entries grows with f and suggests structure in pure noise.
 
-    Args:
-        matrix: (D, D), read in blocks of rows.
-        order: (D,) the coordinates sorted by group.
-        edges: (c + 1,) first place of each group in `order`, and D.
-        missing: (D,) bool, coordinates to ignore.
-        diagonal: what the cell of a group with itself averages: its "variances", the "others", or "all" entries.
+    `order` (D,) are the coordinates sorted by group, `edges` (c + 1,) the groups' first places in it and D, `missing`
+    (D,) coordinates to ignore, and `diagonal` what the cell of a group with itself averages.
     """
     starts, index = edges[:-1], np.arange(len(edges) - 1)
     group = np.empty(len(order), dtype=np.intp)

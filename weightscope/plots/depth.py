@@ -21,21 +21,13 @@ _APART = 8.0  # ratio of the sources' magnitudes beyond which an axis is logarit
 
 @dataclass(frozen=True)
 class Curve:
-    """One network against depth.
-
-    Attributes:
-        label: for the legend.
-        depth: (L,) horizontal positions.
-        values: statistic -> (L,), NaN where missing.
-        errors: statistic -> (L,) standard errors, where known.
-        kinds: (L,) kind of each layer, such as `"5 × 5"`, each with its own marker; empty for one kind.
-    """
+    """One network against depth."""
 
     label: str
-    depth: Any
-    values: Mapping[str, Any]
-    errors: Mapping[str, Any]
-    kinds: Sequence[str] = ()
+    depth: Any  # (L,) horizontal positions
+    values: Mapping[str, Any]  # statistic -> (L,), NaN where missing
+    errors: Mapping[str, Any]  # statistic -> (L,) standard errors, where known
+    kinds: Sequence[str] = ()  # (L,) kind of each layer, such as "5 × 5", each with its own marker; empty for one kind
 
 
 @dataclass(frozen=True)
@@ -60,18 +52,7 @@ def depth_curves(
     """Statistics of layers against depth, a line for each network, a panel for each statistic.
 
     Bars are 95 % intervals (1.96 standard errors). A grey line marks the value for independent entries of equal
-    variance.
-
-    Args:
-        curves: the networks.
-        statistics: the panels, from left to right.
-        axis: label of the horizontal axis.
-        note: printed below the panels.
-        title: figure title.
-
-    Raises:
-        UsageError: if there are no curves or statistics, or a curve lacks a statistic.
-        DataError: if lengths differ.
+    variance. `axis` is the label of the horizontal axis.
     """
     if not curves or not statistics:
         raise UsageError(f"expected curves and statistics, found {len(curves)} and {len(statistics)}")
@@ -149,14 +130,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
     Lines connect the layers' means over heads; small points are single heads. Sources with different numbers of layers
     are drawn against relative depth. A layer without finite values leaves a gap. Where the magnitudes of sources differ
     by more than a factor of 8, the axis is logarithmic (for beta: linear between the first ticks on either side of
-    zero).
-
-    Args:
-        rows: with `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
-        title: figure title.
-
-    Raises:
-        DataError: if there are no rows.
+    zero). Rows have `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
 
     Example:
         >>> save(products_by_depth(found.rows), "depth.png")
@@ -181,10 +155,7 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
         ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
         if same:
             ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
-    handles = [
-        Line2D([], [], color=theme.colour(i), ls=theme.line(i), marker=theme.marker(i), label=source)
-        for i, source in enumerate(sources)
-    ]
+    handles = [Line2D([], [], ls=theme.line(i), label=source, **theme.look(i)) for i, source in enumerate(sources)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
     return figure
 
@@ -198,7 +169,7 @@ def _source(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: i
     places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
     values = {layer: [r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers}
     means = [np.mean(v) if v else np.nan for v in values.values()]
-    style: dict[str, Any] = {"color": theme.colour(index), "marker": theme.marker(index)}
+    style = theme.look(index)
     if any(len(v) > 1 for v in values.values()):
         points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
         ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
@@ -236,17 +207,7 @@ def rank_condition(
     """Stable ranks k of layers' inputs against depth, with the bounds k <= D / f^2 (impulse paper, Eq. 3).
 
     Points are means over images, bars the central 90 % of the images. A layer satisfies the condition for f if it is
-    below the line of f.
-
-    Args:
-        ranks: for each layer (B,) stable ranks.
-        width: D.
-        ax: axes to draw on; a new figure if None.
-        filter_sizes: f of each line.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        DataError: if a layer has no ranks, or one is not finite and positive.
+    below the line of f. `ranks` are (B,) stable ranks for each layer, `width` is D.
 
     Example:
         >>> rank_condition([layer.stable_ranks for layer in found.layers], 384)
@@ -254,8 +215,7 @@ def rank_condition(
     values = [np.asarray(r, dtype=np.float64) for r in ranks]
     if not values or any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or (v <= 0).any() for v in values):
         raise DataError("rank condition: expected (B,) stable ranks > 0 for each layer")
-    canvas = theme.Canvas.on(ax, 6.4, 3.6)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.4, 3.6)
     means = np.array([v.mean() for v in values])
     low, high = (np.array([np.quantile(v, q) for v in values]) for q in (0.05, 0.95))
     x = np.arange(len(values))
@@ -266,23 +226,9 @@ def rank_condition(
     ax.set_ylim(0.7 * min([*low, *bounds]), 1.4 * max([*high, *bounds]))
     for f in filter_sizes:
         ax.axhline(width / f**2, color=theme.MUTED, linewidth=1.0, linestyle=(0, (4, 2)))
-        ax.annotate(
-            f"D/{f}² = {number(width / f**2)}",
-            (1, width / f**2),
-            (4, 0),
-            xycoords=ax.get_yaxis_transform(),
-            textcoords="offset points",
-            va="center",
-            fontsize=SMALL,
-            color=theme.MUTED,
-            annotation_clip=False,
-        )
-    bottom, top = ax.get_ylim()
-    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if bottom <= t <= top]
-    ax.set_yticks(ticks, [str(t) for t in ticks])
-    ax.minorticks_off()
+        theme.outside(ax, 1, width / f**2, f"D/{f}² = {number(width / f**2)}", 4, color=theme.MUTED)
+    theme.log_ticks(ax.yaxis, *ax.get_ylim())
     ax.set_xticks(x)
     ax.set_xlabel("layer")
     ax.set_ylabel("stable rank k of the input")
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
+from weightscope.plots.covariance import check_entries, checked_square
 from weightscope.plots.grids import averaged, beside, missing, panel_figure
 from weightscope.plots.text import SMALL, number, rounded_up, wrap
 
@@ -22,19 +23,12 @@ _ACROSS = 5.6  # inches: width of a single grid of filters
 
 @dataclass(frozen=True)
 class Panel:
-    """One layer of a page.
+    """One layer of a page."""
 
-    Attributes:
-        values: a covariance (P, P) for `covariance_page`; filters (m, c, kh, kw) for `filter_page`; None if missing.
-        label: above the panel, such as `"layer 3"`.
-        shape: (channels, kh, kw) of the filters whose covariance it is; None for any other matrix.
-        reason: text in an empty panel.
-    """
-
-    values: Any
-    label: str = ""
-    shape: tuple[int, int, int] | None = None
-    reason: str = "no values"
+    values: Any  # a covariance (P, P) for `covariance_page`, filters (m, c, kh, kw) for `filter_page`; None if missing
+    label: str = ""  # above the panel, such as "layer 3"
+    shape: tuple[int, int, int] | None = None  # (channels, kh, kw) of a covariance of filters; None for other matrices
+    reason: str = "no values"  # text in an empty panel
 
 
 @theme.themed()
@@ -50,14 +44,8 @@ def filter_grid(
 
     Args:
         filters: (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey.
-        ax: axes to draw on; a new figure if None.
-        columns: filters per row; roughly a square if None.
+        columns: filters per row.
         scale: `"shared"` for one scale, whose limit is printed; `"each"` to normalise every filter by its maximum.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        DataError: if the shape is wrong or a weight is not finite.
-        UsageError: if an option is invalid.
 
     Example:
         >>> filter_grid(convnext.state_dict()["stages.0.blocks.0.conv_dw.weight"][:, 0].numpy(), columns=16)
@@ -76,8 +64,7 @@ def filter_grid(
     picture = mosaic(np.moveaxis(array, 1, -1) if colour else array, columns)
     ratio = picture.shape[0] / picture.shape[1]
     inches = min(_ACROSS, 8.0 / ratio)
-    canvas = theme.Canvas.on(ax, inches + 1.0, inches * ratio + 0.5)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, inches + 1.0, inches * ratio + 0.5)
     if colour:
         ax.imshow(_coloured(picture / limit), interpolation="nearest")
     else:
@@ -91,8 +78,7 @@ def filter_grid(
     if colour:
         text += ", grey is 0, " + ("each on its own scale" if scale == "each" else f"full colour ±{number(limit)}")
     ax.set_xlabel(text, fontsize=SMALL, color=theme.MUTED)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def mosaic(filters: np.ndarray, columns: int, *, fine: int = 1) -> np.ndarray:
@@ -137,16 +123,7 @@ def covariance_page(
     below it: the `quantile` of its absolute values, rounded up. A matrix that is not of filters is averaged over cells
     if it has more than 240 coordinates.
 
-    Args:
-        rows: panels from left to right; None leaves a gap.
-        row_labels: one for each row, or none.
-        quantile: fraction of a panel's absolute values within its colour scale.
-        note: printed below the panels.
-        title: figure title.
-
-    Raises:
-        DataError: if a matrix does not match its shape or is not symmetric, or there are no panels.
-        UsageError: if the number of labels is wrong.
+    None leaves a gap.
 
     Example:
         >>> panels = [Panel(row.covariance, row.name, (1, *row.kernel)) for row in filter_covariances(path)]
@@ -189,16 +166,7 @@ def filter_page(
     The filters of a panel share one scale, which holds 98 % of their weights and is printed below it. Three channels
     are drawn as colours, each filter on its own scale; other numbers of channels are summed.
 
-    Args:
-        rows: panels with filters (m, c, kh, kw), from left to right; None leaves a gap.
-        row_labels: one for each row, or none.
-        columns: filters per row of a panel; roughly a square if None.
-        note: printed below the panels.
-        title: figure title.
-
-    Raises:
-        DataError: if filters have another shape, or there are no panels.
-        UsageError: if the number of labels is wrong.
+    None leaves a gap; `columns` is the number of filters per row of a panel, roughly a square if None.
 
     Example:
         >>> save(filter_page([[Panel(filters[:, None], "layer 0")]]), "filters.png")
@@ -230,13 +198,8 @@ def filter_page(
 
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     """The matrix in block form, and its borders: position, line width, whether vertical."""
-    array = np.asarray(panel.values, dtype=np.float64)
-    if array.ndim != 2 or array.shape[0] != array.shape[1] or not array.size:
-        raise DataError(f"{panel.label}: expected a covariance (P, P), found {array.shape}")
-    if not np.isfinite(array).all():
-        raise DataError(f"{panel.label}: the covariance is not finite")
-    if np.abs(array - array.T).max() > 1e-6 * np.abs(array).max():
-        raise DataError(f"{panel.label}: expected a symmetric matrix")
+    array = checked_square(np.asarray(panel.values, dtype=np.float64), panel.label)
+    check_entries(array, np.zeros(len(array), dtype=bool), panel.label)
     if panel.shape is None:
         return array, []
     c, h, w = panel.shape
@@ -267,8 +230,6 @@ def _page(
     """Square panels with their labels above and the texts of `draw` below."""
     if not any(p is not None for row in rows for p in row):
         raise DataError("expected at least one layer to draw, found none")
-    if labels and len(labels) != len(rows):
-        raise UsageError(f"row_labels: expected {len(rows)} or none, found {len(labels)}")
     across = max(len(row) for row in rows)
     size, gap = (side, side), (0.48, 0.13)
     figure, axes = panel_figure(len(rows), across, size, gap=gap, labels=labels, note=note, title=title)

@@ -38,15 +38,8 @@ def stripe_ratios(
     axis is logarithmic, so that 1/2 and 2 are equally far from 1. A ratio of 0 (means removed exactly) is an arrow at
     the left edge.
 
-    Args:
-        rows: (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval.
-            Rows of one label are adjacent; a group has one colour and marker.
-        ax: axes to draw on; a new figure if None.
-        title: figure title.
-
-    Raises:
-        DataError: if a number is not finite or negative, or a ratio is outside its interval.
-        UsageError: if there are no rows, or a pair of label and group is duplicated.
+    Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
+    of one label are adjacent; a group has one colour and marker.
 
     Example:
         >>> stripe_ratios([("fc1.weight", "column means", 1.52, 1.44, 1.60)])
@@ -58,13 +51,12 @@ def stripe_ratios(
         raise UsageError("stripe ratios: expected rows that differ in label or group, found none or a repeated one")
     labels, groups = list(dict.fromkeys(r[0] for r in rows)), list(dict.fromkeys(r[1] for r in rows))
     places, centres = _rows_of(labels, rows)
-    canvas = theme.Canvas.on(ax, 7.4, 1.35 + 0.23 * (max(places.values()) + 1))
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 7.4, 1.35 + 0.23 * (max(places.values()) + 1))
     positive = [v for row in rows for v in row[2:] if v > 0]
     low, high = min([*positive, 0.8]), max([*positive, 1.25])
     edge = low / (high / low) ** 0.05
     for group in groups:
-        look = _look(groups.index(group))
+        look = theme.look(groups.index(group))
         for row in rows:
             if row[1] == group and row[2] == 0:
                 place = [places[row[:2]]]
@@ -89,9 +81,8 @@ def stripe_ratios(
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)
     if len(groups) > 1:
-        canvas.legend([Line2D([], [], ls="none", label=name, **_look(i)) for i, name in enumerate(groups)])
-    canvas.finish(title)
-    return ax
+        canvas.legend([Line2D([], [], ls="none", label=name, **theme.look(i)) for i, name in enumerate(groups)])
+    return canvas.finish(title)
 
 
 def _rows_of(
@@ -109,10 +100,6 @@ def _rows_of(
     return places, centres
 
 
-def _look(index: int) -> dict[str, Any]:
-    return {"color": theme.colour(index), "marker": theme.marker(index)}
-
-
 @theme.themed()
 def heldout_scores(
     table: Sequence[Row], ax: Axes | None = None, *, group: str | None = None, title: str | None = None
@@ -123,16 +110,8 @@ def heldout_scores(
     of the scores. The exact numbers are printed at the right; where they span orders of magnitude the axis is
     symmetric-logarithmic, as its label states. Structures that could not be fitted are listed with the reason.
 
-    Args:
-        table: rows of `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0) and `difference_se`,
-            `failed` (None or the reason), and `group`.
-        ax: axes to draw on; a new figure if None.
-        group: the group to draw; if None the only one, or `(all)`, the sum over groups.
-        title: figure title.
-
-    Raises:
-        UsageError: if the table is empty, has several groups and no sum, or no such group.
-        DataError: if a row that did not fail has numbers that are not finite.
+    `table` is `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0), `difference_se`, `failed` (None or
+    the reason) and `group`; the `group` drawn is by default the only one, or `(all)`, the sum over groups.
 
     Example:
         >>> heldout_scores(result.table, group="stages.0.blocks.0.mlp")
@@ -141,15 +120,9 @@ def heldout_scores(
     fitted = sorted((row for row in rows if not row.get("failed")), key=lambda row: -row["difference"])
     failed = [row for row in rows if row.get("failed")]
     ordered = [*fitted, *failed]
-    canvas = theme.Canvas.on(ax, 7.4, 1.0 + 0.26 * (len(ordered) + 1))
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(ordered) + 1))
     for y, row in enumerate(fitted):
-        best = y == 0
-        bar: dict[str, Any] = {
-            "fmt": "D" if best else "o",
-            "color": theme.PALETTE[0] if best else theme.MUTED,
-            "gid": "score",
-        }
+        bar: dict[str, Any] = {"fmt": "o" if y else "D", "color": theme.MUTED if y else theme.PALETTE[0]}
         ax.errorbar([row["difference"]], [y], xerr=[row["difference_se"]], ms=5.5, capsize=2.5, lw=1.4, **bar)
     _score_axis(ax, fitted)
     for y, row in enumerate(failed, len(fitted)):
@@ -162,8 +135,7 @@ def heldout_scores(
     parameters = ["" if row.get("failed") else f"{row['parameters']:,}" for row in ordered]
     heads = [("difference ± s.e.", [_in_words(row) for row in ordered]), ("parameters", parameters)]
     theme.columns(ax, range(len(ordered)), -0.85, heads)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _in_words(row: Row) -> str:
@@ -213,18 +185,9 @@ def paired_differences(
     """Each seed's metric minus the reference's on the same seed, with the mean and its 95 % interval.
 
     Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
-    values do. Points are seeds, diverged ones are crosses.
-
-    Args:
-        arms: rows of `weightscope.benchmarking.seed_differences`: `init`, `epochs`, `reference`, `differences` (n,)
-            (fractions for accuracies), `diverged` (n,), `ci95` of their mean or None, and `left_out`, the number of
-            seeds without a finite value.
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if there is nothing to compare.
+    values do. Points are seeds, diverged ones are crosses. Rows are those of
+    `weightscope.benchmarking.seed_differences`: `init`, `epochs`, `reference`, `differences` (n,), `diverged` (n,),
+    `ci95` of their mean or None, and `left_out`, the number of seeds without a finite value.
 
     Example:
         >>> paired_differences(seed_differences(json.load(open("results.json"))["runs"]))
@@ -236,8 +199,7 @@ def paired_differences(
     names = [wrap(row["init"], 2.3) for row in rows]
     at, headings = _arranged(rows)
     height = max(row_height(names), 0.5 if max(len(row["differences"]) for row in rows) > 16 else 0)
-    canvas = theme.Canvas.on(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
     means, better = [], []
     for y, row in zip(at, rows, strict=True):
         values = metric.factor * np.asarray(row["differences"], dtype=float)
@@ -257,10 +219,7 @@ def paired_differences(
     theme.list_axis(ax, at, names, at[-1] + 1)
     difference_axis(ax.xaxis)
     for y, epochs in headings:
-        side: dict[str, Any] = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
-        ax.annotate(
-            epochs_text(epochs), (0, y), (-6, 0), ha="right", va="center", fontsize=SMALL, weight="bold", **side
-        )
+        theme.outside(ax, 0, y, epochs_text(epochs), -6, ha="right", weight="bold")
     theme.columns(ax, at, -0.8, [("mean (95 % CI)", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = f"{metric.label} minus that of {references} on the same seed"
@@ -269,8 +228,7 @@ def paired_differences(
     if left_out := sum(row.get("left_out", 0) for row in rows):
         label += f"; {left_out} diverged networks left out"
     ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _arranged(rows: Sequence[Row]) -> tuple[list[float], list[tuple[float, float]]]:
@@ -314,17 +272,8 @@ def scale_and_structure(
         structure beyond scale  metric(initialiser) - metric(control)
 
     The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
-    means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference.
-
-    Args:
-        summary: rows of a benchmark's `results.json` with controls: `init`, `epochs`, `control`, `difference`,
-            `beyond_scale`, their `_ci95` (fractions for accuracies), adjusted p-values, `pairs`, `beyond_scale_pairs`.
-        ax: axes to draw on; a new figure if None.
-        metric: that is drawn.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        UsageError: if no initialiser has a control.
+    means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference. Rows
+    have `init`, `epochs`, `control`, `difference`, `beyond_scale`, their `_ci95`, adjusted p-values and `_pairs`.
 
     Example:
         >>> save(scale_and_structure(json.load(open("results.json"))["summary"]), "scale.png")
@@ -334,8 +283,7 @@ def scale_and_structure(
     if not pairs:
         raise UsageError("scale and structure: expected initialisers with controls (bench's `control`), found none")
     at = [i + 0.4 * (i // 2) for i in range(2 * len(pairs))]
-    canvas = theme.Canvas.on(ax, 7.4, 1.2 + 0.3 * (at[-1] + 1.75))
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 7.4, 1.2 + 0.3 * (at[-1] + 1.75))
     texts, chances = [], []
     for i, y in enumerate(at):
         (row, control), part = pairs[i // 2], i % 2
@@ -357,8 +305,7 @@ def scale_and_structure(
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
     parts = [(theme.colour(i), marker, name) for i, (name, _, marker) in enumerate(_PARTS)]
     canvas.legend([Line2D([], [], ls="none", color=c, marker=m, label=name) for c, m, name in parts])
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _place(row: Row, init: str) -> tuple[str, Any, str]:

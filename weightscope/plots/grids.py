@@ -42,6 +42,8 @@ def panel_figure(
 
     `note_left` is the room for a colour bar beside the note.
     """
+    if labels and len(labels) != rows:
+        raise UsageError(f"row_labels: expected {rows} or none, found {len(labels)}")
     height, width = size
     texts = [wrap(label, 1.6, LABEL) for label in labels]
     left = 0.1 + max((inches(text, LABEL) + 0.12 for text in texts), default=0.0)
@@ -93,6 +95,8 @@ def _labelled(axes: Sequence[Axes], labels: Sequence[str]) -> None:
     """Labels above panels: every one, or the first of as many as one has room for."""
     if not labels:
         return
+    if len(labels) != len(axes):
+        raise UsageError(f"column_labels: expected {len(axes)} or none, found {len(labels)}")
     box, width = axes[0].get_position(), axes[0].figure.figure.get_size_inches()[0]
     room = box.width * width + _GAP / theme.DPI
     every = next(n for n in range(1, len(labels) + 1) if n == len(labels) or max(map(inches, labels[::n])) < n * room)
@@ -111,12 +115,6 @@ def _bar(ax: Axes, norm: Normalize, cmap: Any, ticks: Mapping[float, str], width
     colours.outline.set_visible(False)
     theme.pin(bar)
     bar.tick_params(length=0, pad=1)
-
-
-def _checked_labels(rows: tuple[Sequence[str], int], columns: tuple[Sequence[str], int]) -> None:
-    for name, (labels, count) in (("row", rows), ("column", columns)):
-        if labels and len(labels) != count:
-            raise UsageError(f"{name}_labels: expected {count} or none, found {len(labels)}")
 
 
 @theme.themed()
@@ -141,24 +139,15 @@ def matrix_grid(
 
     Args:
         matrices: (R, C, m, n), or R sequences of C matrices, some of which may be None (left empty).
-        row_labels: R labels, or none.
-        column_labels: C labels, or none.
         clip: show the upper left `clip` rows and columns only; None for all.
         share: one colour scale for each `"row"` or for `"all"`.
-        quantile: fraction of a typical matrix's absolute values within the colour scale.
         quantity: label of the colour bar: `"entries of W_Q W_K^T"`.
-        title: figure title.
-
-    Raises:
-        UsageError: if the number of labels is wrong, or an option is invalid.
-        DataError: if there are no matrices, or their shapes differ.
 
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
     panels, full = _clipped(matrices, clip)
     rows, columns = len(panels), len(panels[0])
-    _checked_labels((row_labels, rows), (column_labels, columns))
     if share not in ("row", "all") or not 0 < quantile <= 1:
         raise UsageError(f"expected share row or all and 0 < quantile <= 1, found {share} and {quantile}")
     panels, factor, size = _sized(panels, 1500, 24)
@@ -242,17 +231,11 @@ def product_grid(
 ) -> Figure:
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
-    Each row has its own colour scale, centred at zero and printed beside it.
-
     Args:
         corners: named tuples (source, layer, part, head, kind) -> (n, n); head is None for a whole layer.
         widths: d of the whole matrices, for the caption.
         heads: maximum number of heads drawn for each source.
         values: W_V W_O of whole "layers", of "heads" (a row each), or "both".
-        title: figure title.
-
-    Raises:
-        DataError: if there are no products.
 
     Example:
         >>> save(product_grid(found.corners, heads=3), "products.png")
@@ -304,17 +287,7 @@ def attention_grid(
     to the 99.8 % quantile of all entries. Maps larger than their panel are averaged over cells of f x f entries, which
     a note states.
 
-    Args:
-        maps: (R, C, m, n), nonnegative.
-        uniform: the weight of uniform attention, 1 / number of tokens.
-        row_labels: R labels, or none.
-        column_labels: C labels, or none.
-        note: printed below the panels, after the unit.
-        title: figure title.
-
-    Raises:
-        DataError: if there are no maps, or an entry is negative or not finite.
-        UsageError: if the number of labels is wrong, or `uniform` is not a probability.
+    `maps` (R, C, m, n) are nonnegative; `uniform` is the weight of uniform attention, 1 / number of tokens.
 
     Example:
         >>> save(attention_grid(maps.transpose(1, 0, 2, 3), uniform=1 / 65), "maps.png")
@@ -324,7 +297,6 @@ def attention_grid(
     panels, full = _clipped(maps, None)
     if any(p is None or not (np.isfinite(p).all() and (p >= 0).all()) for line in panels for p in line):
         raise DataError("attention grid: expected probabilities, found negative or non-finite entries")
-    _checked_labels((row_labels, len(panels)), (column_labels, len(panels[0])))
     panels, factor, size = _sized(panels, 1660, 60)
     entries = np.stack([p for line in panels for p in line if p is not None])
     top = rounded_up(max(2.0, float(np.quantile(entries, _QUANTILE)) / uniform))

@@ -78,10 +78,7 @@ def short_names(names: Sequence[str]) -> tuple[list[str], str]:
 
     `stages.0.blocks.0.mlp.fc1.weight` and `stages.0.blocks.1.mlp.fc2.weight` become `blocks.0.mlp.fc1` and
     `blocks.1.mlp.fc2`: a numbered word keeps its number. If names are still long, numbered words are abbreviated,
-    `b0.mlp.fc1`. Distinct names stay distinct.
-
-    Returns:
-        The short names, and a remark that explains them, empty if nothing was shortened.
+    `b0.mlp.fc1`. Distinct names stay distinct. Returns them, and a remark that explains them, empty if none is shorter.
     """
     names = list(names)
     parts = [name.split(".") for name in names]
@@ -123,8 +120,7 @@ def _prefixes(names: Sequence[str]) -> dict[str, str]:
 def merged(names: Sequence[str], most: int) -> list[tuple[str, int, int]]:
     """Neighbouring names grouped under their common parent until at most `most` groups remain, if possible.
 
-    Returns:
-        (label, index of the first name, index after the last). `a.0.w`, `a.0.b`, `a.1.w` become `a.0 (2)`, `a.1.w`.
+    Returns (label, index of the first name, index after the last): `a.0.w`, `a.0.b`, `a.1.w` become `a.0 (2)`, `a.1.w`.
     """
     groups = [(name, i, i + 1) for i, name in enumerate(names)]
     depth = max(name.count(".") for name in names)

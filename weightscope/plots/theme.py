@@ -54,6 +54,11 @@ def line(index: int) -> Any:
     return LINES[index % len(LINES)]
 
 
+def look(index: int) -> dict[str, Any]:
+    """The colour and marker of the i-th of several groups, as keyword arguments."""
+    return {"color": colour(index), "marker": marker(index)}
+
+
 # Without dates and versions a file changes only if the figure does.
 _METADATA: dict[str, dict[str, None]] = {
     "png": {"Software": None},
@@ -112,15 +117,6 @@ class Canvas:
     ax: Axes
     owned: bool
 
-    @classmethod
-    def on(cls, ax: Axes | None, width: float, height: float) -> "Canvas":
-        """The given axes, or those of a new figure of `width` by `height` inches."""
-        if ax is not None and not isinstance(ax, Axes):
-            raise UsageError(f"ax: expected matplotlib Axes or None, found {type(ax).__name__}")
-        canvas = cls(new_figure(width, height).add_subplot() if ax is None else ax, owned=ax is None)
-        pin(canvas.ax)
-        return canvas
-
     @property
     def width(self) -> float:
         """About the width of the axes in inches."""
@@ -144,8 +140,8 @@ class Canvas:
             handlelength=2.6,
         )
 
-    def finish(self, title: str | None) -> None:
-        """Set the wrapped title: of an owned figure, else of the axes, above a legend."""
+    def finish(self, title: str | None) -> Axes:
+        """Set the wrapped title, of an owned figure, else of the axes above a legend; returns the axes."""
         if self.owned:
             head(self.ax.figure.figure, title)
         elif title is not None:
@@ -153,6 +149,16 @@ class Canvas:
             if legend is not None and legend.get_bbox_to_anchor().height == 0:  # placed above the axes by `legend`
                 pad += legend.get_window_extent().height * 72 / self.ax.figure.figure.dpi
             self.ax.set_title(wrap(title, self.width, TITLE), linespacing=1.25, pad=pad)
+        return self.ax
+
+
+def canvas(ax: Axes | None, width: float, height: float) -> tuple[Canvas, Axes]:
+    """The given axes, or those of a new figure of `width` by `height` inches."""
+    if ax is not None and not isinstance(ax, Axes):
+        raise UsageError(f"ax: expected matplotlib Axes or None, found {type(ax).__name__}")
+    on = Canvas(new_figure(width, height).add_subplot() if ax is None else ax, owned=ax is None)
+    pin(on.ax)
+    return on, on.ax
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -191,18 +197,7 @@ def subplots(
 ) -> tuple[Figure, list[list[Axes]]]:
     """A figure with a grid of axes in the common style, for the `ax` argument of the drawing functions.
 
-    Args:
-        rows: number of rows.
-        columns: number of columns.
-        width: inches; 5.5 per column if None.
-        height: inches; 3.8 per row if None.
-        title: title of the whole figure.
-
-    Returns:
-        The figure and `axes[row][column]`.
-
-    Raises:
-        UsageError: if rows or columns is less than 1.
+    Width and height are inches, by default 5.5 per column and 3.8 per row. Returns the figure and `axes[row][column]`.
 
     Example:
         >>> figure, ((left, right),) = subplots(1, 2)
@@ -220,22 +215,22 @@ def subplots(
     return figure, grid
 
 
+def outside(ax: Axes, side: float, y: float, text: str, points: float, **style: Any) -> None:
+    """A text at height y (data), `points` to the right of the left (0) or right (1) side of the axes."""
+    place: dict[str, Any] = {
+        "xycoords": ax.get_yaxis_transform(),
+        "textcoords": "offset points",
+        "annotation_clip": False,
+    }
+    ax.annotate(text, (side, y), (points, 0), va="center", fontsize=SMALL, **place, **style)
+
+
 def columns(ax: Axes, places: Sequence[float], top: float, texts: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Columns of text to the right of the axes, with grey headers at y = `top`; `places` are in data coordinates."""
     offset = 0.12  # inches; relative distances would change when the layout makes room for the text
     for name, entries in texts:
         for y, text in zip([top, *places], [name, *entries], strict=True):
-            ax.annotate(
-                text,
-                (1, y),
-                (72 * offset, 0),
-                xycoords=ax.get_yaxis_transform(),
-                textcoords="offset points",
-                va="center",
-                fontsize=SMALL,
-                color=MUTED if y == top else INK,
-                annotation_clip=False,
-            )
+            outside(ax, 1, y, text, 72 * offset, color=MUTED if y == top else INK)
         offset += max(map(inches, [name, *entries])) + 0.2
 
 

@@ -29,15 +29,8 @@ def training_curves(
     Args:
         per_epoch: (N, E), column e after epoch e + 1. Networks with values that are not finite are
             excluded; the legend counts them.
-        ax: axes to draw on; a new figure if None.
         label: name of the curve, such as `"test"`.
-        metric: what the values are, for training or test examples.
         band: lower and upper quantile.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        DataError: if no network is finite, a value is outside the metric's bounds, or the shape is wrong.
-        UsageError: if the band is not two increasing quantiles.
 
     Example:
         >>> ax = training_curves(population.metrics["train_accuracy"], label="train")
@@ -52,8 +45,7 @@ def training_curves(
     if not len(kept):
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
     metric.check(kept.ravel(), "training curves")
-    canvas = theme.Canvas.on(ax, 6.4, 3.9)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.4, 3.9)
     drawn = sum(line.get_gid() == _CURVE for line in ax.lines)
     colour = theme.colour(drawn)
     epochs = np.arange(1, values.shape[1] + 1)
@@ -78,8 +70,7 @@ def training_curves(
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
     ax.legend(loc="best")
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 @theme.themed()
@@ -89,16 +80,7 @@ def metric_distribution(
     """Histogram of a metric of N networks, with the central 90 % shaded and the median marked.
 
     Accuracies are multiples of 1 / (number of test examples). The bin width is a multiple of that step, since bins with
-    unequal numbers of steps would show spurious peaks.
-
-    Args:
-        values: (N,), fractions for accuracies; those that are not finite (diverged networks) are excluded and counted.
-        ax: axes to draw on; a new figure if None.
-        metric: what they are.
-        title: title of the figure, or of the axes given.
-
-    Raises:
-        DataError: if none is finite, or a value is outside the metric's bounds.
+    unequal numbers of steps would show spurious peaks. Values (N,) that are not finite are excluded and counted.
 
     Example:
         >>> metric_distribution(population.metrics["test_accuracy"])
@@ -110,8 +92,7 @@ def metric_distribution(
     if not len(kept):
         raise DataError(f"{metric.name}: none of {len(values)} is finite")
     metric.check(kept, metric.name)
-    canvas = theme.Canvas.on(ax, 6.4, 3.4)
-    ax = canvas.ax
+    canvas, ax = theme.canvas(ax, 6.4, 3.4)
     colour = theme.PALETTE[0]
     edges = _edges(kept)
     ax.hist(kept, bins=list(edges), color=colour, alpha=0.75, edgecolor="white", linewidth=0.6)
@@ -130,8 +111,7 @@ def metric_distribution(
     ax.grid(axis="y")
     heading = f"{len(kept):,} networks" + (f", {left_out:,} diverged and excluded" if left_out else "")
     canvas.legend([line, span], heading)
-    canvas.finish(title)
-    return ax
+    return canvas.finish(title)
 
 
 def _edges(values: np.ndarray) -> np.ndarray:
