@@ -31,15 +31,7 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """A temporary binary file that replaces `path` when the block ends without an error.
 
     `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
-    (see `sweep`).
-
-    Raises:
-        WeightscopeError: if the file cannot be written (disk full, file-size limit, no permission).
-        FileExistsError: if `new` and `path` exists when the block ends.
-
-    Example:
-        >>> with replacing("results.json") as file:
-        ...     file.write(b"{}")
+    (see `sweep`). WeightscopeError if the file cannot be written, FileExistsError if `new` and `path` exists.
     """
     path = Path(path)
     with _one_line(path, "no partial file is left; free space or change permissions and run the same command again"):

@@ -9,10 +9,8 @@ _NAMED = 3
 def divergence(rows: Sequence[Mapping[str, Any]], subject: str | None = None) -> str:
     """`13 of 16 of unstable diverged`, or `networks of 5 initialisers diverged`; empty if none did.
 
-    Args:
-        rows: of arms: `init`, `cell`, `epochs`, `diverged` and `networks`, the number of all (old results have none).
-            The same arm may occur twice.
-        subject: an initialiser that the sentence before is about; if it is the only one, it is not named.
+    Rows of arms have `init`, `cell`, `epochs`, `diverged` and `networks`, the number of all; the same arm may occur
+    twice. `subject` is an initialiser that the sentence before is about; if it is the only one, it is not named.
     """
     arms = {(row["init"], repr(row.get("cell")), row.get("epochs")): row for row in rows}
     found: dict[str, list[Mapping[str, Any]]] = {}

@@ -15,16 +15,7 @@ _PACKAGES = ("torch", "numpy", "scipy", "h5py", "joblib", "scikit-learn")
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Versions, machine and device as plain JSON types.
-
-    Args:
-        device: the torch device (`"cpu"`, `"cuda"`, `"cuda:1"`); for a GPU, its name and CUDA version are
-            added. torch is imported for a GPU only.
-
-    Example:
-        >>> environment()["python"]
-        '3.11.7'
-    """
+    """Versions, machine and torch device as plain JSON types; torch is imported for a GPU only."""
     found: dict[str, Any] = {
         "weightscope": __version__,
         "python": platform.python_version(),

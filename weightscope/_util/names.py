@@ -17,12 +17,7 @@ _ROOM = 100
 
 
 def unwrapped(name: str) -> str:
-    """A tensor's name without the components that wrappers add.
-
-    Example:
-        >>> unwrapped("module.blocks.0.mlp._orig_mod.fc1.weight")
-        'blocks.0.mlp.fc1.weight'
-    """
+    """A tensor's name without the components that wrappers add."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
@@ -62,12 +57,7 @@ def _nearest_to_pattern(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:
-    """The first few names and the number of the others, for a message.
-
-    Example:
-        >>> listing(["a", "b", "c"], most=2)
-        '`a`, `b` and 1 more'
-    """
+    """The first few names and the number of the others, for a message: `a`, `b` and 1 more."""
     return _joined([f"`{name}`" for name in names], most)
 
 
@@ -95,19 +85,7 @@ def numbered(label: str, taken: Collection[str]) -> str:
 
 
 def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[str]:
-    """A label for each source: the given one, or where there is none its own name, numbered if it is taken.
-
-    Args:
-        names: of the sources.
-        given: labels, with None for a source's own name; None for all.
-
-    Raises:
-        UsageError: if their number is another one, or they are not unique.
-
-    Example:
-        >>> labels_of(["vit", "vit"], None)
-        ['vit', 'vit (2)']
-    """
+    """A label for each source: the given one, or where it is None its own name, numbered if it is taken."""
     asked = [None] * len(names) if given is None else given
     fixed = [label for label in asked if label is not None]
     if isinstance(asked, str) or len(asked) != len(names) or len(set(fixed)) != len(fixed):
@@ -127,15 +105,7 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The message about an unknown name, in less than 200 characters: the nearest known one, or as many as fit.
 
-    Args:
-        kind: what it should be the name of.
-        name: as it was given.
-        known: the names that there are.
-        otherwise: what else may be given: "the path of a .toml file".
-
-    Example:
-        >>> unknown("initialiser", "mimetic_atention", ["mimetic_attention", "mimetic_mlp"])
-        "no initialiser 'mimetic_atention'; did you mean 'mimetic_attention'?"
+    `otherwise` is what else may be given: "the path of a .toml file".
     """
     known = list(known)
     shown = repr(shortened(name)) if isinstance(name, str) else shortened(repr(name))

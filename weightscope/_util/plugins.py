@@ -26,16 +26,7 @@ _hashes: dict[str, str] = {}  # of the sources of what another process passed
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Registered objects of one kind, by name, in the order of registration.
-
-    Args:
-        kind: their kind, for messages: "initialiser".
-
-    Example:
-        >>> STRUCTURES: Registry[type[Structure]] = Registry("structure")
-        >>> @STRUCTURES.register("isotropic")
-        ... class Isotropic(Structure): ...
-    """
+    """Registered objects of one kind, such as "initialiser", by name, in the order of registration."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

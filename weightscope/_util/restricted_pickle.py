@@ -27,20 +27,8 @@ _DATA = (
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS SETITEM SETITEMS "
     "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
-_ERRORS = (
-    *(
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        EOFError,
-        RecursionError,
-        MemoryError,
-    ),
-    *(pickle.UnpicklingError, struct.error, Warning),
-)
+_ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
+_ERRORS += (EOFError, RecursionError, MemoryError, pickle.UnpicklingError, struct.error, Warning)
 
 
 @dataclass

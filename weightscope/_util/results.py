@@ -83,35 +83,13 @@ class _Cells(Formatter):
 
 
 def row_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, left: Collection[int] = (0,)) -> str:
-    """Records as a text table.
-
-    Args:
-        columns: head -> format of the cells, such as `"{alpha:.2f}"`; None, NaN and missing keys are printed as "-".
-        rows: the records.
-        left: numbers of the left-aligned columns.
-
-    Example:
-        >>> print(row_table({"layer": "{name}", "alpha": "{alpha:.2f}"}, [{"name": "blocks.0", "alpha": 0.412}]))
-        layer     alpha
-        blocks.0   0.41
-    """
+    """Records as a text table; `columns` and `left` are those of `Result`."""
     cells = ([_Cells().vformat(form, (), row) for form in columns.values()] for row in rows)
     return text_table(list(columns), cells, left=left)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)) -> str:
-    """A table with columns two spaces apart; numbers are right-aligned.
-
-    Args:
-        header: the columns' names.
-        rows: cells; converted with `str`.
-        left: indices of left-aligned columns.
-
-    Example:
-        >>> print(text_table(("layer", "alpha"), [("blocks.0", "0.41")]))
-        layer     alpha
-        blocks.0   0.41
-    """
+    """A table with columns two spaces apart, right-aligned but for those of the indices `left`."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = (

@@ -34,16 +34,7 @@ class Purpose(IntEnum):
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
-    """The seed sequence of one network's stream: `SeedSequence(root, spawn_key=(network, purpose))`.
-
-    Args:
-        root: the population's root seed, >= 0.
-        network: index k of the network, >= 0.
-        purpose: purpose of the stream.
-
-    Raises:
-        ValueError: if root or network is negative.
-    """
+    """The seed sequence of one network's stream: `SeedSequence(root, spawn_key=(network, purpose))`."""
     if root < 0 or network < 0:
         raise ValueError(f"seeds and network indices count from 0, found root={root}, network={network}")
     return np.random.SeedSequence(root, spawn_key=(network, int(purpose)))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from weightscope.checkpoint.tensors import WEIGHTS, FileCheck, Store, StoredTens
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
-_SCHEME = "hf://"
 # Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
 _QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
 _FP8_SCALES = ("_scale", "_scale_inv")
@@ -92,10 +91,11 @@ class Checkpoint(Mapping[str, Tensor], Result):
     @cached_property
     def spec(self) -> WeightSpec:
         """The weights as a `WeightSpec`; a tied tensor is listed once, under its first name."""
-        tensors, seen = [], set()
+        tensors, seen, known = [], set(), self._store.statistics
         for name, entry in self._weights.items():
             if entry.identity not in seen:
-                tensors.append(TensorSpec(name, entry.shape, self._role(name)))
+                is_statistic = name.endswith(_STATISTICS) if known is None else name in known
+                tensors.append(TensorSpec(name, entry.shape, "statistic" if is_statistic else "parameter"))
             seen.add(entry.identity)
         return WeightSpec(tensors)
 
@@ -229,11 +229,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
             self.nonfinite[name] = bad
         return value
 
-    def _role(self, name: str) -> Literal["parameter", "statistic"]:
-        known = self._store.statistics
-        is_statistic = name in known if known is not None else name.endswith(_STATISTICS)
-        return "statistic" if is_statistic else "parameter"
-
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
     """The `Checkpoint` at a path or `hf://org/name` if it is a model.
@@ -251,7 +246,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
 
 def _open(source: Any, key: str | None) -> Store:
-    if isinstance(source, str) and source.startswith(_SCHEME):
+    if isinstance(source, str) and source.startswith("hf://"):
         from weightscope.checkpoint.hub import open_hub  # huggingface_hub is not needed for files
 
         return open_hub(source, key)

@@ -25,14 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session
 
@@ -163,8 +156,13 @@ class HubFolder(Folder):
 
     def _resolve(self, revision: str) -> tuple[str, list[str]]:
         """The commit, and the plain names of its files; others, in subfolders, are other models."""
-        cached = self._listed_before(revision)
-        if cached is not None and revision == cached[0]:
+        commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
+        if isinstance(commit, str) and _COMMIT.fullmatch(commit):
+            listed = self.note("refs", f"{commit}:listing")
+            cached = (commit, listed) if isinstance(listed, list) and all(map(plain, listed)) else None
+        else:
+            cached = None
+        if cached is not None and revision == commit:
             return cached
         cached = cached or self._snapshot(revision)
         where = self.where if revision == "main" else f"{self.where}@{revision}"
@@ -187,13 +185,6 @@ class HubFolder(Folder):
         self.keep_note("refs", f"{info.sha}:listing", names)
         self.keep_note("refs", revision, info.sha)
         return info.sha, names
-
-    def _listed_before(self, revision: str) -> tuple[str, list[str]] | None:
-        commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
-        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-            return None
-        names = self.note("refs", f"{commit}:listing")
-        return (commit, names) if isinstance(names, list) and all(map(plain, names)) else None
 
     def _snapshot(self, revision: str) -> tuple[str, list[str]] | None:
         """The commit in huggingface_hub's cache, and those of its files that were downloaded."""
@@ -318,8 +309,11 @@ def _tried(what: str, call: Callable[[], T]) -> T:
             except _Broken as broken:
                 raise broken.__cause__ or broken from None
         except HfHubHTTPError as error:
-            if pause is None or error.response.status_code not in _TRANSIENT:
-                raise _refusal(what, error.response) from error
+            status, code = error.response.status_code, error.response.headers.get("X-Error-Code", "")
+            if pause is None or status not in _TRANSIENT:
+                shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else status
+                advice = _ADVICE.get(403 if code == "GatedRepo" else status, "it was refused; try again later")
+                raise DataError(f"{what}: the hub answered {shown}: {advice}") from error
         except (HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
             if pause is None:
                 text = " ".join(ascii(str(error))[1:-1].split())[:150] or type(error).__name__
@@ -328,13 +322,6 @@ def _tried(what: str, call: Callable[[], T]) -> T:
                 ) from error
         time.sleep(pause)
     raise AssertionError
-
-
-def _refusal(what: str, response: Any) -> DataError:
-    status, code = response.status_code, response.headers.get("X-Error-Code", "")
-    shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else str(status)
-    advice = _ADVICE[403] if code == "GatedRepo" else _ADVICE.get(status, "it was refused; try again later")
-    return DataError(f"{what}: the hub answered {shown}: {advice}")
 
 
 def _hash(text: str) -> str:

@@ -8,7 +8,7 @@ becomes `linear_0.weight`, and so on. Weights whose names end in `.weight` are r
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,8 +27,7 @@ from weightscope.checkpoint.tensors import (
 )
 from weightscope.errors import DataError, UsageError
 
-MAX_FILE = (1 << 31) - 1
-"""Bytes of a protobuf message; larger models keep their weights in other files."""
+_MAX_FILE = (1 << 31) - 1  # bytes of a protobuf message; larger models keep their weights in other files
 
 # ONNX's names of data types -> those of safetensors.
 _TYPES = {
@@ -69,8 +68,8 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         raise UsageError(
             f"{file.where}: reading ONNX needs the package onnx; pip install 'weightscope-toolkit[onnx]'"
         ) from error
-    if file.size > MAX_FILE:
-        raise DataError(f"{file.where}: expected an ONNX model of at most {MAX_FILE:,} bytes, found {file.size:,}")
+    if file.size > _MAX_FILE:
+        raise DataError(f"{file.where}: expected an ONNX model of at most {_MAX_FILE:,} bytes, found {file.size:,}")
     try:
         model = onnx.load_model_from_string(read_bytes(file, 0, file.size))
         graph = _Graph()
@@ -88,27 +87,26 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
             store.metadata[f"onnx {new}"] = old
         kind = onnx.TensorProto.DataType.Name(tensor.data_type) if tensor.data_type in known else "unknown"
         dtype = SAFETENSORS_TYPES.get(_TYPES.get(kind, ""))
-        shape = _shape(tensor, f"{file.where}: `{new[:200]}`")
+        where = f"{file.where}: `{new[:200]}`"
+        shape = _shape(tensor, where)
         if dtype is None:
             store.unreadable[new] = f"stored as {kind}, for which torch has no data type"
             continue
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            store.tensors[new] = _external(
-                new, _TYPES[kind], tensor, shape, f"{file.where}: `{new[:200]}`", beside, old in transposed
-            )
+            store.tensors[new] = _external(where, new, tensor, _TYPES[kind], shape, old in transposed, beside)
         else:
-            store.tensors[new] = _in_memory(onnx, file.where, new, tensor, dtype, shape, old in transposed)
+            store.tensors[new] = _in_memory(where, new, tensor, dtype, shape, old in transposed)
     return store
 
 
 def _collect(graph: Any, out: _Graph) -> None:
     """Add a graph and its subgraphs; ValueError if a text is not UTF-8, which protobuf returns as bytes."""
     for tensor in graph.initializer:
-        _check_texts(tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value)))
+        _utf8(tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value)))
         out.tensors.setdefault(tensor.name, tensor)
     for node in graph.node:
-        _check_texts(node.name, node.op_type, *node.input, *node.output, *(a.name for a in node.attribute))
-        _check_texts(*(text for note in node.metadata_props for text in (note.key, note.value)))
+        _utf8(node.name, node.op_type, *node.input, *node.output, *(a.name for a in node.attribute))
+        _utf8(*(text for note in node.metadata_props for text in (note.key, note.value)))
         out.nodes.append(node)
         for name in node.input:
             out.consumers.setdefault(name, []).append(node)
@@ -119,10 +117,9 @@ def _collect(graph: Any, out: _Graph) -> None:
                 _collect(inner, out)
 
 
-def _check_texts(*texts: str | bytes) -> None:
-    for text in texts:
-        if isinstance(text, bytes):
-            raise ValueError(f"its text {text[:40]!r} is not UTF-8")
+def _utf8(*texts: str | bytes) -> None:
+    if any(isinstance(text, bytes) for text in texts):
+        raise ValueError("it has texts that are not UTF-8")
 
 
 def _named(graph: _Graph) -> tuple[dict[str, str], set[str], dict[str, dict[str, Any]]]:
@@ -203,42 +200,34 @@ def _shape(tensor: Any, where: str) -> tuple[int, ...]:
 
 
 def _in_memory(
-    onnx: Any, where: str, name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], turn: bool
+    where: str, name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], turn: bool
 ) -> MemoryTensor:
+    from onnx import numpy_helper
+
     size = math.prod(shape)
     if tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size * dtype.itemsize:
             raise DataError(
-                f"{where}: `{name[:200]}`: expected {size * dtype.itemsize:,} bytes for {dtype} of shape {shape}, "
+                f"{where}: expected {size * dtype.itemsize:,} bytes for {dtype} of shape {shape}, "
                 f"found {len(tensor.raw_data):,}"
             )
         value = torch.frombuffer(bytearray(tensor.raw_data), dtype=dtype) if size else torch.empty(0, dtype=dtype)
     else:
-        typed = max(len(values) for _, values in _typed(tensor))
+        fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+        typed = max(len(getattr(tensor, name)) for name in fields)
         if typed < size or typed > 2 * max(size, 1):
-            raise DataError(f"{where}: `{name[:200]}`: expected {size:,} numbers of shape {shape}, found {typed:,}")
+            raise DataError(f"{where}: expected {size:,} numbers of shape {shape}, found {typed:,}")
         try:
-            array = onnx.numpy_helper.to_array(tensor)
+            array = numpy_helper.to_array(tensor)
         except (ValueError, TypeError) as error:
-            raise DataError(f"{where}: `{name[:200]}`: damaged: {ascii(str(error))[:150]}") from error
+            raise DataError(f"{where}: damaged: {ascii(str(error))[:150]}") from error
         value = torch.tensor(array.tolist(), dtype=dtype)
     value = value.reshape(shape)
     return MemoryTensor(name, value.T.contiguous() if turn else value)
 
 
-def _typed(tensor: Any) -> Iterator[tuple[str, Any]]:
-    for key in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-        yield key, getattr(tensor, key)
-
-
 def _external(
-    name: str,
-    kind: str,
-    tensor: Any,
-    shape: tuple[int, ...],
-    where: str,
-    beside: Callable[[str], ByteReader],
-    turn: bool,
+    where: str, name: str, tensor: Any, kind: str, shape: tuple[int, ...], turn: bool, beside: Callable[..., ByteReader]
 ) -> FileTensor:
     """A tensor in another file of the same folder, transposed if `turn`."""
     dtype = SAFETENSORS_TYPES[kind]

@@ -26,23 +26,14 @@ _DATA_FOLDERS = "./data, WEIGHTSCOPE_DATA or the folder of --data"
 
 @dataclass(frozen=True)
 class Entry:
-    """A component that is available by name.
+    """A component that is available by name."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        name: as recipes and the command line spell it.
-        description: one line.
-        parameters: name -> default of its optional parameters; for a recipe its main settings.
-        required: names of its required parameters.
-        source: the paper, or where to get a data set.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`
     name: str
     description: str
-    parameters: dict[str, Any]
-    required: tuple[str, ...] = ()
-    source: str = ""
+    parameters: dict[str, Any]  # name -> default of its optional parameters; for a recipe its main settings
+    required: tuple[str, ...] = ()  # names of its required parameters
+    source: str = ""  # the paper, or where to get a data set
 
     @property
     def signature(self) -> str:
@@ -59,11 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Catalogue(Result):
-    """Entries by kind.
-
-    Attributes:
-        entries: in the order of their kinds.
-    """
+    """Entries, in the order of their kinds."""
 
     entries: tuple[Entry, ...]
 
@@ -101,16 +88,9 @@ class Catalogue(Result):
 
 
 def catalogue(kind: str | None = None) -> Catalogue:
-    """What is available by name, with parameters and sources.
-
-    Args:
-        kind: "initialisers", "structures", "networks", "datasets" or "recipes"; all of them if None.
-
-    Raises:
-        UsageError: for another kind.
+    """What is available by name, with parameters and sources, of one kind or of all; UsageError for an unknown kind.
 
     Example:
-        >>> print(catalogue("initialisers"))
         >>> catalogue("networks")["convnext"].parameters["kernel_size"]
         7
     """

@@ -45,22 +45,9 @@ def run_demo(
     """Collect a population, find what is correlated in it, draw initial weights from it, and write the report.
 
     The initialiser is benchmarked on the population's data, at twice the width, and on Fashion-MNIST if its files are
-    there; against the default, the same means and variances without structure, and hand-made initialisers.
-
-    Args:
-        out: folder for everything; created if missing.
-        networks: size of the population.
-        epochs: epochs of the population's training.
-        seeds: paired seeds of the benchmark; half as many at the other width and on the other data.
-        say: called with one line at the start and before each step.
-        options: passed on to `collect` (`workers`, `device`, `data`).
-
-    Returns:
-        Path of `report.html`.
-
-    Raises:
-        UsageError: if there are too few networks or seeds, or the folder is a population.
-        Resumable: if interrupted.
+    there; against the default, the same means and variances without structure, and hand-made initialisers. There are
+    half as many seeds at the other width and on the other data. `options` are those of `collect`, such as `workers`.
+    Returns the path of `report.html`.
     """
     count("networks", networks, least=SMALLEST_POPULATION)
     count("seeds", seeds, least=2)  # a paired comparison needs two

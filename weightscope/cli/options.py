@@ -53,12 +53,7 @@ def names(kind: str) -> list[str]:
 
 
 class Named(click.ParamType):
-    """A text that the shell completes: registered names, files, or both.
-
-    Args:
-        kind: kinds of names, see `names`.
-        files: whether a path may be given instead.
-    """
+    """A text that the shell completes: registered names of some kinds (see `names`), files, or both."""
 
     name = "text"
 
@@ -97,11 +92,7 @@ partial_option = click.option("--partial", is_flag=True, help="Use the networks 
 
 
 def maybe_partial(source: str, partial: bool) -> Any:
-    """The source, or with `--partial` the population that it names, complete or not.
-
-    Raises:
-        UsageError: if `--partial` is given for another kind of source.
-    """
+    """The source, or with `--partial` the population that it names, complete or not."""
     if not partial:
         return source
     from weightscope.population import population_in
@@ -110,23 +101,14 @@ def maybe_partial(source: str, partial: bool) -> Any:
 
 
 class OutputFile(click.Path):
-    """A file to be written, checked before anything is computed.
-
-    Args:
-        suffixes: allowed suffixes; any if empty.
-    """
+    """A file to be written, with one of the suffixes if any are given, checked before anything is computed."""
 
     def __init__(self, *suffixes: str) -> None:
         super().__init__(path_type=Path)
         self.suffixes = suffixes
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path, whose folder exists and can be written to.
-
-        Raises:
-            UsageError: if the suffix is another one, the folder does not exist, or the path is a folder.
-            WeightscopeError: if no file can be written there.
-        """
+        """The path, whose folder exists and can be written to."""
         from weightscope._util import atomic
 
         path = Path(value)
@@ -165,9 +147,7 @@ json_option = click.option(
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """`-o`, required without a default; a folder unless `type` is given."""
-    settings: dict[str, Any] = (
-        {"required": True} if default is None else {"default": Path(default), "show_default": True}
-    )
+    settings: dict[str, Any] = {"default": Path(default), "show_default": True} if default else {"required": True}
     return click.option("-o", "--out", type=type or click.Path(path_type=Path), help=help, **settings)
 
 

@@ -29,16 +29,11 @@ def write_report(
     benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
     gain: float,
 ) -> Path:
-    """Write the page atomically; see `report.html`, the template.
+    """Write the page, beside the files that it links to; see `report.html`, the template.
 
-    Args:
-        path: the page, beside the files that it links to.
-        pictures: name -> PNG; those of the benchmarks have the names of their folders.
-        contents: description of the population, as in `inspection.json`.
-        pairs: rows of the exchangeable covariance, strongest first.
-        fits: the comparison of structures, as in `structures.json`.
-        benchmarks: name of the folder -> rows of the arms.
-        gain: factor of the initialiser's correlations.
+    `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
+    folder; `contents` is in `inspection.json`, `fits` in `structures.json`, and `pairs` are rows of the exchangeable
+    covariance, strongest first.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -91,10 +86,6 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
 
     Significant means p < 0.05 and an interval that excludes zero; a p-value that is corrected for several comparisons
     may disagree with the interval, and the text says so. What is not significant is not called equal.
-
-    Example:
-        >>> verdict(0.021, (0.015, 0.027), 2e-9, 64)
-        'better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)'
     """
     if difference is None:
         return "the reference of the comparison"

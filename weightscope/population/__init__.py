@@ -1,7 +1,13 @@
 """Populations on disk: the only part of weightscope that imports h5py."""
 
 from weightscope.population.exporting import export
-from weightscope.population.reading import Population, population_in, recipe_of
-from weightscope.population.source import WeightSource, open_network, open_source
+from weightscope.population.reading import (
+    Population,
+    WeightSource,
+    open_network,
+    open_source,
+    population_in,
+    recipe_of,
+)
 
 __all__ = ["Population", "WeightSource", "export", "open_network", "open_source", "population_in", "recipe_of"]

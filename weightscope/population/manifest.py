@@ -29,21 +29,13 @@ _LARGEST = 64 * 2**20
 
 @dataclass(frozen=True)
 class Manifest:
-    """Recipe, spec and history of a population.
+    """Recipe, spec and history of a population."""
 
-    Attributes:
-        recipe: of all networks; `recipe.population.networks` is N of the complete population.
-        spec: of one network.
-        environment: of the machine that created it; see `weightscope._util.environment`.
-        sizes: numbers of networks that the population has had, ascending; the last is the current one.
-        inputs: hash of everything that the recipe refers to: the data set's images, files of initialisers, source
-            of users' functions.
-    """
-
-    recipe: Recipe
-    spec: WeightSpec
-    environment: dict[str, Any]
-    sizes: tuple[int, ...]
+    recipe: Recipe  # `recipe.population.networks` is N of the complete population
+    spec: WeightSpec  # of one network
+    environment: dict[str, Any]  # of the machine that created it; see `weightscope._util.environment`
+    sizes: tuple[int, ...]  # numbers of networks that the population has had, ascending; the last is the current one
+    # Hashes of what the recipe refers to: the data set's images, files of initialisers, source of users' functions.
     inputs: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -93,26 +85,21 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
-        values = self.recipe.to_dict()
-        return (
-            json.dumps(
-                {
-                    "format": _FORMAT,
-                    "schema": _SCHEMA,
-                    "fingerprint": self.fingerprint,
-                    "seed": self.recipe.population.seed,
-                    "tile": self.tile,
-                    "sizes": list(self.sizes),
-                    "recipe": values,
-                    "recipe_toml": tomli_w.dumps(values),
-                    "inputs": self.inputs,
-                    "spec": json.loads(self.spec.to_json()),
-                    "environment": self.environment,
-                },
-                indent=1,
-            )
-            + "\n"
-        ).encode()
+        recipe = self.recipe.to_dict()
+        values = {
+            "format": _FORMAT,
+            "schema": _SCHEMA,
+            "fingerprint": self.fingerprint,
+            "seed": self.recipe.population.seed,
+            "tile": self.tile,
+            "sizes": list(self.sizes),
+            "recipe": recipe,
+            "recipe_toml": tomli_w.dumps(recipe),
+            "inputs": self.inputs,
+            "spec": json.loads(self.spec.to_json()),
+            "environment": self.environment,
+        }
+        return f"{json.dumps(values, indent=1)}\n".encode()
 
 
 def read(path: Path) -> Manifest:
@@ -164,20 +151,9 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     """Create `population.json` in folder `path`, or compare it with the existing one.
 
     A larger number of networks is not recorded before it is reached (`record_size`), so that an unfinished growth
-    leaves a complete population. A smaller one is recorded at once; the shards beyond it stay and are used again if
-    the population grows.
-
-    Args:
-        path: the population's folder.
-        wanted: the population to train.
-        resize: whether the number of networks was given explicitly, so that the population also shrinks to it.
-
-    Returns:
-        The manifest with the number of networks to train, and whether this call created the population.
-
-    Raises:
-        RecipeError: if the existing population has another recipe; shows the differences.
-        DataError: if the existing manifest is damaged, or this version builds another network from the recipe.
+    leaves a complete population. A smaller one is recorded at once, if it was asked for (`resize`); the shards beyond
+    it stay and are used again if the population grows. Returns the manifest with the number of networks to train, and
+    whether this call created the population.
     """
     # Listed before the manifest is searched for: another process may create the population at any moment.
     others = _others(path)

@@ -1,16 +1,16 @@
-"""`Population`: N trained networks, read from their shards."""
+"""`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
 import h5py
 import numpy as np
 
 from weightscope._util.results import Result
-from weightscope._util.sources import is_population
+from weightscope._util.sources import is_population, population_member
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -50,8 +50,12 @@ class Population(Result):
         self._manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
         self._rows: dict[int, int] = {}
-        present = shards.tiles_on_disk(self.path, self._manifest)
-        self._rows = {tile: self._rows_of(tile) for tile in present}
+        for tile in shards.tiles_on_disk(self.path, self._manifest):
+            rows = self._manifest.rows(tile)
+            if self._manifest.shorter_rows(tile):
+                with self._open(tile) as h5:
+                    rows = min(rows, h5["weights"].shape[0])
+            self._rows[tile] = rows
         if self._incomplete and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
@@ -194,12 +198,7 @@ class Population(Result):
     def marked_chunks(
         self, select: str | Sequence[str] = "*", size: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Like `chunks`, each block with booleans (size,): which of its networks diverged.
-
-        Raises:
-            UsageError: if a pattern matches nothing or the size is not positive.
-            DataError: if a shard is damaged.
-        """
+        """Like `chunks`, each block with booleans (size,): which of its networks diverged."""
         sub = self.spec.select(select)
         if size is not None and size < 1:
             raise UsageError(f"size: expected a positive number of rows, found {size}")
@@ -306,13 +305,6 @@ class Population(Result):
             array.flags.writeable = False
         return np.concatenate(seeds), joined
 
-    def _rows_of(self, tile: int) -> int:
-        rows = self._manifest.rows(tile)
-        if self._manifest.shorter_rows(tile):
-            with self._open(tile) as h5:
-                rows = min(rows, h5["weights"].shape[0])
-        return rows
-
     def _rows_at(self, rows: np.ndarray) -> np.ndarray:
         """The weights of these rows, shape (len(rows), D) float32."""
         out, first = np.empty((len(rows), self.spec.size), dtype=np.float32), 0
@@ -383,3 +375,62 @@ def recipe_of(source: Recipe | str | Path) -> Recipe:
     if is_population(source):
         return Population(source, partial=True).recipe
     return Recipe.load(source)
+
+
+WeightSource: TypeAlias = "str | Path | Population | torch.nn.Module | Mapping[str, Any]"
+"""What `open_source` and `open_network` take: a path of a population or a checkpoint, `"PATH.pop::k"`, `hf://org/name`,
+a `Population`, a `Checkpoint`, a module, or a state dict."""
+
+
+def open_source(source: Any, *, partial: bool = False) -> Any:
+    """Open weights; whatever is open already is returned as it is.
+
+    Args:
+        source: a `WeightSource`.
+        partial: open a population although it is incomplete.
+
+    Returns:
+        A `Population` for the folder of one; else as `open_network`.
+
+    Raises:
+        UsageError: if there is no such population, or no network k in it.
+        DataError: if the source cannot be read.
+
+    Example:
+        >>> open_source("digits.pop")
+        <Population: digits.pop: 256 networks (convnext, digits), D=27018>
+    """
+    if isinstance(source, Population):
+        return source
+    return population_in(source, partial=partial) if is_population(source) else open_network(source)
+
+
+def open_network(source: Any) -> Any:
+    """Open one network; whatever is open already is returned as it is.
+
+    Args:
+        source: a `WeightSource`; of a population, one of its networks: `"PATH.pop::k"`. The population may be
+            incomplete.
+
+    Returns:
+        A module for a network of a population, a `Checkpoint` for another path, or the given module or mapping.
+
+    Raises:
+        UsageError: if the population has no network k.
+        DataError: if it cannot be read, or is a whole population or the artifact of an initialiser.
+
+    Example:
+        >>> open_network("digits.pop::3")
+    """
+    if isinstance(source, Population):
+        raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
+    if (member := population_member(source)) is not None:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):  # building the network draws
+            return Population(member[0], partial=True).network(member[1])
+    if isinstance(source, str | Path):
+        from weightscope.checkpoint import open_checkpoint
+
+        return open_checkpoint(source)
+    return source

@@ -50,19 +50,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedTile:
-    """The result of training one tile: T networks, of which the last tile of a population stores fewer.
+    """The result of training one tile: T networks, of which the last tile of a population stores fewer."""
 
-    Attributes:
-        index: of the tile; network k is row k mod T of tile k div T.
-        weights: (T, D) float32 in `WeightSpec` order.
-        seeds: (T,) uint64, the seeds of the initial weights.
-        metrics: name -> (T,) or (T, E) array; one of them is `diverged`, booleans.
-    """
-
-    index: int
-    weights: np.ndarray
-    seeds: np.ndarray
-    metrics: Mapping[str, np.ndarray]
+    index: int  # network k is row k mod T of tile k div T
+    weights: np.ndarray  # (T, D) float32 in `WeightSpec` order
+    seeds: np.ndarray  # (T,) uint64, of the initial weights
+    metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -87,18 +80,15 @@ def networks_on_disk(path: Path, manifest: Manifest) -> int:
     """The number of networks of the population that have been trained."""
     rows = 0
     for tile in tiles_on_disk(path, manifest):
-        if manifest.shorter_rows(tile) and state(path, manifest, tile).kind != "done":
-            rows += max(manifest.shorter_rows(tile))
-        else:
-            rows += manifest.rows(tile)
+        shorter = manifest.shorter_rows(tile)
+        rows += max(shorter) if shorter and state(path, manifest, tile).kind != "done" else manifest.rows(tile)
     return rows
 
 
 def complete(path: Path, manifest: Manifest) -> bool:
     """Whether every tile has an undamaged shard with all its networks."""
-    if len(tiles_on_disk(path, manifest)) < manifest.tiles:
-        return False
-    return all(state(path, manifest, tile).kind == "done" for tile in range(manifest.tiles))
+    tiles = tiles_on_disk(path, manifest)
+    return len(tiles) == manifest.tiles and all(state(path, manifest, tile).kind == "done" for tile in tiles)
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
@@ -154,20 +144,8 @@ def tidy_hash(file: Path) -> str:
 def open_shard(
     file: Path, manifest: Manifest, tile: int, *, known: tuple[int, ...] | None = None, least: int = 1
 ) -> Iterator[h5py.File]:
-    """A shard, open for reading, after its hash and its structure were verified.
-
-    The hash is verified first, so that HDF5 never parses a damaged file.
-
-    Args:
-        file: the shard.
-        manifest: of its population.
-        tile: the expected tile.
-        known: the `signature` of the file when it was last verified; it is not verified again while that is the same.
-        least: the number of networks that it must have.
-
-    Raises:
-        FileNotFoundError: if the file does not exist.
-        DataError: if it is damaged (`DamagedShard`) or foreign.
+    """A shard with at least `least` networks, after its hash, which keeps HDF5 from parsing a damaged file, and then
+    its structure were verified, unless its `signature` is `known`; DataError if it is damaged or foreign.
     """
     fresh = known is None or signature(file) != known
     try:
@@ -326,11 +304,7 @@ def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
 
 def header_text(h5: h5py.File, name: str) -> str:
     """A text attribute of a shard."""
-    return _text(h5.attrs[name])
-
-
-def _text(value: Any) -> str:
-    return bytes(value).rstrip(b"\0").decode("ascii", errors="replace")
+    return bytes(h5.attrs[name]).rstrip(b"\0").decode("ascii", errors="replace")
 
 
 def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
@@ -352,8 +326,8 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         ("a network with spec", "spec", manifest.spec.fingerprint),
         ("a recipe with fingerprint", "recipe", manifest.fingerprint),
     ):
-        value = h5.attrs.get(name, np.bytes_(b"nothing"))
-        found = int(value) if isinstance(value, np.integer) else _text(value)
+        value = h5.attrs.get(name)
+        found = int(value) if isinstance(value, np.integer) else "nothing" if value is None else header_text(h5, name)
         if name == "schema" and isinstance(found, int) and found > _SCHEMA:
             raise DataError(
                 f"{file}: expected {what} {expected}, found {found}; a newer version of weightscope wrote it: upgrade "
