@@ -40,8 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tiles.append(tile)
         return fake.train_tile(recipe, tile, **options)
 
-    monkeypatch.setattr(training, "train_tile", train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
+    use(monkeypatch, train_tile)
     return tiles
 
 
@@ -110,13 +109,6 @@ def test_one_shard_at_a_time_for_job_arrays(tmp_path: Path, trained: list[int], 
     assert shard_files(path) == reference
 
 
-@pytest.mark.parametrize("shard", [-1, 3])
-def test_a_shard_that_does_not_exist(tmp_path: Path, trained: list[int], shard: int) -> None:
-    with pytest.raises(UsageError, match=f"shard: expected 0 to 2 for 20 networks, found {shard}"):
-        collect(fake.recipe(), tmp_path / "a.pop", shard=shard)
-    assert not (tmp_path / "a.pop").exists()
-
-
 # -- growing --------------------------------------------------------------------------------------------------
 
 
@@ -130,16 +122,6 @@ def test_growing_trains_the_missing_ones_only(tmp_path: Path, trained: list[int]
     assert {n: reference[n] for n in reference if "00002" not in n}.items() <= shard_files(path).items()
     collect(fake.recipe(networks=40), tmp_path / "fresh.pop", workers=1)
     assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
-
-
-def test_a_grown_population_resumes_at_its_size(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
-    path = tmp_path / "reference.pop"
-    collect(fake.recipe(), path, networks=40, shard=3)
-    trained.clear()
-    assert len(collect(fake.recipe(), path, networks=40, workers=1)) == 40
-    assert trained == [2, 4]
 
 
 def test_a_typo_in_the_size_locks_nothing(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
@@ -187,6 +169,7 @@ def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile
         assert len(Population(path)) == 20
         collect(fake.recipe(), path, networks=40, shard=tile)
     assert len(Population(path)) == 40
+    assert trained == [4, 3, 2]
 
 
 def test_a_population_shrinks_and_keeps_its_shards(
@@ -212,8 +195,7 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: 
             collect(fake.recipe(), path, networks=24, shard=2)
         return fake.train_tile(recipe, tile)
 
-    monkeypatch.setattr(training, "train_tile", train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
+    use(monkeypatch, train_tile)
     population = collect(fake.recipe(), path, workers=1)
     assert len(population) == 24
     assert population.missing == ()
@@ -249,6 +231,8 @@ def test_other_data_under_the_same_name(
 @pytest.mark.parametrize(
     ("recipe", "options", "error", "message"),
     [
+        (fake.recipe(), {"shard": -1}, UsageError, "shard: expected 0 to 2 for 20 networks, found -1"),
+        (fake.recipe(), {"shard": 3}, UsageError, "shard: expected 0 to 2 for 20 networks, found 3"),
         (fake.recipe(), {"workers": 0}, UsageError, "workers: expected an integer >= 1, found 0"),
         (fake.recipe(), {"backend": "mpi"}, UsageError, "backend: expected one of 'loky', 'dask', 'ray', found 'mpi'"),
         (fake.recipe(), {"backend": "dask", "workers": 2}, UsageError, "expected none for backend dask"),
@@ -392,6 +376,9 @@ def test_an_average_longer_than_the_training_is_reported(
     if share:
         assert f"training.ema = {ema} in 60 steps: {share} of the average" in messages[0]
         assert messages[0].endswith(f"an average over a tenth of the steps has ema = {better}")
+        caplog.clear()
+        collect(recipe.replace({"training.epochs": 3}), tmp_path / "b.pop", workers=1)
+        assert caplog.messages[0].endswith("leave ema out"), "no average is that short"
 
 
 def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
@@ -449,12 +436,15 @@ def test_an_interrupt_leaves_a_valid_population(
 def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The message has the path as it was given."""
+    monkeypatch.chdir(tmp_path)
+
     def train_tile(recipe: Recipe, tile: int, **options: Any) -> None:
         raise KeyboardInterrupt
 
     use(monkeypatch, train_tile)
-    with pytest.raises(Resumable, match="0 of 20 networks"):
-        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    with pytest.raises(Resumable, match=r"0 of 20 networks are kept in a.pop; run"):
+        collect(fake.recipe(), "a.pop", workers=1)
     assert len(Population(tmp_path / "a.pop", partial=True)) == 0
 
 

@@ -82,11 +82,16 @@ def test_errors_name_the_path_and_what_is_allowed(line: str, message: str) -> No
         ("type = 'convnext'\nwidth = [8, 16]\ndepth = 4", "one entry per stage"),
         ("type = 'vit'\nwidth = 10\ndepth = 1\nheads = 3", "heads must divide width"),
         ("type = 'convmixer'\nwidth = 4\ndepth = 2\nheads = 1", "network.heads: unknown key"),
+        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = 0", "network.heads: input should be greater than or equal to 1"),
+        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = -4", "network.heads: .*found -4"),
+        ("type = 'convnext'\nwidth = 100000000\ndepth = 1", "network.width: .* 65536, found 100000000"),
+        ("type = 'convnext'\nwidth = 4\ndepth = 1000000", "network.depth: .* 4096, found 1000000"),
     ],
 )
 def test_networks_that_make_no_sense(network: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(RecipeError, match=message) as caught:
         Recipe.parse(f"[network]\n{network}\n[data]\nname = 'digits'\n[training]\nepochs = 1\n")
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(
@@ -109,21 +114,6 @@ def test_absurd_values_are_refused_at_once_with_their_path(line: str, message: s
     with pytest.raises(RecipeError, match=message) as caught:
         Recipe.parse(head + line)
     assert time.process_time() - began < 2
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = 0", "network.heads: input should be greater than or equal to 1"),
-        ("type = 'vit'\nwidth = 8\ndepth = 1\nheads = -4", "network.heads: .*found -4"),
-        ("type = 'convnext'\nwidth = 100000000\ndepth = 1", "network.width: .* 65536, found 100000000"),
-        ("type = 'convnext'\nwidth = 4\ndepth = 1000000", "network.depth: .* 4096, found 1000000"),
-    ],
-)
-def test_sizes_of_networks_are_bounded(line: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as caught:
-        Recipe.parse(f"[network]\n{line}\n[data]\nname = 'digits'\n[training]\nepochs = 1\n")
     assert len(str(caught.value)) < 200
 
 

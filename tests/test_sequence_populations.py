@@ -1,11 +1,6 @@
 """Populations of networks for sequences: training, metrics, the tile rule, resuming, and wrong input."""
 
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +17,6 @@ from weightscope.data.sequences import TASKS, MarkovSource, cross_entropy
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.networks.sequences import TokenEmbedding
-from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
@@ -185,45 +179,6 @@ def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path)
         assert (grown.path / name).read_bytes() == (large.path / name).read_bytes()
 
 
-def test_a_diverging_network_does_not_disturb_its_neighbour() -> None:
-    wild = train_tile(recipe(training__learning_rate=[0.01, 1e30], training__clip_norm=0.0), 0, device="cpu")
-    calm = train_tile(recipe(training__learning_rate=[0.01, 0.01], training__clip_norm=0.0), 0, device="cpu")
-    assert wild.metrics["diverged"].tolist() == [False, True]
-    assert wild.metrics["test_accuracy"][1] == 0  # where all logits are NaN, the largest is at 0, a token of answers
-    np.testing.assert_array_equal(calm.weights[0], wild.weights[0])
-
-
-def test_a_killed_population_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    plan = recipe(population__networks=8, training__epochs=4, data__train=80)
-    (tmp_path / "plan.json").write_text(repr(plan.to_dict()))
-    collect(plan, tmp_path / "whole.pop", workers=1, device="cpu", progress=False)
-    path = tmp_path / "killed.pop"
-    code = f"""
-import ast
-from pathlib import Path
-from weightscope.recipe import Recipe
-from weightscope.spec import WeightSpec
-from weightscope.training.collection import collect
-plan = Recipe.parse(ast.literal_eval(Path({str(tmp_path / "plan.json")!r}).read_text()))
-collect(plan, {str(path)!r}, workers=1, device="cpu", progress=False)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    try:
-        until = time.monotonic() + 120
-        while not (path / "shards/00000.h5").exists() and time.monotonic() < until and process.poll() is None:
-            time.sleep(0.005)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert 0 < len(list((path / "shards").glob("*.h5"))) < 4
-    collect(plan, path, workers=1, device="cpu", progress=False)
-    there, here = (
-        {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-        for folder in (tmp_path / "whole.pop", path)
-    )
-    assert there == here
-
-
 def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound() -> None:
     data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
     tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")
@@ -383,15 +338,6 @@ def test_recipes_that_cannot_be(changes: dict[str, object], message: str) -> Non
         recipe(**changes)
 
 
-def test_a_wrong_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "r.toml").write_text(
-        '[network]\ntype = "mamba"\nwidth = 8\ndepth = 1\n[data]\nname = "sort"\nlength = 9\nvocabulary = 20\n'
-        "[training]\nepochs = 1\n"
-    )
-    found = error_of("collect", tmp_path / "r.toml", "-o", tmp_path / "a.pop", capsys=capsys)
-    assert "sorting 36 different tokens needs at least 37" in found
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, tmp_path: Path) -> None:
     """Counted over sequences; fewer tokens are refused before anything is written, by the field that is to blame."""
@@ -443,10 +389,3 @@ def test_plans_of_populations(tmp_path: Path) -> None:
     assert found.tiles == 2
     assert found.tile_seconds[0] > 0
     assert not (tmp_path / "a.pop").exists()
-
-
-def test_resuming_with_other_sequences_is_refused(tmp_path: Path) -> None:
-    collect(recipe(), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
-    with pytest.raises(RecipeError, match=r"data.length: 3 -> 4"):
-        collect(recipe(data__length=4), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
-    assert len(Population(tmp_path / "a.pop")) == 3

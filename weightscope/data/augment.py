@@ -55,27 +55,13 @@ def draws_needed(config: AugmentConfig) -> int:
 
 
 def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
-    """Augment images, each by its own draws.
+    """Augment images, uint8 (n, c, S, S), each by its own draws, float32 (n, P) in [0, 1): float32 in [0, 1].
 
-    Args:
-        images: uint8 (n, c, S, S); n may be the images of many networks in a row.
-        draws: float32 (n, P) in [0, 1), P = `draws_needed(config)`, on the images' device; `erase` takes the last 5.
-        config: which augmentations. A random crop shifts the image by up to `crop` pixels along each axis;
-            `resized_crop` cuts out a rectangle of at least that share of the area and of aspect ratio 3/4 to 4/3, and
-            resizes it bilinearly (torchvision's RandomResizedCrop; Szegedy et al. 2015); `cutout` erases a square of
-            that side around a random pixel, clipped at the border (DeVries and Taylor 2017); `operations` of strength
-            `magnitude` are drawn as in RandAugment (Cubuk et al. 2020), see `weightscope.data.augment`.
-
-    Returns:
-        float32 (n, c, S, S) in [0, 1]; see `normalise` and `erase`.
-
-    Raises:
-        UsageError: if the images are not uint8 or the draws have another shape.
-
-    Example:
-        >>> config = AugmentConfig(crop=2, flip=True)
-        >>> draws = torch.rand(len(images), draws_needed(config), generator=generator)
-        >>> augment(images, draws, config)
+    n may be the images of many networks in a row, P is `draws_needed(config)`, of which `erase` takes the last 5. A
+    random crop shifts the image by up to `crop` pixels along each axis; `resized_crop` cuts out a rectangle of at least
+    that share of the area and of aspect ratio 3/4 to 4/3, and resizes it bilinearly (torchvision's RandomResizedCrop;
+    Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel, clipped at the border (DeVries
+    and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
     """
     if images.dtype != torch.uint8 or images.ndim != 4:
         raise UsageError(f"expected images as uint8 (n, c, S, S), found {images.dtype} {tuple(images.shape)}")

@@ -13,32 +13,15 @@ from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
-DATASETS.register(
-    FOLDER,
-    channels=3,
-    size=0,
-    classes=0,
-    train=0,
-    test=0,
-    how_to_get="`data.path`: a folder with a folder of images for each class, or an .npz; resized to `data.size`",
-)(folder.read)
+_HOW = "`data.path`: a folder with a folder of images for each class, or an .npz; resized to `data.size`"
+DATASETS.register(FOLDER, channels=3, size=0, classes=0, train=0, test=0, how_to_get=_HOW)(folder.read)
 
 
 def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> DatasetInfo:
-    """Shapes and sizes of a data set, after resizing.
+    """Shapes and sizes, after resizing, of a data set by name or reference, or of a section [data].
 
-    Args:
-        source: a registered name, or `"package.module:factory"` for one of your own (the factory is called once); or a
-            recipe's [data] section.
-        root: the folder that is searched first for a folder of images whose classes are to be counted.
-
-    Raises:
-        UsageError: if there is no such data set; lists the names.
-        DataError: if the factory fails or returns anything but four valid arrays; or a folder of images is missing.
-
-    Example:
-        >>> dataset_info("digits").classes
-        10
+    A user's factory is called once. Without recorded classes, those of a folder, searched for in `root` first, are
+    counted.
     """
     config = source_of(source)
     found = DATASETS.find(config.name)

@@ -14,7 +14,7 @@ from weightscope._util.names import listing
 from weightscope.data.arrays import PARTS, checked, checked_images, checked_labels
 from weightscope.data.config import FOLDER, SourceConfig
 from weightscope.data.images import SUFFIXES, read_images, resize
-from weightscope.data.registry import Arrays, DatasetInfo, places
+from weightscope.data.registry import Arrays, DatasetInfo, first_place, places
 from weightscope.errors import DataError
 
 _TRAINS = ("train", "training")  # in upper or lower case
@@ -53,19 +53,16 @@ def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
 
 def located(config: SourceConfig, root: Path | None) -> Path:
     """The folder or .npz file of a recipe."""
+
+    def accepted(path: Path) -> bool:
+        return path.is_dir() or (path.is_file() and path.suffix == ".npz")
+
+    searched = [*places(root), Path()]
     if config.path is None:
         if root is None:
             raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
-        places_of_it = [root]
-    elif Path(config.path).is_absolute():
-        places_of_it = [Path(config.path)]
-    else:
-        places_of_it = [place / config.path for place in (*places(root), Path())]
-    for path in places_of_it:
-        if path.is_dir() or (path.is_file() and path.suffix == ".npz"):
-            return path
-    looked = ", ".join(str(path.absolute()) for path in places_of_it)
-    raise DataError(f"folder: expected a folder of images or an .npz file at one of {looked}, found none")
+        searched = [root]
+    return first_place(config.path or "", searched, accepted, "folder: expected a folder of images or an .npz file")
 
 
 def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | None) -> Arrays:

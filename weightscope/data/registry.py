@@ -4,7 +4,7 @@ Does not import torch. A reader registers itself with what is known of its data 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -57,6 +57,16 @@ def places(root: Path | None) -> list[Path]:
     """The folders that are searched, in order."""
     named = os.environ.get("WEIGHTSCOPE_DATA")
     return [*([root] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
+
+
+def first_place(path: str, searched: Iterable[Path], accepted: Callable[[Path], bool], expected: str) -> Path:
+    """The first accepted place of a path in the searched folders; DataError if there is none."""
+    candidates = list(dict.fromkeys(place / path for place in searched))  # one, if the path is absolute
+    for candidate in candidates:
+        if accepted(candidate):
+            return candidate
+    looked = ", ".join(str(candidate.absolute()) for candidate in candidates)
+    raise DataError(f"{expected} at one of {looked}, found none")
 
 
 def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:

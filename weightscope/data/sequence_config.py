@@ -14,9 +14,9 @@ from pydantic import Field, field_validator, model_validator
 from weightscope._util.checks import count
 from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
-from weightscope.data.registry import places
+from weightscope.data.registry import first_place, places
 from weightscope.data.task import SECTIONS, Task
-from weightscope.errors import DataError, RecipeError, UsageError
+from weightscope.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -212,11 +212,7 @@ class TaskConfig(SequenceConfig):
         return self
 
     def check_new(self) -> None:
-        """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated.
-
-        Raises:
-            RecipeError: if it is; names the smallest vocabulary that is not.
-        """
+        """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated."""
         for multiple in self.lengths:
             least = TASK_SIZES[self.name].varied(multiple * self.length)
             if self.vocabulary < least:
@@ -271,12 +267,7 @@ class TextConfig(SequenceConfig):
     vocabulary: Vocabulary | None = None
 
     def completed(self, root: str | Path | None = None) -> "TextConfig":
-        """The section with the vocabulary of its text.
-
-        Raises:
-            DataError: if the text is missing or damaged.
-            UsageError: if it is shorter than a sequence.
-        """
+        """The section with the vocabulary of its text."""
         if self.vocabulary is not None:
             return self
         return self.model_copy(update={"vocabulary": self.load(root).vocabulary})
@@ -286,22 +277,9 @@ class TextConfig(SequenceConfig):
         return self.model_copy(update={"path": os.path.abspath(self.located(root))})
 
     def located(self, root: str | Path | None = None) -> Path:
-        """The folder of the files.
-
-        Args:
-            root: a folder to search first, unless the path is absolute.
-
-        Raises:
-            DataError: if there is none; says where it was searched for.
-        """
-        candidates = [Path(self.path)]
-        if not candidates[0].is_absolute():
-            candidates = [place / self.path for place in (*places(None if root is None else Path(root)), Path())]
-        for path in candidates:
-            if path.is_dir():
-                return path
-        looked = ", ".join(str(path.absolute()) for path in candidates)
-        raise DataError(f"text: expected a folder of text files at one of {looked}, found none")
+        """The folder of the files; `root` is searched first, unless the path is absolute."""
+        searched = [*places(None if root is None else Path(root)), Path()]
+        return first_place(self.path, searched, Path.is_dir, "text: expected a folder of text files")
 
 
 @SECTIONS.register(MARKOV)

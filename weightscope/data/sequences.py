@@ -396,8 +396,7 @@ class MarkovSource:
         tokens = [token]
         for row in chance[1:]:
             tokens.append(self._place(rows[tokens[-1]], row))
-        whole = torch.stack(tokens, 1)
-        return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
+        return _scored(torch.stack(tokens, 1))
 
     def _place(self, cumulated: Tensor, chance: Tensor) -> Tensor:
         """The token whose interval of the cumulated probabilities (B, v) holds the number (B,) in [0, 1)."""

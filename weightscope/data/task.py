@@ -41,28 +41,18 @@ class Source(Protocol):
 
 
 class Task(BaseModel):
-    """What networks are trained on.
-
-    Attributes:
-        name: of the task or the data set.
-        what: the inputs in one word, for messages.
-        input_axes: number of axes of one input.
-        stacked: whether T networks run by `torch.vmap`, or else on the channels of one network.
-        causal: whether the outputs at a place of the input must not depend on later places.
-        source: `"module:function"`, called with the section and a folder, reads the data.
-        batches: `"module:class"` of the `Batches` (`weightscope.training.batches`).
-    """
+    """What networks are trained on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    what: ClassVar[str]
-    input_axes: ClassVar[int]
-    stacked: ClassVar[bool] = True
-    causal: ClassVar[bool] = False
-    source: ClassVar[str]
-    batches: ClassVar[str]
+    what: ClassVar[str]  # the inputs in one word, for messages
+    input_axes: ClassVar[int]  # number of axes of one input
+    stacked: ClassVar[bool] = True  # whether T networks run by `torch.vmap`, or else on the channels of one network
+    causal: ClassVar[bool] = False  # whether the outputs at a place of the input must not depend on later places
+    source: ClassVar[str]  # "module:function", called with the section and a folder, reads the data
+    batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.batches`)
 
-    name: str
+    name: str  # the task or the data set
 
     @classmethod
     def of(cls, value: Any) -> "type[Task]":
