@@ -5,6 +5,7 @@ for family in rows("attention"):
     family.call(model)          # one forward pass on a fixed input
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,21 +23,13 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
-
-    Attributes:
-        name: its row's name.
-        make: builds the model.
-        call: runs the model's own forward on a fixed input.
-        parts: kind -> how many parts of that kind the model has; a kind that is absent must raise.
-        heads: (heads, kv_heads) of every attention part.
-    """
+    """One family."""
 
     name: str
     make: Callable[[], nn.Module]
-    call: Callable[[nn.Module], Any]
-    parts: dict[str, int]
-    heads: tuple[int, int] = (HEADS, HEADS)
+    call: Callable[[nn.Module], Any]  # runs the model's own forward on a fixed input
+    parts: dict[str, int]  # kind -> how many parts of that kind the model has; a kind that is absent must raise
+    heads: tuple[int, int] = (HEADS, HEADS)  # (heads, kv_heads) of every attention part
     extra: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
@@ -127,60 +120,24 @@ def _ours(name: str, *args: Any, **options: Any) -> Callable[[], nn.Module]:
 # --- timm and torchvision ------------------------------------------------------------------------------------------
 
 
-def _timm_vit(**options: Any) -> Callable[[], nn.Module]:
+SIZES = {
+    "img_size": IMAGE,
+    "patch_size": PATCH,
+    "embed_dim": WIDTH,
+    "depth": DEPTH,
+    "num_heads": HEADS,
+    "num_classes": 5,
+}
+
+
+def _timm_vit(module: str, name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         shims.timm()
-        from timm.models.vision_transformer import VisionTransformer
-
-        sizes = {
-            "img_size": IMAGE,
-            "patch_size": PATCH,
-            "embed_dim": WIDTH,
-            "depth": DEPTH,
-            "num_heads": HEADS,
-        }
-        return VisionTransformer(**sizes, num_classes=5, **options)
+        layers = importlib.import_module("timm.layers")
+        own = {key: getattr(layers, value) if key == "mlp_layer" else value for key, value in options.items()}
+        return getattr(importlib.import_module(f"timm.models.{module}"), name)(**SIZES, **own)
 
     return make
-
-
-def _timm_swiglu() -> nn.Module:
-    shims.timm()
-    from timm.layers import SwiGLU
-
-    return _timm_vit(mlp_layer=SwiGLU)()
-
-
-def _timm_packed() -> nn.Module:
-    shims.timm()
-    from timm.layers import SwiGLUPacked
-
-    return _timm_vit(mlp_layer=SwiGLUPacked)()
-
-
-def _timm_deit() -> nn.Module:
-    shims.timm()
-    from timm.models.deit import VisionTransformerDistilled
-
-    return VisionTransformerDistilled(
-        img_size=IMAGE, patch_size=PATCH, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS, num_classes=5
-    )
-
-
-def _timm_eva() -> nn.Module:
-    shims.timm()
-    from timm.models.eva import Eva
-
-    return Eva(
-        img_size=IMAGE,
-        patch_size=PATCH,
-        embed_dim=WIDTH,
-        depth=DEPTH,
-        num_heads=HEADS,
-        num_classes=5,
-        qkv_fused=True,
-        use_rot_pos_emb=False,
-    )
 
 
 def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -225,15 +182,7 @@ def _hf(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
 
 VISION = {"image_size": IMAGE, "patch_size": PATCH}
 TEXT = {"vocab_size": 50, "max_position_embeddings": 20}
-LLAMA = dict(
-    vocab_size=50,
-    hidden_size=WIDTH,
-    num_hidden_layers=DEPTH,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=HIDDEN,
-    **TOKENS,
-)
+LLAMA = HF | TOKENS | {"vocab_size": 50, "num_attention_heads": 4, "num_key_value_heads": 2}
 WHISPER = dict(
     vocab_size=60,
     d_model=WIDTH,
@@ -309,11 +258,16 @@ FAMILIES: dict[str, Family] = {
             _image,
             {"depthwise": 3, "mlps": 3, "patch_embeddings": 1},
         ),
-        Family("timm-vit", _timm_vit(), _image, _VIT),
-        Family("timm-vit-swiglu", _timm_swiglu, _image, _VIT),
-        Family("timm-vit-packed", _timm_packed, _image, _VIT),
-        Family("timm-deit", _timm_deit, _image, _VIT),
-        Family("timm-eva", _timm_eva, _image, _VIT),
+        *(
+            Family(f"timm-{name}", _timm_vit(module, cls, **options), _image, _VIT)
+            for name, module, cls, options in (
+                ("vit", "vision_transformer", "VisionTransformer", {}),
+                ("vit-swiglu", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLU"}),
+                ("vit-packed", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLUPacked"}),
+                ("deit", "deit", "VisionTransformerDistilled", {}),
+                ("eva", "eva", "Eva", {"qkv_fused": True, "use_rot_pos_emb": False}),
+            )
+        ),
         Family(
             "timm-convnext",
             _timm("convnext_atto", **_CONVNEXT),

@@ -1,5 +1,6 @@
 import base64
 import contextlib
+import inspect
 import json
 import resource
 import struct
@@ -212,17 +213,9 @@ import sys
 sys.modules["weightscope"] = sys.modules["numpy"] = None  # must not be needed
 import importlib
 import torch
+from torch import nn
 
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = torch.nn.Conv2d(4, 4, 3, groups=4)
-        self.fc1 = torch.nn.Linear(4, 6)
-        self.norm = torch.nn.BatchNorm1d(6)
-        self.fc2 = torch.nn.Linear(6, 4)
-        self.mix1 = torch.nn.Linear(3, 4, bias=False)
-        self.mix2 = torch.nn.Linear(3, 4, bias=False)
-
+NETWORK
 sys.path.insert(0, sys.argv[1])
 states = []
 for name in sys.argv[2:]:
@@ -247,7 +240,8 @@ def test_the_standalone_file_equals_load_init(tmp_path):
         torch.manual_seed(0)
         module = load_init(artifact)(Network().double(), generator=torch.Generator().manual_seed(11))
         expected.append(module.state_dict())
-    command = [sys.executable, "-W", "ignore", "-c", RUN, str(tmp_path), *names]
+    code = RUN.replace("NETWORK", inspect.getsource(Network))
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path), *names]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     for ours, theirs in zip(torch.load(tmp_path / "states.pt"), expected, strict=True):

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,14 +33,20 @@ def generator(seed: int) -> torch.Generator:
 # --- false alarms --------------------------------------------------------------------------------------------------
 
 
-def small_vit(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return ViT(32, 8, 96, 2, 3, 10)
+def made(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    """A function that makes a network from a seed."""
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return make()
+
+    return build
 
 
-def small_mixer(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return ConvMixer(32, 3, 5, 4, 10)
+small_vit = made(lambda: ViT(32, 8, 96, 2, 3, 10))
+narrow_vit = made(lambda: ViT(32, 8, 48, 1, 3, 10))
+small_mixer = made(lambda: ConvMixer(32, 3, 5, 4, 10))
+small_convnext = made(lambda: ConvNeXt(96, 4, kernel_size=3, expansion=2, layer_scale=None))
 
 
 @functools.cache
@@ -58,16 +65,6 @@ def redraw(model: nn.Module, seed: int) -> nn.Module:
         for letter in "BC":
             part.write(letter, torch.rand(part.read(letter).shape, generator=g) - 0.5)
     return model
-
-
-def narrow_vit(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return ViT(32, 8, 48, 1, 3, 10)
-
-
-def small_convnext(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return ConvNeXt(96, 4, kernel_size=3, expansion=2, layer_scale=None)
 
 
 CASES = {
@@ -366,37 +363,6 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
     assert "does not apply" in str(found)
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------
-
-
-def test_bad_input():
-    vit, mixer = small_vit(0), small_mixer(0)
-    with pytest.raises(UsageError, match="no audit 'mimetic'; did you mean 'mimetic_ssm'"):
-        audit(vit, "mimetic")
-    with pytest.raises(UsageError, match="mimetic_attention: no parameter 'gamma'"):
-        audit(vit, "mimetic_attention", gamma=2.0)
-    with pytest.raises(UsageError, match="is a parameter of mimetic_attention and mimetic_mlp"):
-        audit(vit, "mimetic_attention+mimetic_mlp", layers=0)
-    with pytest.raises(UsageError, match="need the name of an initialiser"):
-        audit(vit, alpha_qk=0.2)
-    with pytest.raises(UsageError, match="preset: expected one of"):
-        audit(vit, "mimetic_attention", preset="audio")
-    with pytest.raises(UsageError, match="missing sigma0, v, a"):
-        audit(mixer, "conv_covariance")
-    with pytest.raises(AnatomyError, match="expected self-attention, found none"):
-        audit(mixer, "mimetic_attention")
-    with pytest.raises(AnatomyError, match="expected depthwise convolutions"):
-        audit(vit, "conv_covariance", preset="imagenet-thawed")
-    with pytest.raises(AnatomyError, match="expected state-space layers"):
-        audit(vit, "mimetic_ssm")
-    with pytest.raises(UsageError, match="needs a module"):
-        audit(vit.state_dict(), "xavier", config={"num_heads": 3})
-    with pytest.raises(UsageError, match="scaled matrices look like any others"):
-        audit(vit, "layer_scale_identity")
-    with pytest.raises(AnatomyError, match="expected a module, a mapping"):
-        audit(3, "xavier")
-
-
 def test_layers_restrict_the_audit():
     model = small_vit(0)
     wi.mimetic_attention_(model, layers=1, generator=generator(0))
@@ -458,19 +424,32 @@ def test_expectations_of_ones_own_join_registered_ones():
     assert found.verdicts == {"mimetic_attention": True, "small_head": False}
 
 
-@pytest.mark.parametrize(
-    ("init", "parameters", "message"),
-    [
-        (small_head, {"limits": 1.0}, "small_head: no parameter 'limits'; did you mean 'limit'"),
-        (returns_nothing, {}, "returns_nothing: expected a list of .*Check back, found None"),
-        (takes_no_tensors, {}, r"expected a function `f\(tensors, \*\*parameters\)"),
-        (3, {}, "found 3"),
-        (f"{__name__}:small_hat", {}, "did you mean 'small_head'"),
-    ],
-)
-def test_bad_expectations(init, parameters, message):
-    with pytest.raises(UsageError, match=message):
-        audit(small_vit(0), init, **parameters)
+BAD_INPUT = [
+    (small_vit, "mimetic", {}, UsageError, "no audit 'mimetic'; did you mean 'mimetic_ssm'"),
+    (small_vit, "mimetic_attention", {"gamma": 2.0}, UsageError, "mimetic_attention: no parameter 'gamma'"),
+    (small_vit, "mimetic_attention+mimetic_mlp", {"layers": 0}, UsageError, "of mimetic_attention and mimetic_mlp"),
+    (small_vit, None, {"alpha_qk": 0.2}, UsageError, "need the name of an initialiser"),
+    (small_vit, "mimetic_attention", {"preset": "audio"}, UsageError, "preset: expected one of"),
+    (small_mixer, "conv_covariance", {}, UsageError, "missing sigma0, v, a"),
+    (small_mixer, "mimetic_attention", {}, AnatomyError, "expected self-attention, found none"),
+    (small_vit, "random_filters", {}, AnatomyError, "expected depthwise convolutions"),
+    (small_vit, "mimetic_ssm", {}, AnatomyError, "expected state-space layers"),
+    (lambda _: small_vit(0).state_dict(), "xavier", {"config": {"num_heads": 3}}, UsageError, "needs a module"),
+    (small_vit, "layer_scale_identity", {}, UsageError, "scaled matrices look like any others"),
+    (lambda _: 3, "xavier", {}, AnatomyError, "expected a module, a mapping"),
+    # functions with expectations
+    (small_vit, small_head, {"limits": 1.0}, UsageError, "small_head: no parameter 'limits'; did you mean 'limit'"),
+    (small_vit, returns_nothing, {}, UsageError, "returns_nothing: expected a list of .*Check back, found None"),
+    (small_vit, takes_no_tensors, {}, UsageError, r"expected a function `f\(tensors, \*\*parameters\)"),
+    (small_vit, 3, {}, UsageError, "found 3"),
+    (small_vit, f"{__name__}:small_hat", {}, UsageError, "did you mean 'small_head'"),
+]
+
+
+@pytest.mark.parametrize(("make", "init", "parameters", "error", "message"), BAD_INPUT)
+def test_bad_input(make, init, parameters, error, message):
+    with pytest.raises(error, match=message):
+        audit(make(0), init, **parameters)
 
 
 def test_a_report_is_a_result():

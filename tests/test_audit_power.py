@@ -2,14 +2,13 @@
 
 import copy
 import functools
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 import shims
 import torch
+from programs import ROOT, script
 from scipy import stats
 from torch import nn
 
@@ -21,21 +20,10 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).parent.parent
 NETWORKS = 3
 
 
-@functools.cache
-def study():
-    path = ROOT / "analyses/audit_power/run.py"
-    spec = importlib.util.spec_from_file_location("audit_power", path)
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up by name
-    import sys
-
-    sys.modules["audit_power"] = module
-    spec.loader.exec_module(module)
-    return module
+study = functools.cache(lambda: script("analyses/audit_power/run.py"))
 
 
 def generator(seed: int = 0) -> torch.Generator:

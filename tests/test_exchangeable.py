@@ -203,12 +203,13 @@ def test_independent_networks_show_nothing() -> None:
     assert sum(p < 0.05 for p in smallest) <= 7
 
 
-def test_few_networks_raise_no_more_false_alarms() -> None:
+@pytest.mark.parametrize("n", [4, 8, 20])
+def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
     """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
     permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)
     alarms = amplified_pairs = 0
     for seed in range(100):
-        x = np.random.default_rng(seed).standard_normal((4, WIDE.size))
+        x = np.random.default_rng(seed).standard_normal((n, WIDE.size))
         found = ExchangeableMoments(WIDE, permutations).update(x).covariances()
         alarms += any(pair.p < 0.05 for pair in correlated_pairs(found))
         for one in found:

@@ -4,6 +4,7 @@ The effective operators are as published, nothing else changes, the generator de
 backward passes stay finite. False alarms: seeds are fixed; statistical bounds are six standard errors.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -74,20 +75,16 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def names_of(parts: list[Any], *wanted: str) -> set[str]:
-    out: set[str] = set()
-    for part in parts:
-        named = part.parameters
-        groups = [named[w] for w in wanted if w in named] if isinstance(named, dict) else [named]
-        out |= {name for group in groups for name in group}
-    return out
+    return named_in([part.parameters for part in parts], wanted)
 
 
 def biases_of(parts: list[Any], *wanted: str) -> set[str]:
-    out: set[str] = set()
-    for part in parts:
-        named = part.bias_parameters
-        out |= {name for w in wanted if w in named for name in named[w]}
-    return out
+    return named_in([part.bias_parameters for part in parts], wanted)
+
+
+def named_in(parameters: list[Any], wanted: tuple[str, ...]) -> set[str]:
+    groups = [[p[w] for w in wanted if w in p] if isinstance(p, dict) else [p] for p in parameters]
+    return {name for names in groups for group in names for name in group}
 
 
 def selves(model: nn.Module) -> list[Any]:
@@ -114,9 +111,14 @@ def unit(part: anatomy.MLPPart) -> float:
     return 1 / math.sqrt(3 * part.width)
 
 
-def check_mlp_scalar(before: nn.Module, after: nn.Module, loose: float) -> None:
-    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        torch.testing.assert_close(new.read("fc1"), old.read("fc1") + 0.5 * unit(old), atol=1e-6 + loose, rtol=0)
+def check_mlp(change: Callable[[anatomy.MLPPart], Tensor]) -> Callable[[nn.Module, nn.Module, float], None]:
+    """fc1 is exactly what a function of the MLP before gives."""
+
+    def check(before: nn.Module, after: nn.Module, loose: float) -> None:
+        for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
+            torch.testing.assert_close(new.read("fc1"), change(old), atol=1e-6 + loose, rtol=0)
+
+    return check
 
 
 def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -130,12 +132,6 @@ def check_mlp_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
     assert abs(flat.square().mean() / 1.5**2 - 1) < SIX * math.sqrt(2 / len(flat))
     if len(moves) > 1 and moves[0].shape == moves[1].shape:
         assert not torch.allclose(moves[0], moves[1], atol=0.1)
-
-
-def check_mlp_anticorrelated(before: nn.Module, after: nn.Module, loose: float) -> None:
-    for old, new in zip(anatomy.mlps(before), anatomy.mlps(after), strict=True):
-        wanted = (old.read("fc1") - old.read("fc2").T) / 2
-        torch.testing.assert_close(new.read("fc1"), wanted, atol=1e-6 + loose, rtol=0)
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
@@ -159,20 +155,19 @@ def check_conv_mlp(before: nn.Module, after: nn.Module, loose: float) -> None:
         assert torch.equal(now, was)
 
 
-def check_first_last_entries(before: nn.Module, after: nn.Module, loose: float) -> None:
-    (first, *_), (*_, was), (*_, last) = anatomy.mlps(before), anatomy.mlps(before), anatomy.mlps(after)
-    w2, new = first.read("fc2"), last.read("fc2")
-    assert abs(z_of(correlation(w2, new), 0.3, w2.numel())) < SIX
-    assert abs(new.var() / was.read("fc2").var() - 1) < SIX / math.sqrt(w2.numel()) + loose
-    assert abs(z_of(correlation(w2.mean(1), new.mean(1)), 0.3, len(w2))) < SIX
+def check_first_last(correlated: float, rows: bool) -> Callable[[nn.Module, nn.Module, float], None]:
+    def check(before: nn.Module, after: nn.Module, loose: float) -> None:
+        (first, *_), (*_, was), (*_, last) = anatomy.mlps(before), anatomy.mlps(before), anatomy.mlps(after)
+        w2, old, new = (part.read("fc2") for part in (first, was, last))
+        assert abs(z_of(correlation(w2.mean(1), new.mean(1)), correlated, len(w2))) < SIX + 10 * loose * rows
+        if rows:
+            move = new - old
+            torch.testing.assert_close(move, move[:, :1].expand_as(move), atol=1e-6 + loose, rtol=0)
+        else:
+            assert abs(z_of(correlation(w2, new), correlated, w2.numel())) < SIX
+            assert abs(new.var() / old.var() - 1) < SIX / math.sqrt(w2.numel()) + loose
 
-
-def check_first_last_rows(before: nn.Module, after: nn.Module, loose: float) -> None:
-    (first, *_), (*_, was), (*_, last) = anatomy.mlps(before), anatomy.mlps(before), anatomy.mlps(after)
-    w2, old, new = (part.read("fc2") for part in (first, was, last))
-    assert abs(z_of(correlation(w2.mean(1), new.mean(1)), -0.5, len(w2))) < SIX + 10 * loose
-    move = new - old
-    torch.testing.assert_close(move, move[:, :1].expand_as(move), atol=1e-6 + loose, rtol=0)
+    return check
 
 
 def check_mimetic_ssm(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -236,13 +231,17 @@ def check_layer_scale(before: nn.Module, after: nn.Module, loose: float) -> None
     if factors:
         assert all(torch.allclose(p, torch.full_like(p, 0.1)) for p in factors)
         return
+    for (old, last), (new, _) in zip(branch_ends(before), branch_ends(after), strict=True):
+        torch.testing.assert_close(new.read(last), old.read(last) * 0.1, atol=1e-6 + loose, rtol=1e-2 * (loose > 0))
+
+
+def branch_ends(model: nn.Module) -> list[tuple[Any, str]]:
+    """The parts of residual branches, with the name of the last matrix of each."""
+    out = []
     for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
-        try:
-            pairs = zip(finder(before), finder(after), strict=True)
-        except AnatomyError:
-            continue
-        for old, new in pairs:
-            torch.testing.assert_close(new.read(last), old.read(last) * 0.1, atol=1e-6 + loose, rtol=1e-2 * (loose > 0))
+        with contextlib.suppress(AnatomyError):
+            out += [(part, last) for part in finder(model)]
+    return out
 
 
 def check_permute(before: nn.Module, after: nn.Module, loose: float) -> None:
@@ -287,6 +286,22 @@ def touched_matrices(model: nn.Module, *, bias: bool = True) -> set[str]:
     return out | {by_id[id(m.bias)] for m in matrices(model) if bias and m.bias is not None}
 
 
+def touched_weights(model: nn.Module) -> set[str]:
+    return touched_matrices(model, bias=False)
+
+
+def touched_filters(model: nn.Module) -> set[str]:
+    return names_of(anatomy.depthwise(model))
+
+
+def touched_positions(model: nn.Module) -> set[str]:
+    return names_of(anatomy.positions(model))
+
+
+def touched_queries_keys(model: nn.Module) -> set[str]:
+    return names_of(selves(model), *"qk") | biases_of(selves(model), *"qk")
+
+
 def touched_convolutions(model: nn.Module) -> set[str]:
     kinds = (nn.Conv1d, nn.Conv2d)
     return {f"{n}.{k}" for n, m in model.named_modules() if isinstance(m, kinds) for k in ("weight", "bias")}
@@ -296,14 +311,7 @@ def touched_layer_scale(model: nn.Module) -> set[str]:
     factors = {n for n, _ in model.named_parameters() if n.endswith(("gamma", "lambda1", "layer_scale"))}
     if factors:
         return factors
-    out: set[str] = set()
-    for finder, last in ((anatomy.attention, "o"), (anatomy.mlps, "fc2")):
-        try:
-            parts = finder(model)
-        except AnatomyError:
-            continue
-        out |= names_of(parts, last) | biases_of(parts, last)
-    return out
+    return set().union(*(names_of([part], last) | biases_of([part], last) for part, last in branch_ends(model)))
 
 
 def fixup_names(model: nn.Module) -> set[str]:
@@ -360,10 +368,15 @@ MLP_W1 = {"touched": lambda m: names_of(anatomy.mlps(m), "fc1")}
 ONE_SHAPE = [f for f in MLPS if "depthwise" not in f.parts]  # ConvNeXts of several stages have several
 
 
+MLP_SCALAR = check_mlp(lambda part: part.read("fc1") + 0.5 * unit(part))
+MLP_ANTI = check_mlp(lambda part: (part.read("fc1") - part.read("fc2").T) / 2)
+
+
 def last_fc2(model: nn.Module) -> set[str]:
     return names_of(anatomy.mlps(model)[-1:], "fc2")
 
 
+CONVOLUTIONAL = [f for f in EVERY if {"depthwise", "patch_embeddings"} & set(f.parts)]
 BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
 
 CASES = [
@@ -371,48 +384,18 @@ CASES = [
     Case("kaiming_uniform", EVERY, touched_matrices, None),
     Case("xavier", EVERY, touched_matrices, None),
     Case("trunc_normal", EVERY, touched_matrices, None),
-    Case(
-        "conv_covariance",
-        PICTURES,
-        lambda m: names_of(anatomy.depthwise(m)),
-        None,
-        {"preset": "imagenet-thawed"},
-    ),
-    Case(
-        "covariance_transfer",
-        PICTURES,
-        lambda m: names_of(anatomy.depthwise(m)),
-        check_covariance_transfer,
-        donor="source",
-    ),
-    Case("random_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), None),
-    Case("impulse_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), None),
-    Case("box_filters", rows("depthwise"), lambda m: names_of(anatomy.depthwise(m)), None, random=False),
+    Case("conv_covariance", PICTURES, touched_filters, None, {"preset": "imagenet-thawed"}),
+    Case("covariance_transfer", PICTURES, touched_filters, check_covariance_transfer, donor="source"),
+    Case("random_filters", rows("depthwise"), touched_filters, None),
+    Case("impulse_filters", rows("depthwise"), touched_filters, None),
+    Case("box_filters", rows("depthwise"), touched_filters, None, random=False),
     Case("mimetic_attention", SELF, lambda m: names_of(selves(m), *"qkvo"), None),
-    Case(
-        "sinusoidal_positions",
-        rows("positions"),
-        lambda m: names_of(anatomy.positions(m)),
-        None,
-        {"gamma": 2.0},
-        random=False,
-    ),
-    Case(
-        "impulse_attention",
-        only("positions", *ROTARY, *POSITIONAL),
-        lambda m: names_of(selves(m), *"qk") | biases_of(selves(m), *"qk"),
-        None,
-    ),
-    Case(
-        "impulse_attention",
-        [FAMILIES["torch-encoder"]],
-        lambda m: names_of(selves(m), *"qk") | biases_of(selves(m), *"qk"),
-        None,
-        {"grid": (4, 4)},
-    ),
-    Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_scalar, numbers={"b": 0.5}, random=False),
+    Case("sinusoidal_positions", rows("positions"), touched_positions, None, {"gamma": 2.0}, random=False),
+    Case("impulse_attention", only("positions", *ROTARY, *POSITIONAL), touched_queries_keys, None),
+    Case("impulse_attention", [FAMILIES["torch-encoder"]], touched_queries_keys, None, {"grid": (4, 4)}),
+    Case("mimetic_mlp", MLPS, **MLP_W1, check=MLP_SCALAR, numbers={"b": 0.5}, random=False),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_rows, numbers={"mode": "rows", "sigma": 1.5}),
-    Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_anticorrelated, numbers={"mode": "anticorrelated"}),
+    Case("mimetic_mlp", MLPS, **MLP_W1, check=MLP_ANTI, numbers={"mode": "anticorrelated"}),
     Case(
         "constant_mlp_bias",
         only("mlps", "hf-llama", "hf-phi3", "hf-t5"),  # have no biases
@@ -429,8 +412,15 @@ CASES = [
         {"correlation": -0.7},
         random=False,
     ),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, check_first_last_entries, {"correlation": 0.3}, random=False),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, check_first_last_rows, {"mode": "rows"}),
+    Case(
+        "mimetic_first_last_mlp",
+        ONE_SHAPE,
+        last_fc2,
+        check_first_last(0.3, rows=False),
+        {"correlation": 0.3},
+        random=False,
+    ),
+    Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, check_first_last(-0.5, rows=True), {"mode": "rows"}),
     Case("mimetic_ssm", rows("ssms"), lambda m: names_of(anatomy.ssms(m), *SSM_NAMES), check_mimetic_ssm, random=False),
     Case(
         "ssm_from_attention",
@@ -449,23 +439,11 @@ CASES = [
     ),
     Case("zero_init", SELF, zero_names, None, random=False),
     Case("t_fixup", [f for f in SELF if "mlps" in f.parts], fixup_names, None),
-    Case(
-        "delta_orthogonal",
-        [f for f in EVERY if {"depthwise", "patch_embeddings"} & set(f.parts)],
-        touched_convolutions,
-        None,
-    ),
+    Case("delta_orthogonal", CONVOLUTIONAL, touched_convolutions, None),
     Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale, random=False),
-    Case("permute", EVERY, lambda m: touched_matrices(m, bias=False), check_permute),
+    Case("permute", EVERY, touched_weights, check_permute),
     Case("transfer", EVERY, touched_all, check_same_as_donor, donor="source"),
-    Case(
-        "transfer_singular",
-        EVERY,
-        lambda m: touched_matrices(m, bias=False),
-        check_transfer_singular,
-        {"rank": 3},
-        donor="source",
-    ),
+    Case("transfer_singular", EVERY, touched_weights, check_transfer_singular, {"rank": 3}, donor="source"),
     Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
     Case("net2net", EVERY, touched_all, check_same_as_donor, {}, donor="source"),
 ]

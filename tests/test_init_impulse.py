@@ -139,10 +139,8 @@ def offsets_of(model, tokens=None):
 
 
 def test_offsets_are_dealt_without_repetition_and_differ_between_layers():
-    model = impulse_attention_(vit(heads=6), generator=seeded(1))
-    dealt = offsets_of(model)
-    assert all(len(set(layer)) == 6 for layer in dealt)
-    assert all(set(layer) <= set(filter_offsets(3, True)) for layer in dealt)
+    dealt = offsets_of(impulse_attention_(vit(heads=6), generator=seeded(1)))
+    assert all(len(set(layer)) == 6 and set(layer) <= set(filter_offsets(3, True)) for layer in dealt)
     assert dealt[0] != dealt[1]
 
 
@@ -161,8 +159,9 @@ def test_heads_with_one_offset_have_different_weights():
     assert offsets_of(model) == [[(0, 1)] * 3] * 2
 
 
-def test_same_layers_repeat_the_first():
-    model = impulse_attention_(vit(), same_layers=True, generator=seeded())
+@pytest.mark.parametrize("steps", [None, 2])
+def test_same_layers_repeat_the_first(steps):
+    model = impulse_attention_(vit(), same_layers=True, adam_steps=steps, generator=seeded())
     first, *others = attention(model)
     assert all(torch.equal(first.read(name), part.read(name)) for part in others for name in "qk")
 
@@ -217,17 +216,6 @@ def test_adam_is_algorithm_1_head_by_head():
     assert "logit factor" not in {check.statistic for check in report.checks}
 
 
-def test_equal_layers_are_solved_once_by_adam(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "weightscope.init.impulse_attention.by_adam", lambda *a, **o: calls.append(a) or by_adam(*a, **o)
-    )
-    model = impulse_attention_(vit(), same_layers=True, adam_steps=2, generator=seeded())
-    first, *others = attention(model)
-    assert all(torch.equal(first.read(name), part.read(name)) for part in others for name in "qk")
-    assert len(calls) == 1
-
-
 def test_adam_with_a_shared_key_descends_the_sum_of_the_errors():
     tokens = TokenGrid(3, 3)
     x = normalised(sinusoidal_positions(3, 3, 16)).float()
@@ -276,16 +264,6 @@ def test_biases_that_would_bend_the_map_become_zero():
     assert layer.self_attn.in_proj_bias.tolist() == [0.0] * 96 + [1.0] * 48
 
 
-def test_a_forward_pass_shows_the_impulses():
-    model = impulse_attention_(vit(depth=1), offsets=[(0, -1)], generator=seeded()).eval()
-    x = model.blocks[0].norm1(model.pos_embed)
-    part = attention(model)[0]
-    logits = (x @ part.read("q")) @ (x @ part.read("k")).mT * part.scale
-    peaks = torch.softmax(logits, -1).argmax(-1)
-    inside = (impulse_matrix(TokenGrid(8, 8), (0, -1)).sum(1) > 0).nonzero()[:, 0]
-    assert all(torch.equal(head[inside], inside - 1) for head in peaks)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -308,20 +286,16 @@ def test_refusals(arguments, message):
         impulse_attention_(vit(), **arguments)
 
 
-def test_no_positions_need_a_grid():
+def test_no_positions_need_a_grid_and_codes_must_fit():
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     with pytest.raises(AnatomyError, match=r"give grid="):
         impulse_attention_(layer)
     impulse_attention_(layer, grid=16, generator=seeded())
     with pytest.raises(UsageError, match="grid"):
         impulse_attention_(layer, grid=(1, 2, 3))
-
-
-def test_solve_refuses_codes_that_do_not_fit():
-    with pytest.raises(UsageError, match="one row for each of 4 tokens"):
-        solve(torch.ones(5, 8), TokenGrid(2, 2), [(0, 0)], 4)
-    with pytest.raises(UsageError, match="found zeros"):
-        solve(torch.zeros(4, 8), TokenGrid(2, 2), [(0, 0)], 4)
+    for codes, message in ((torch.ones(5, 8), "one row for each of 4 tokens"), (torch.zeros(4, 8), "found zeros")):
+        with pytest.raises(UsageError, match=message):
+            solve(codes, TokenGrid(2, 2), [(0, 0)], 4)
 
 
 def test_the_solver_runs_in_one_thread_and_gives_the_others_back(monkeypatch):

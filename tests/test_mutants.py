@@ -4,9 +4,10 @@ Each mutant is a correct construction with one change, built here from plain sin
 samples. The same construction without the change must pass, so that nothing fails for being built here.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,30 +24,15 @@ from weightscope.networks import ConvMixer, ViT
 from weightscope.networks.layers import sinusoidal_positions
 
 torch.set_num_threads(1)
-Z = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a construction.
+    """One change of a construction."""
 
-    Attributes:
-        build: (correct module, generator) -> None, in place.
-        caught: statistics of which at least one must fail.
-        parameters: of the initialiser, when not its defaults.
-    """
-
-    build: Callable[[nn.Module, torch.Generator], None]
-    caught: tuple[str, ...]
-    parameters: dict[str, Any] = field(default_factory=dict)
-
-
-def check(model: nn.Module, name: str, mutant: Mutant, seed: int = 3) -> None:
-    mutant.build(model, torch.Generator().manual_seed(seed))
-    report = audit(model, name, **mutant.parameters)
-    assert not report.passed, str(report)
-    failed = {c.statistic for c in report.failures}
-    assert failed & set(mutant.caught), f"expected one of {mutant.caught}, found {failed}\n{report}"
+    build: Callable[[nn.Module, torch.Generator], None]  # changes a correct module in place
+    caught: tuple[str, ...]  # statistics of which at least one must fail
+    parameters: dict[str, Any] = field(default_factory=dict)  # of the initialiser, when not its defaults
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -151,6 +137,7 @@ def mutate(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
     return lambda module, g: naive_attention(module, g, **knobs)
 
 
+LANGUAGE = {"preset": "language"}
 OFF = {"alpha_qk": 0.3, "beta_qk": 0.7, "alpha_vo": 0.4, "beta_vo": 0.2}
 ATTENTION = {
     "factors swapped, R L for L R": Mutant(mutate(swapped=True), ("diagonal std",)),
@@ -172,6 +159,8 @@ ATTENTION = {
     "same random matrix for SVD": Mutant(equal_matrices, ("asymmetry",)),
     "language numbers for vision": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("diagonal mean",)),
     "overwritten by the framework": Mutant(framework, ("diagonal mean",)),
+    # The SVD of a multiple of I is the first k coordinates, in every head.
+    "SVD without noise": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("resemblance",), LANGUAGE),
     "one head overwritten": Mutant(one_head_again, ("diagonal mean",)),
     "one layer overwritten": Mutant(last_layer_again, ("diagonal mean",)),
     "beta 10 % too small": Mutant(mutate(qk=(0.7, 0.63)), ("diagonal mean",)),
@@ -179,28 +168,12 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_wrong_attention_fails(name):
-    check(vit(), "mimetic_attention", ATTENTION[name])
-
-
-@pytest.mark.parametrize("parameters", [{}, OFF, {"preset": "language"}], ids=["vision", "off", "language"])
-def test_the_naive_attention_passes(parameters):
-    numbers = {(): ((0.7, 0.7), (0.4, -0.4)), ("preset",): ((0.0, 0.5), (0.2, -0.2))}
-    qk, vo = numbers.get(tuple(parameters), ((0.3, 0.7), (0.4, -0.2)))
+def right_attention(parameters: dict[str, Any]) -> nn.Module:
     model, g = vit(), torch.Generator().manual_seed(0)
-    if parameters.get("preset"):  # without noise an SVD gives all heads one subspace, so ours draws it
-        wi.mimetic_attention_(model, preset="language", generator=g)
-    else:
-        naive_attention(model, g, qk=qk, vo=vo)
-    report = audit(model, "mimetic_attention", **parameters)
-    assert report.passed, str(report)
-
-
-def test_an_svd_without_noise_gives_every_head_the_same_coordinates():
-    """alpha = 0 in the published construction: the SVD of a multiple of I is the first k coordinates, every time."""
-    mutant = Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("resemblance",), {"preset": "language"})
-    check(vit(), "mimetic_attention", mutant)
+    if parameters == LANGUAGE:  # without noise an SVD gives all heads one subspace, so ours draws it
+        return wi.mimetic_attention_(model, preset="language", generator=g)
+    naive_attention(model, g, **({"qk": (0.3, 0.7), "vo": (0.4, -0.2)} if parameters == OFF else {}))
+    return model
 
 
 # --- depthwise filters ---------------------------------------------------------------------------------------------
@@ -301,19 +274,14 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_wrong_filters_fail(name):
-    mutant = FILTERS[name]
-    check(mixer(), "conv_covariance", Mutant(mutant.build, mutant.caught, SCHEDULE | mutant.parameters))
+FILTERS = {name: replace(m, parameters=SCHEDULE | m.parameters) for name, m in FILTERS.items()}
 
 
-@pytest.mark.parametrize("psd", ["abs", "clip"])
-def test_the_naive_filters_pass(psd):
+def right_filters(parameters: dict[str, Any]) -> nn.Module:
     model = mixer()
-    root = lambda s: wi.convolution.covariance_root(s, psd)  # noqa: E731
+    root = functools.partial(wi.convolution.covariance_root, psd=parameters["psd"])
     naive_filters(model, torch.Generator().manual_seed(0), root=root)
-    report = audit(model, "conv_covariance", **SCHEDULE, psd=psd)
-    assert report.passed, str(report)
+    return model
 
 
 def test_absolute_eigenvalues_hide_a_mirrored_shift():
@@ -384,13 +352,7 @@ def into_fc2(module: nn.Module, g: torch.Generator) -> None:
 MLP["second layer for first"] = Mutant(into_fc2, ("mean",), SCALAR)
 
 
-@pytest.mark.parametrize("name", MLP)
-def test_wrong_mlps_fail(name):
-    check(vit(), "mimetic_mlp", MLP[name])
-
-
-@pytest.mark.parametrize("parameters", [ROWS, SCALAR, ANTI], ids=["rows", "scalar", "anticorrelated"])
-def test_right_mlps_pass(parameters):
+def right_mlps(parameters: dict[str, Any]) -> nn.Module:
     updates = {
         "rows": lambda w, _, g: w + rows(w, g, SIGMA * unit(w)),
         "scalar": lambda w, _, g: w + B * unit(w),
@@ -398,8 +360,7 @@ def test_right_mlps_pass(parameters):
     }
     model = vit()
     fc1_update(updates[parameters["mode"]])(model, torch.Generator().manual_seed(0))
-    report = audit(model, "mimetic_mlp", **parameters)
-    assert report.passed, str(report)
+    return model
 
 
 # --- state-space layers --------------------------------------------------------------------------------------------
@@ -460,17 +421,6 @@ TAPS = {
 }
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("name", SSM)
-def test_wrong_state_space_layers_fail(name, version):
-    check(mamba(version), "mimetic_ssm", SSM[name])
-
-
-@pytest.mark.parametrize("name", TAPS)
-def test_wrong_convolutions_fail(name):
-    check(mamba(2), "mimetic_ssm", TAPS[name])
-
-
 # --- positions and impulses ----------------------------------------------------------------------------------------
 
 
@@ -499,11 +449,6 @@ POSITIONS = {
     ),
     "learned instead": Mutant(set_positions(lambda: torch.randn(16, D)), ("distance of inner products",)),
 }
-
-
-@pytest.mark.parametrize("name", POSITIONS)
-def test_wrong_positions_fail(name):
-    check(vit(), "sinusoidal_positions", POSITIONS[name])
 
 
 def test_the_order_of_features_is_no_mistake():
@@ -547,11 +492,41 @@ IMPULSES = {
 }
 
 
-@pytest.mark.parametrize("name", IMPULSES)
-def test_wrong_impulses_fail(name):
-    check(solved(), "impulse_attention", IMPULSES[name])
+# --- all of them ---------------------------------------------------------------------------------------------------
+
+WRONG = (
+    ("mimetic_attention", vit, ATTENTION),
+    ("conv_covariance", mixer, FILTERS),
+    ("mimetic_mlp", vit, MLP),
+    ("mimetic_ssm", functools.partial(mamba, 1), SSM),
+    ("mimetic_ssm", functools.partial(mamba, 2), SSM | TAPS),
+    ("sinusoidal_positions", vit, POSITIONS),
+    ("impulse_attention", solved, IMPULSES),
+)
 
 
-def test_right_impulses_pass():
-    report = audit(solved(), "impulse_attention")
+@pytest.mark.parametrize(
+    ("name", "make", "mutant"),
+    [pytest.param(n, make, m, id=f"{n}-{what}") for n, make, mutants in WRONG for what, m in mutants.items()],
+)
+def test_wrong_copies_fail(name, make, mutant):
+    model = make()
+    mutant.build(model, torch.Generator().manual_seed(3))
+    report = audit(model, name, **mutant.parameters)
+    assert not report.passed, str(report)
+    failed = {c.statistic for c in report.failures}
+    assert failed & set(mutant.caught), f"expected one of {mutant.caught}, found {failed}\n{report}"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "parameters"),
+    [
+        *(("mimetic_attention", right_attention, p) for p in ({}, OFF, LANGUAGE)),
+        *(("conv_covariance", right_filters, SCHEDULE | {"psd": psd}) for psd in ("abs", "clip")),
+        *(("mimetic_mlp", right_mlps, p) for p in (ROWS, SCALAR, ANTI)),
+        ("impulse_attention", lambda _: solved(), {}),
+    ],
+)
+def test_right_constructions_pass(name, make, parameters):
+    report = audit(make(parameters), name, **parameters)
     assert report.passed, str(report)

@@ -14,6 +14,8 @@ import torch
 from programs import ROOT, script
 from safetensors.torch import save_file
 
+from weightscope.auditing import audit
+from weightscope.init import impulse_attention_
 from weightscope.networks import ViT
 
 BENCHMARKS = {
@@ -129,3 +131,17 @@ def test_the_study_of_attention_maps(tmp_path: Path) -> None:
     script("figures/attention_maps.py").main(tmp_path, tmp_path / "maps.png")
     for name in ("maps", "maps_places", "maps_ranks"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_ten_thousand_steps_of_adam_end_at_the_impulses() -> None:
+    """Algorithm 1 as published, against the solver: with more error and larger norms, the same offsets."""
+    torch.manual_seed(0)
+    by_adam, solved = (ViT(16, 4, 48, 1, 3, 10) for _ in range(2))
+    solved.load_state_dict(by_adam.state_dict())
+    impulse_attention_(by_adam, adam_steps=10_000, generator=torch.Generator().manual_seed(0))
+    impulse_attention_(solved, generator=torch.Generator().manual_seed(0))
+    reports = audit(by_adam, "impulse_attention", adam_steps=10_000), audit(solved, "impulse_attention")
+    assert all(report.passed for report in reports), str(reports[0])
+    slow, fast = ({c.name: c.found for c in report.checks if c.statistic == "error"} for report in reports)
+    assert slow.keys() == fast.keys()
+    assert all(fast[head] < slow[head] for head in slow)

@@ -19,23 +19,14 @@ from weightscope.errors import AnatomyError, SpecError, UsageError
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one family names and packs its projections, relative to the attention module.
+    """How one family names and packs its projections, relative to the attention module."""
 
-    Attributes:
-        q: name of the query weight; equal names denote packed rows, in the order q, k, v.
-        k: of the key weight.
-        v: of the value weight.
-        interleaved: packed rows are ordered by head (q, k, v of head 0, then of head 1, ...).
-        conv1d: the tensors may be those of transformers' Conv1D, stored (in, out), to be seen from the packed shape.
-        bias: names of the three biases; None derives them from the weights' names.
-    """
-
-    q: str
+    q: str  # names of weights; equal names denote packed rows, in the order q, k, v
     k: str
     v: str
-    interleaved: bool = False
-    conv1d: bool = False
-    bias: tuple[str, str, str] | None = None
+    interleaved: bool = False  # packed rows are ordered by head (q, k, v of head 0, then of head 1, ...)
+    conv1d: bool = False  # may be those of transformers' Conv1D, stored (in, out), to be seen from the packed shape
+    bias: tuple[str, str, str] | None = None  # None derives them from the weights' names
 
 
 def _packed(name: str, **options: Any) -> Scheme:

@@ -179,18 +179,12 @@ class TokenGrid:
     """Positions of tokens: `prefix` special ones (class token, registers), then a grid in row-major order.
 
     A sequence is a grid of one row.
-
-    Attributes:
-        rows: of the grid.
-        columns: of the grid.
-        prefix: special tokens at the start.
-        causal: whether a token attends only to itself and earlier ones.
     """
 
     rows: int
     columns: int
     prefix: int = 0
-    causal: bool = False
+    causal: bool = False  # whether a token attends only to itself and earlier ones
 
     @property
     def total(self) -> int:

@@ -28,20 +28,8 @@ class FactoredProduct:
     """M = A B^T, stored as its factors; statistics are computed in float64. Leading axes are batch axes.
 
     With r <= d/2 nothing larger than (d, r) or (r, r) is allocated. Otherwise the factors are no smaller than M, and M
-    is formed when its norms are needed, one product at a time, and released.
-
-    Args:
-        a: A (..., d, r), of any floating-point type; not copied.
-        b: B (..., d', r).
-
-    Attributes:
-        shape: (d, d') of one product.
-        rank: r, an upper bound of the rank of M.
-
-    Example:
-        >>> heads = FactoredProduct(part.read("q"), part.read("k"))
-        >>> heads.diagonal().mean(-1)
-        tensor([0.0712, 0.0533, 0.0618], dtype=torch.float64)
+    is formed when its norms are needed, one product at a time, and released. A (..., d, r) and B (..., d', r) may be of
+    any floating-point type and are not copied; `shape` is (d, d').
     """
 
     def __init__(self, a: Tensor, b: Tensor) -> None:

@@ -20,23 +20,14 @@ _WEIGHTED = (nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of a linear or convolutional layer.
+    """The weight of a linear or convolutional layer."""
 
-    Attributes:
-        name: of the parameter, from the root of the module.
-        weight: the parameter.
-        bias: the layer's bias; None if it has none.
-        layer: the module of both.
-        is_transposed: whether the parameter is stored (in, out).
-        fused: how many matrices of equal height the (out, in) matrix packs.
-    """
-
-    name: str
+    name: str  # of the parameter, from the root of the module
     weight: Tensor
     bias: Tensor | None
-    layer: nn.Module
-    is_transposed: bool
-    fused: int
+    layer: nn.Module  # of both
+    is_transposed: bool  # stored (in, out)
+    fused: int  # how many matrices of equal height the (out, in) matrix packs
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Views of a tensor of the weight's shape as the matrices (out, in, ...) that it packs."""
@@ -49,9 +40,6 @@ def matrices(module: nn.Module) -> list[Matrix]:
 
     A fused projection of queries, keys and values counts as three matrices, since fusing must not change what an
     initialiser draws that depends on the output width.
-
-    Raises:
-        AnatomyError: if there are none.
     """
     seen = {id(inner.weight) for inner in module.modules() if isinstance(inner, nn.Embedding)}
     out = []
@@ -88,11 +76,7 @@ def fans(matrix: Tensor) -> tuple[int, int]:
 
 
 def default_deviation(matrix: Tensor) -> float:
-    """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in).
-
-    Raises:
-        AnatomyError: if the weight has no inputs.
-    """
+    """1 / sqrt(3 fan_in): the standard deviation of torch's default entries, U(-1, 1) / sqrt(fan_in)."""
     if not fans(matrix)[0]:
         raise AnatomyError(f"expected a weight with inputs, found the shape {tuple(matrix.shape)}")
     return 1 / math.sqrt(3 * fans(matrix)[0])

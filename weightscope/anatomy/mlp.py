@@ -18,21 +18,12 @@ MLPName = Literal["fc1", "fc2", "gate"]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one family names an MLP, relative to its parent.
+    """How one family names an MLP, relative to its parent."""
 
-    Attributes:
-        fc1: the weight that expands.
-        fc2: the weight that contracts.
-        gate: the weight whose output passes the activation and multiplies; equal to `fc1` when both are packed.
-        gate_first: whether the gate comes first in packed rows.
-        conv1d: the tensors may be those of transformers' Conv1D, stored (in, out).
-    """
-
-    fc1: str
-    fc2: str
-    gate: str | None = None
-    gate_first: bool = True
-    conv1d: bool = False
+    fc1: str  # expands
+    fc2: str  # contracts
+    gate: str | None = None  # its output passes the activation and multiplies; equal to `fc1` when both are packed
+    conv1d: bool = False  # the tensors may be those of transformers' Conv1D, stored (in, out)
 
 
 SCHEMES: tuple[Scheme, ...] = (
@@ -191,19 +182,14 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot
         slots = {"fc1": Slot(first, None, transposed), "fc2": Slot(second, None, transposed)}
         return slots | ({"gate": Slot(f"{prefix}{scheme.gate}.weight")} if scheme.gate else {})
     # GluMlp states which half is the gate; the other packed families put it first.
-    gate_first = scheme.gate_first if gated else _glu_gate_first(tensors, prefix)
-    halves = slice(0, inner), slice(inner, rows)
-    gate, up = halves if gate_first else halves[::-1]
-    return {"fc1": Slot(first, up), "fc2": Slot(second), "gate": Slot(first, gate)}
-
-
-def _glu_gate_first(tensors: NamedTensors, prefix: str) -> bool:
-    last = tensors.hint(prefix.removesuffix("."), ("gate_last",), bool)
-    if last is None:
+    gate_last = False if gated else tensors.hint(prefix.removesuffix("."), ("gate_last",), bool)
+    if gate_last is None:
         raise AnatomyError(
             f"`{prefix}fc1.weight` packs a gate, and its names do not say in which half; pass the module"
         )
-    return not last
+    halves = slice(0, inner), slice(inner, rows)
+    up, gate = halves if gate_last else halves[::-1]
+    return {"fc1": Slot(first, up), "fc2": Slot(second), "gate": Slot(first, gate)}
 
 
 def _is_conv1d(tensors: NamedTensors, path: str) -> bool:

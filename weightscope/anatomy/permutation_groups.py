@@ -22,19 +22,12 @@ _C = "channels"
 
 @dataclass(frozen=True)
 class Rule:
-    """Names that match `pattern` have these axes; a fused projection has one row of axes for each of its parts.
+    """Names that match `pattern` have these axes; a fused projection has one row of axes for each of its parts."""
 
-    Attributes:
-        pattern: a regular expression of the whole name; its named groups may be used in the axes.
-        axes: one label per axis; trailing axes of length one (1x1 convolutions) need none.
-        parts: of the first axis: (label in brackets, axes).
-        sizes: the tensor and its network's spec -> the length of each part, None if they do not fit; by default parts
-            have equal shares.
-    """
-
-    pattern: str
-    axes: Axes = ()
-    parts: tuple[tuple[str, Axes], ...] = ()
+    pattern: str  # a regular expression of the whole name; its named groups may be used in the axes
+    axes: Axes = ()  # one label per axis; trailing axes of length one (1x1 convolutions) need none
+    parts: tuple[tuple[str, Axes], ...] = ()  # of the first axis: (label in brackets, axes)
+    # the tensor and its network's spec -> the length of each part, None if they do not fit; by default equal shares
     sizes: Callable[[TensorSpec, WeightSpec], tuple[int, ...] | None] | None = None
 
     def rows(self, tensor: TensorSpec, spec: WeightSpec) -> tuple[int, ...] | None:
@@ -241,13 +234,8 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     values: sinusoidal positions tell channels apart, GPSA's position vectors tell heads apart, and its W_V = 1 ties
     coordinates to channels.
 
-    Args:
-        network: its spec, of all tensors or of some of them; or a module, which also tells which units are of one head.
-            A spec alone tells it where a tensor has an axis of heads.
-
-    Raises:
-        AnatomyError: if the names are of no known architecture; says which names were not recognised. Write a
-            specification of your own then: `PermutationSpec.from_axes`.
+    A module also tells which units are of one head; a spec, of all tensors or some, only where a tensor has an axis of
+    heads. An AnatomyError names what was not recognised; write `PermutationSpec.from_axes` of your own then.
 
     Example:
         >>> permutation_spec(population.spec).sizes
@@ -350,19 +338,7 @@ def apply_permutation(
     """Renumber a network's units at random, in place, such that its function stays the same.
 
     The joint permutation of hidden units that thesis 4.1 asks for as a control: it changes where weights are, not what
-    the network does.
-
-    Args:
-        module: the network.
-        permutations: its specification; by default that of its names.
-        rng: draws the permutations and signs.
-
-    Returns:
-        The module.
-
-    Raises:
-        AnatomyError: if the names are of no known architecture and no specification is given.
-        SpecError: if the specification is for other tensors.
+    the network does. By default by the specification of its names; returns the module.
     """
     permutations = permutations or permutation_spec(module)
     state = module.state_dict()
@@ -379,18 +355,10 @@ def apply_permutation(
 def check_permutations(
     module: nn.Module, inputs: torch.Tensor, permutations: PermutationSpec | None = None, *, seed: int = 0
 ) -> float:
-    """How much a network's outputs change, at most, when its units are renumbered at random.
+    """How much a network's outputs change, at most, when its units are renumbered at random; its weights are put back.
 
-    Args:
-        module: in evaluation mode and float64, so that only a wrong specification can change its outputs; its weights
-            are put back.
-        inputs: a batch for the module.
-        permutations: by default that of its names.
-        seed: of the permutations.
-
-    Returns:
-        The largest absolute difference of outputs over their largest absolute value: about 1e-15 for a right
-        specification, of the order of 1 for a wrong one.
+    The largest absolute difference over the largest absolute value: in float64 and evaluation mode about 1e-15 for a
+    right specification, of the order of 1 for a wrong one.
     """
     before = module(inputs)
     kept = {name: value.clone() for name, value in module.state_dict().items()}
@@ -408,17 +376,9 @@ OwnPermutations = PermutationSpec | Mapping[str, Sequence[str | None]]
 def permutations_of(source: Any, given: OwnPermutations | None = None) -> PermutationSpec:
     """The permutation specification of the tensors of a source: that of their names, or one's own, checked.
 
-    One's own is checked by function if the source has a recipe, as a population has: a network of the recipe with
-    random weights in all its tensors must have the same outputs after renumbering.
-
-    Args:
-        source: of weights, with a `spec`.
-        given: a specification, or tensor name -> the group of each axis (`PermutationSpec.from_axes`), of all tensors
-            of the source.
-
-    Raises:
-        AnatomyError: if the names are of no known architecture and none is given.
-        SpecError: if a tensor is missing or described wrongly, or renumbering changes the network's function.
+    One's own may be tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked
+    by function if the source has a recipe, as a population has: a network of the recipe with random weights in all its
+    tensors must have the same outputs after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
     if given is None:

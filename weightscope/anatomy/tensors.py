@@ -18,15 +18,8 @@ from weightscope.checkpoint import open_checkpoint
 from weightscope.errors import AnatomyError, DataError, SpecError
 
 # Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
-_RANK = {
-    "encoder": 0,
-    "text_model": 0,
-    "decoder": 1,
-    "vision_model": 1,
-    "self_attn": 0,
-    "encoder_attn": 1,
-    "multihead_attn": 1,
-}
+_RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
+_RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
 
 
 class NamedTensors:
@@ -235,17 +228,8 @@ _ROPE_MODULES = ("rotary_emb", "rotary_embed", "rope", "rope_embeddings", "rotar
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
 # Old configs of these models do not mention the rotation.
 _ROPE_TYPES = {
-    "llama",
-    "mistral",
-    "mixtral",
-    "gpt_neox",
-    "gptj",
-    "codegen",
-    "qwen2",
-    "gemma",
-    "phi",
-    "stablelm",
-    "olmo",
+    *("llama", "mistral", "mixtral", "gpt_neox", "gptj", "codegen"),
+    *("qwen2", "gemma", "phi", "stablelm", "olmo"),
 }
 
 
@@ -257,13 +241,7 @@ def _rope_config(config: Mapping[str, Any]) -> bool:
 
 
 def _first(holder: Any, keys: Iterable[str], kind: type | tuple[type, ...]) -> Any | None:
-    if holder is None:
-        return None
-    for key in keys:
-        value = getattr(holder, key, None)
-        if _is(value, kind):
-            return value
-    return None
+    return next((value for key in keys if _is(value := getattr(holder, key, None), kind)), None)
 
 
 _STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")
@@ -337,19 +315,12 @@ Rows = slice | Tensor | None
 
 @dataclass(frozen=True)
 class Slot:
-    """Rows of a matrix in a tensor.
+    """Rows of a matrix in a tensor."""
 
-    Attributes:
-        name: of the tensor.
-        rows: of the (out, in) matrix.
-        transposed: whether the tensor stores (in, out), as transformers' Conv1D does.
-        vector: whether the tensor is a vector (a bias), read as it is.
-    """
-
-    name: str
-    rows: Rows = None
-    transposed: bool = False
-    vector: bool = False
+    name: str  # of the tensor
+    rows: Rows = None  # of the (out, in) matrix
+    transposed: bool = False  # the tensor stores (in, out), as transformers' Conv1D does
+    vector: bool = False  # the tensor is a vector (a bias), read as it is
 
     def size(self, tensors: NamedTensors) -> tuple[int, int]:
         """(rows, columns) of the (out, in) matrix, without reading it."""
@@ -372,12 +343,7 @@ class Slot:
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors, value: Tensor) -> None:
-        """Write rows in place, cast to the tensor's data type and device.
-
-        Raises:
-            SpecError: if the shape differs from that of `read`.
-            DataError: if the model cannot be written, or a finite number overflows in the tensor's data type.
-        """
+        """Write rows in place, cast to the tensor's data type and device."""
         tensors.writable(self.name)
         view = self._view(tensors)
         rows = slice(None) if self.rows is None else self.rows
@@ -430,12 +396,7 @@ class InSlots:
 
 @torch.no_grad()
 def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    """Write a whole tensor in place, given in the shape that its view has.
-
-    Raises:
-        SpecError: if the value's shape is not `shape`.
-        DataError: if the model cannot be written, or a finite number overflows in the tensor's data type.
-    """
+    """Write a whole tensor in place, given in the shape that its view has."""
     if tuple(value.shape) != tuple(shape):
         raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
     tensors.writable(name)
@@ -463,10 +424,7 @@ def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:
 def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable[[str], str | None]) -> tuple[str, ...]:
     """The matrices of modules that have at least two of them and contain no part; in the order of the model.
 
-    Args:
-        tensors: the model's.
-        parts: those found.
-        owner: tensor -> path of the module that looks like a part, or None.
+    `owner` maps a tensor to the path of the module that looks like a part, or None.
     """
     modules: dict[str, list[str]] = {}
     for name in unread(tensors, parts):

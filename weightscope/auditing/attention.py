@@ -39,6 +39,7 @@ from weightscope.init.impulse_attention import (
     attention_map,
     filter_offsets,
     impulse_matrix,
+    masked,
     nearest_table,
     normalised,
     position_codes,
@@ -82,8 +83,7 @@ def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
 def imbalance(a: Tensor, b: Tensor) -> float:
     """`||A^T A - B^T B||_F / ||B^T B||_F` for factors (n, d, r) of n products that share r singular values.
 
-    The Gram matrices are averaged over the products. Zero means that both sides have the square roots of the singular
-    values.
+    The Gram matrices are averaged over the products. It is zero if both sides have the roots of the singular values.
     """
     gram_a, gram_b = (torch.einsum("hdr,hds->rs", x, x) / len(x) for x in (a, b))
     return float((gram_a - gram_b).norm() / gram_b.norm())
@@ -408,7 +408,7 @@ def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: 
     """1 / t for the t that minimises the objective of `impulse_attention.solve` on t times the logits; 1 if solved."""
     logits = (x @ q) @ (x @ k).mT * part.scale
     if tokens.causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+        logits = masked(logits)
     # With a shared key only the queries are free, else both grow with sqrt(t).
     powers = (2, 0) if part.kv_heads < part.heads else (1, 1)
     directions = span(x)

@@ -61,13 +61,9 @@ def f_ratio(over: float, under: float, *, level: float = LEVEL) -> Interval:
 
 
 def predicted(draws: Sequence[float], *, shrink: float = 1.0, slack: float = 0.0, level: float = LEVEL) -> Interval:
-    """Prediction interval of one more draw, given draws of a simulated null.
+    """Prediction interval of one more draw, given draws of a correct construction.
 
-    Args:
-        draws: n statistics of the correct construction.
-        shrink: standard deviation at the audited size over that at the simulated size.
-        slack: added on each side, for rounding and for the difference in mean of the simulated size.
-        level: probability of a draw outside.
+    `shrink` is the deviation at the audited size over that at the simulated size; `slack` is added on each side.
     """
     n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
     half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(shrink**2 + 1 / n) + slack
@@ -118,15 +114,7 @@ class Simulated:
     def interval(
         self, statistic: str, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0, slack: float = 0.0
     ) -> Interval:
-        """The prediction interval of a statistic.
-
-        Args:
-            statistic: its name.
-            via: the transform under which it is about normal.
-            factor: on its mean at the audited size; on the deviation, too.
-            shrink: as in `predicted`, after the factor.
-            slack: added on each side.
-        """
+        """The prediction interval of a statistic, about normal under `via`; `factor` is on its mean and deviation."""
         forth, back = via
         low, high = predicted([forth(factor * x) for x in self.correct[statistic]], shrink=shrink)
         return back(low) - slack, back(high) + slack

@@ -29,19 +29,12 @@ _SAMPLE = 1024  # entries of each tensor that are stored, to compare across a ch
 
 @dataclass(frozen=True)
 class Overwrite:
-    """An initialised parameter whose value changed afterwards.
+    """An initialised parameter whose value changed afterwards."""
 
-    Attributes:
-        name: of the parameter.
-        initialiser: that set it.
-        by: "file:line in function" of the first later write and its caller, or another cause.
-        changed: share of the compared entries that differ; 1.0 if the shape differs.
-    """
-
-    name: str
-    initialiser: str
-    by: str
-    changed: float
+    name: str  # of the parameter
+    initialiser: str  # that set it
+    by: str  # "file:line in function" of the first later write and its caller, or another cause
+    changed: float  # share of the compared entries that differ; 1.0 if the shape differs
 
     def __str__(self) -> str:
         changed = f"{100 * self.changed:.0f} % changed"
@@ -79,11 +72,7 @@ class _Fingerprint:
 
 
 class Tracker:
-    """The initialised and overwritten parameters of a model; yielded by `track`, and usable after the block.
-
-    Attributes:
-        model: the tracked module.
-    """
+    """The initialised and overwritten parameters of a model; yielded by `track`, and usable after the block."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -121,11 +110,7 @@ class Tracker:
         return tuple(out)
 
     def check(self) -> None:
-        """Raise an error if a parameter was overwritten.
-
-        Raises:
-            DataError: naming the parameters, their initialisers and the code that overwrote them.
-        """
+        """Raise DataError if parameters were overwritten, naming them, their initialisers and the code that did it."""
         found = self.overwritten
         if found:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
@@ -236,6 +221,11 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """The identity of a tensor: the object and its memory."""
+    return id(tensor), _address(tensor)
+
+
 def _initialiser(frame: FrameType) -> str | None:
     """The name of the outermost initialiser on the stack, or None."""
     found = None
@@ -247,11 +237,6 @@ def _initialiser(frame: FrameType) -> str | None:
         elif module.startswith(f"{_OURS}."):
             found = outer.f_code.co_name
     return found
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """The identity of a tensor: the object and its memory."""
-    return id(tensor), _address(tensor)
 
 
 def _places(frame: FrameType) -> str:

@@ -26,8 +26,7 @@ _SMALL = 384  # below this size the full decomposition is cheap
 def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
     """Squared singular values, largest first, of a small sample of `group` stacked matrices `alpha Z + beta I`.
 
-    Their distribution does not depend on the size and hardly on the draw, so one fixed small sample represents it.
-    Only the speed of `factors` depends on it.
+    It hardly depends on the size and the draw, so one fixed small sample serves; only the speed of `factors` does.
     """
     g = torch.Generator().manual_seed(0)
     blocks = [torch.randn(_SAMPLE, _SAMPLE, generator=g) * (alpha / math.sqrt(_SAMPLE)) for _ in range(group)]
@@ -41,13 +40,9 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
 
-    L (m, r) is computed from M R, so that `L R^T = M V V^T` to rounding, however small a singular value is. Above the
-    n columns of M (m, n), m >= n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix.
-    A `spectrum` of a matrix like M only affects speed, apart from a relative error below 1e-3 in L R^T; None decomposes
-    in full.
-
-    Returns:
-        L (m, r) and R (n, r).
+    L (m, r) is M R, so that `L R^T = M V V^T` to rounding, however small a singular value is. Above the n columns of
+    M (m, n), m >= n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix. A `spectrum`
+    of a matrix like M affects only the speed, up to a relative error of 1e-3 in L R^T; None decomposes in full.
     """
     n = matrix.shape[1]
     if rank > n:
@@ -144,15 +139,10 @@ def query_key(
 ) -> tuple[Tensor, Tensor]:
     """Queries of `group` heads and the key that they share, with `Q_h K^T ~ alpha Z_h + beta I`.
 
-    Every head has its own Z. The target products, stacked, form one (group d, d) matrix, whose best approximation of
-    rank k gives the stacked factors; for one head this is the reduced SVD of thesis Eq. 3.16-3.18. The factors are
-    balanced: `mean_h Q_h^T Q_h = K^T K`, a diagonal matrix.
-
-    Without noise (alpha = 0) every k-dimensional subspace approximates `beta I` equally well. A uniformly random one
-    is drawn, because an SVD routine would give every head the first k coordinates.
-
-    Returns:
-        Q (group, d, k) and K (d, k), float32, in the row-vector convention X @ Q.
+    Every head has its own Z. The factors Q (group, d, k) and K (d, k), float32, are the best approximation of rank k of
+    the stacked products (group d, d), for one head the reduced SVD of thesis Eq. 3.16-3.18, balanced so that
+    `mean_h Q_h^T Q_h = K^T K` is diagonal. Without noise (alpha = 0) every subspace approximates `beta I` equally well,
+    and a random one is drawn, because an SVD would give every head the first k coordinates.
     """
     if alpha == 0 and k <= d:
         basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
@@ -168,12 +158,9 @@ def value_output(
 ) -> tuple[Tensor, Tensor]:
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
-    `W_V = U S^(1/2)` and `W_proj = S^(1/2) V^T` of one singular value decomposition per layer (thesis Eq. 3.13
-    to 3.15), split into heads by columns of U; the best approximation if all heads together have fewer than d
-    columns. Query heads that share a value head have equal shares of its output.
-
-    Returns:
-        V (kv_heads, d, k) and O (heads, k, d), float32.
+    V (kv_heads, d, k) and O (heads, k, d), float32: `U S^(1/2)` and `S^(1/2) V^T` of one decomposition per layer
+    (thesis Eq. 3.13-3.15), split into heads by columns of U. Query heads that share a value head have equal shares of
+    its output.
     """
     group = heads // kv_heads
     left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
@@ -184,10 +171,7 @@ def value_output(
 
 
 def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Two factors A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k), so that its mean is beta I.
-
-    Source: thesis 3.2.3, "set the two matrices in the product to the same random normal matrix".
-    """
+    """A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k), whose mean is beta I (thesis 3.2.3)."""
     z = normal(d, k, generator=generator).mul_(math.sqrt(abs(beta) / k))
     return z * math.copysign(1, beta), z
 
@@ -358,10 +342,7 @@ _SCALES = (0.25, 0.5, 0.75, 1.0)  # of equal random matrices, whose ratio of alp
 
 
 def reached(product: Tensor) -> tuple[float, float]:
-    """Alpha and beta of the closest `alpha Z + beta I` to a product (d, d), Z of independent entries N(0, 1/d).
-
-    beta = tr(P) / d,    alpha = ||P - beta I||_F / sqrt(d)
-    """
+    """`||P - beta I||_F / sqrt(d)` and `beta = tr(P) / d`: the closest `alpha Z + beta I` to a product P (d, d)."""
     d = len(product)
     beta = float(product.diagonal().mean())
     rest = product.clone()

@@ -89,15 +89,9 @@ INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
 
 @dataclass(frozen=True)
 class UserInitialiser:
-    """An unregistered initialiser with its parameters bound; checks that it returns the module.
+    """An unregistered initialiser with its parameters bound; checks that it returns the module."""
 
-    Attributes:
-        name: of the function, for error messages.
-        function: `f(module, *, generator, **parameters) -> module`.
-        parameters: bound by name.
-    """
-
-    name: str
+    name: str  # of the function, for error messages
     function: Callable[..., Any]
     parameters: dict[str, Any] = field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,13 +185,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def zero_matrix(rows: int, columns: int) -> Tensor:
-    """The P x Q matrix of ZerO, float32.
+    """The P x Q matrix of ZerO (Zhao et al. 2022, Algorithm 1): rows of I for P <= Q, else c I* H_m I*, float32.
 
-        P = Q    I
-        P < Q    I*, the first P rows of I
-        P > Q    c I* H_m I*,  m = ceil(log2 P), c = 2^(-(m-1)/2), H_m the Hadamard matrix of size 2^m
-
-    Source: Zhao et al. 2022, Algorithm 1.
+    m = ceil(log2 P), c = 2^(-(m-1)/2), H_m the Hadamard matrix of size 2^m
     """
     if rows <= columns:
         return torch.eye(rows, columns)
@@ -400,7 +397,6 @@ def layer_scale_identity_(
     Example:
         >>> layer_scale_identity_(vit, value=1e-5)
     """
-    number("value", value)
     positive("value", value)
     choice("where", where, ("auto", "factors", "matrices"))
     factors = [parameter for name, parameter in module.named_parameters() if FACTOR.search(name)]
@@ -416,12 +412,9 @@ def layer_scale_identity_(
     heads, hidden = find_attention(named), find_mlps(named)
     if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")
-    for part in heads:
-        part.write("o", part.read("o") * value)
-        if (bias := part.read_bias("o")) is not None:
-            part.write_bias("o", bias * value)
-    for mlp in hidden:
-        mlp.write("fc2", mlp.read("fc2") * value)
-        if (bias := mlp.read_bias("fc2")) is not None:
-            mlp.write_bias("fc2", bias * value)
+    ends: list[tuple[Any, str]] = [*((part, "o") for part in heads), *((mlp, "fc2") for mlp in hidden)]
+    for part, name in ends:
+        part.write(name, part.read(name) * value)
+        if (bias := part.read_bias(name)) is not None:
+            part.write_bias(name, bias * value)
     return module

@@ -8,8 +8,8 @@ so heads with one offset share a solution without sharing weights.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -45,7 +45,12 @@ def impulse_matrix(tokens: TokenGrid, offset: Offset) -> Tensor:
 def attention_map(codes: Tensor, query: Tensor, key: Tensor, scale: float, causal: bool = False) -> Tensor:
     """`softmax(scale X Q K^T X^T)` for codes X (N, d), Q and K (..., d, k): (..., N, N), rows sum to one."""
     logits = (codes @ query) @ (codes @ key).mT * scale
-    return torch.softmax(_masked(logits) if causal else logits, dim=-1)
+    return torch.softmax(masked(logits) if causal else logits, dim=-1)
+
+
+def masked(logits: Tensor) -> Tensor:
+    """Logits (..., N, N) with -inf where the key's token is later than the query's."""
+    return logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
 
 
 def normalised(codes: Tensor) -> Tensor:
@@ -69,31 +74,30 @@ def solve(
     solution, shifted; both by L-BFGS-B in one thread. The penalty keeps the norms below those that Adam ends with.
     Rows whose target is outside the image have no impulse: their best map is a flat one.
 
-    Args:
-        codes: X (N, d), the input of attention: position codes after LayerNorm, or another pseudo input.
-        tokens: the grid of the N tokens.
-        offsets: (dy, dx); token (y, x) attends to (y + dy, x + dx).
-        head_width: k.
-        scale: factor on the logits; None for `1 / sqrt(k)`.
-        iterations: of L-BFGS-B per offset.
-        shared_key: solve for Q only and give every offset the K of (0, 0), for heads that share a key.
-
-    Returns:
-        Offset -> (Q, K), each float64 (d, k), in the row-vector convention X @ Q. Columns beyond the rank of the
-        codes are zero: rotate them (`Q @ R`, `K @ R`) before use.
+    For codes X (N, d), heads of width k and logits scaled by `1 / sqrt(k)` by default; with `shared_key` every offset
+    gets the K of (0, 0). Q and K are float64 (d, k); columns beyond the rank of the codes are zero: rotate them
+    (`Q @ R`, `K @ R`) before use.
 
     Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
-
-    Example:
-        >>> x = normalised(sinusoidal_positions(16, 16, 192))
-        >>> q, k = solve(x, TokenGrid(16, 16), [(0, 1)], head_width=64)[0, 1]
     """
     if codes.ndim != 2 or len(codes) != tokens.total:
         raise UsageError(f"codes: expected one row for each of {tokens.total} tokens, found {tuple(codes.shape)}")
     import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
 
+    found = {}
     with single_threaded():
-        return _solved(codes.double(), tokens, offsets, head_width, scale, shared_key, iterations)
+        coordinates, directions = _coordinates(codes.double())
+        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width), iterations)
+        start = problem.start(min(len(directions), head_width))
+        home = problem.polish((0, 0), start, start)
+        for offset in dict.fromkeys(offsets):
+            a, b = home
+            if offset != (0, 0):
+                a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
+            weights = (directions.T @ a, directions.T @ b)  # (d, k'), k' <= k
+            q, k = (torch.nn.functional.pad(w, (0, head_width - w.shape[1])) for w in weights)
+            found[offset] = q, k
+    return found
 
 
 def span(codes: Tensor) -> Tensor:
@@ -118,22 +122,9 @@ def by_adam(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1 as published: Adam at rate 1e-4 on `||softmax(scale X Q K^T X^T) - H||^2 / N^2`, without a penalty.
 
-    Heads are independent problems that run side by side, except where they share a key, which then descends the sum
-    of their errors. In one thread, so that the result does not depend on the machine's load.
-
-    Args:
-        codes: X (N, d).
-        targets: H of each head (H, N, N), from `impulse_matrix`.
-        query: Q of each head at the start (H, d, k).
-        key: K at the start (G, d, k); heads h H/G to (h + 1) H/G - 1 share key h.
-        steps: of Adam; 10,000 in the paper.
-        scale: factor on the logits.
-        causal: whether later tokens are masked.
-
-    Returns:
-        Q (H, d, k) and K (G, d, k), float32.
-
-    Source: impulse paper, Eq. 8 and Algorithm 1.
+    X (N, d), targets H (H, N, N); Q (H, d, k) and K (G, d, k) from the start given, float32. Heads are independent,
+    except where they share a key, which descends the sum of their errors. In one thread, so that the result does not
+    depend on the machine's load.
     """
     x, wanted, group = codes.float(), targets.float(), len(query) // len(key)
     q, k = (value.detach().float().clone().requires_grad_() for value in (query, key))
@@ -148,34 +139,6 @@ def by_adam(
     return q.detach(), k.detach()
 
 
-def _solved(
-    codes: Tensor,
-    tokens: TokenGrid,
-    offsets: Sequence[Offset],
-    head_width: int,
-    scale: float | None,
-    shared_key: bool,
-    iterations: int,
-) -> dict[Offset, tuple[Tensor, Tensor]]:
-    coordinates, directions = _coordinates(codes)
-    problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width), iterations)
-    found = {}
-    start = problem.start(min(len(directions), head_width))
-    home = problem.polish((0, 0), start, start)
-    for offset in dict.fromkeys(offsets):
-        a, b = home
-        if offset != (0, 0):
-            a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
-        found[offset] = _outer(a, directions, head_width), _outer(b, directions, head_width)
-    return found
-
-
-def _outer(factor: Tensor, directions: Tensor, head_width: int) -> Tensor:
-    """A factor (r, k') in the space of the codes as a weight (d, k)."""
-    weight = directions.T @ factor
-    return torch.nn.functional.pad(weight, (0, head_width - weight.shape[1]))
-
-
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Factors (r, k) with the product a b^T and the smallest norms: U S^(1/2) and V S^(1/2)."""
     u, s, vh = torch.linalg.svd(a @ b.T)
@@ -183,29 +146,6 @@ def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     roots, missing = s[:k].sqrt(), a.shape[1] - k
     left, right = (torch.nn.functional.pad(f[:, :k] * roots, (0, missing)) for f in (u, vh.T))
     return left, right
-
-
-def _minimised(objective: Callable[[Tensor], tuple[float, Tensor]], start: Tensor, iterations: int) -> Tensor:
-    """A point with a smaller objective, after at most so many iterations of SciPy's L-BFGS-B."""
-    from scipy.optimize import minimize
-
-    def flat(x: np.ndarray) -> tuple[float, np.ndarray]:
-        value, gradient = objective(torch.from_numpy(x).reshape(start.shape))
-        return value, gradient.reshape(-1).numpy()
-
-    found = minimize(
-        flat,
-        start.reshape(-1).numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
-    )
-    return torch.from_numpy(found.x).reshape(start.shape)
-
-
-def _masked(logits: Tensor) -> Tensor:
-    n = logits.shape[-1]
-    return logits.masked_fill(torch.ones(n, n, dtype=torch.bool, device=logits.device).triu(1), -math.inf)
 
 
 class _Problem:
@@ -236,33 +176,38 @@ class _Problem:
 
     def polish(self, offset: Offset, a: Tensor, b: Tensor, move_key: bool = True) -> tuple[Tensor, Tensor]:
         """Minimise the objective by L-BFGS-B from (a, b)."""
-        index = self.tokens.targets(offset)
+        from scipy.optimize import minimize
 
-        def both(x: Tensor) -> tuple[float, Tensor]:
-            loss, *gradients = self._evaluate(index, x[0], x[1])
-            return loss, torch.stack(gradients)
+        index, start = self.tokens.targets(offset), torch.stack(_balanced(a, b)) if move_key else a[None]
 
-        def queries(x: Tensor) -> tuple[float, Tensor]:
-            return self._evaluate(index, x, b)[:2]
+        def flat(x: np.ndarray) -> tuple[float, np.ndarray]:
+            both = torch.from_numpy(x).reshape(start.shape)
+            loss, *gradients = self._evaluate(index, both[0], both[1] if move_key else b)
+            return loss, torch.stack(gradients[: len(start)]).reshape(-1).numpy()
 
-        if move_key:
-            return _balanced(*_minimised(both, torch.stack(_balanced(a, b)), self.iterations))
-        return _minimised(queries, a, self.iterations), b
+        found = minimize(
+            flat,
+            start.reshape(-1).numpy(),
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": self.iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+        )
+        factors = torch.from_numpy(found.x).reshape(start.shape)
+        return _balanced(factors[0], factors[1]) if move_key else (factors[0], b)
 
     def _evaluate(self, index: Tensor, a: Tensor, b: Tensor) -> tuple[float, Tensor, Tensor]:
         """Objective, in units where the uniform map scores about 1, and its gradients, in closed form."""
-        n = len(index)
-        unit = float(n)  # the uniform map has a mean squared error of 1/N
+        n = len(index)  # the uniform map has a mean squared error of 1/N
         u, v = self.y @ a, self.y @ b
         logits = (u @ v.T).mul_(self.scale)
-        p = torch.softmax(_masked(logits) if self.tokens.causal else logits, dim=1)
+        p = torch.softmax(masked(logits) if self.tokens.causal else logits, dim=1)
         rows = (index >= 0).nonzero()[:, 0]
         error = p.clone()
         error[rows, index[rows]] -= 1
-        penalty = PENALTY * unit
-        loss = (error.square().sum() * (unit / n**2) + penalty * (a.square().sum() + b.square().sum())).item()
+        penalty = PENALTY * n
+        loss = (error.square().sum() * (1 / n) + penalty * (a.square().sum() + b.square().sum())).item()
         error.mul_(p)
-        error.sub_(p * error.sum(1, keepdim=True)).mul_(2 * unit / n**2 * self.scale)
+        error.sub_(p * error.sum(1, keepdim=True)).mul_(2 / n * self.scale)
         return loss, self.y.T @ (error @ v) + 2 * penalty * a, self.y.T @ (error.T @ u) + 2 * penalty * b
 
 
@@ -361,12 +306,14 @@ def impulse_attention_(
     return module
 
 
+@dataclass
 class _Tower:
-    """The self-attention parts that share one position embedding, with its codes and tokens."""
+    """The self-attention parts that share one position embedding."""
 
-    def __init__(self, codes: Tensor, tokens: TokenGrid, first: str) -> None:
-        self.codes, self.tokens, self.first = codes, tokens, first
-        self.parts: list[AttentionPart] = []
+    codes: Tensor  # of the embedding (N, d)
+    tokens: TokenGrid
+    first: str  # the module's first part with this embedding, chosen or not
+    parts: list[AttentionPart] = field(default_factory=list)
 
 
 def _towers(
@@ -488,7 +435,7 @@ class _Assignment:
         shape = (part.heads, part.kv_heads, part.width, part.head_width, part.scale)
         if self.same and shape in self.kept:
             return replace(self.kept[shape], part=part)
-        offsets, k = self._offsets(part.heads), part.head_width
+        offsets, k = self.offsets(part.heads), part.head_width
         rotations = [frame(k, k, generator=self.generator, dtype=torch.float64) for _ in range(part.kv_heads)]
         before = {name: part.read(name).cpu() for name in QUERY_KEY}
         for name, value in before.items():
@@ -500,7 +447,7 @@ class _Assignment:
         self.kept[shape] = _Plan(part, offsets, rotations, before["q"], before["k"])
         return self.kept[shape]
 
-    def _offsets(self, heads: int) -> list[Offset]:
+    def offsets(self, heads: int) -> list[Offset]:
         """The offsets of the next layer's heads."""
         out: list[Offset] = []
         while len(out) < heads:
@@ -527,8 +474,7 @@ def _solve_and_write(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> None:
     for plan in plans:
         needs.setdefault(_problem_of(plan.part), []).extend(plan.offsets)
     solutions = {
-        (k, scale, shared): solve(x, tokens, offsets, k, scale=scale, shared_key=shared)
-        for (k, scale, shared), offsets in needs.items()
+        key: solve(x, tokens, offsets, key[0], scale=key[1], shared_key=key[2]) for key, offsets in needs.items()
     }
     directions = span(x)
     for plan in plans:

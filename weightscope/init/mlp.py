@@ -14,16 +14,6 @@ from weightscope.init.base import INITIALISERS, M, normal
 _MODES = ("scalar", "rows", "anticorrelated")
 
 
-def shifted(w1: Tensor, b: float | Tensor) -> Tensor:
-    """`W1 + 1_p b^T` for a vector b (n,), Eq. 1, or `W1 + b 1_p 1_n^T` for a number, Eq. 2; W1 is (p, n)."""
-    return w1 + (b.unsqueeze(0) if isinstance(b, Tensor) else b)
-
-
-def anticorrelated(w1: Tensor, w2: Tensor) -> Tensor:
-    """`(W1 - W2^T) / 2` for W1 (p, n), W2 (n, p): correlation -1/sqrt(2) with W2^T if both have the same variance."""
-    return (w1 - w2.mT) / 2
-
-
 @INITIALISERS.register("mimetic_mlp", source="MLP paper, Eq. 1 and 2", needs="MLPs")
 def mimetic_mlp_(
     module: M,
@@ -83,12 +73,12 @@ def mimetic_mlp_(
         for name in ("fc1", "gate") if gate else ("fc1",):
             w1 = part.read(name)  # (p, n)
             if mode == "anticorrelated":
-                part.write(name, anticorrelated(w1, part.read("fc2")))
+                part.write(name, (w1 - part.read("fc2").mT) / 2)
             elif mode == "rows":
                 vector = normal(w1.shape[1], generator=generator) * (sigma * default_deviation(w1))
-                part.write(name, shifted(w1, vector.to(w1)))
+                part.write(name, w1 + vector.to(w1))
             else:
-                part.write(name, shifted(w1, b * default_deviation(w1)))
+                part.write(name, w1 + b * default_deviation(w1))
     return module
 
 
@@ -141,8 +131,7 @@ def constant_mlp_bias_(
 def correlated(x: Tensor, y: Tensor, correlation: float) -> Tensor:
     """`m_y + s_y (rho (x - m_x) / s_x + sqrt(1 - rho^2) (y - m_y) / s_y)`, with means m and deviations s over entries.
 
-    If y is independent of x, its correlation with x becomes rho, with a standard error of about
-    (1 - rho^2) / sqrt(n) for n entries; its mean stays and its variance stays in expectation.
+    For y independent of x: its correlation with x becomes rho, up to about (1 - rho^2) / sqrt(n) for n entries.
     """
     x, wide = x.double(), y.double()
     (deviation_x, mean_x), (deviation_y, mean_y) = (torch.std_mean(values, correction=0) for values in (x, wide))

@@ -29,13 +29,11 @@ class ScaleControl:
         w_j ~ N(m_t, s_t^2) independently, for every entry j of a tensor t that the initialiser changes
 
     It has the scale of that initialiser without its structure, so the difference between the two is what the
-    structure adds. Tensors that the initialiser leaves alone, and running statistics, stay as they are. A fused
-    projection counts as several tensors: queries, keys and values; x and z of Mamba, and its step, B and C; z, x, B, C
-    and the step of Mamba-2.
+    structure adds. Tensors that the initialiser leaves alone, and running statistics, stay as they are. Matrices that
+    one tensor packs (queries, keys and values; the projections of Mamba) count separately.
 
     The network takes the exponential of a state-space layer's A_log, so a Gaussian with its mean and variance has
-    rates far beyond the initialiser's. Its entries are drawn, with replacement, from those that the initialiser gives
-    to it in any place.
+    rates far beyond the initialiser's. Its entries are drawn, with replacement, from those that the initialiser gives.
 
     Where the default entries w0_j are independent and uniform in (-b_t, b_t), as those of torch's linear and
     convolutional layers, they are what the control is made of,
@@ -45,38 +43,25 @@ class ScaleControl:
     which is the same law. An initialiser that adds to its default weights then shares their noise with its control,
     so their paired difference varies less. Other tensors are drawn from the generator.
 
-    Attributes:
-        moments: (name, i) -> (m_t, s_t) of the i-th matrix of a parameter, i = 0 unless it is fused.
-        bounds: (name, i) -> b_t of the tensors with uniform default entries.
-        entries: (name, i) -> what the entries of an A_log are drawn from.
-
     Example:
         >>> control = ScaleControl.of(mimetic_mlp_, draw=lambda k: (make_network(k), torch.Generator().manual_seed(k)))
         >>> control(make_network(0), generator=torch.Generator().manual_seed(0))
     """
 
-    moments: Moments
-    bounds: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    entries: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)
+    # Each by (name, i), the i-th matrix of a parameter; i = 0 unless it packs several.
+    moments: Moments  # m_t, s_t
+    bounds: Mapping[tuple[str, int], float] = field(default_factory=dict)  # b_t of uniform default entries
+    entries: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)  # what those of an A_log are drawn from
 
     @classmethod
     def of(
         cls, init: Initialiser, draw: Callable[[int], tuple[nn.Module, torch.Generator]], draws: int = DRAWS
     ) -> "ScaleControl":
-        """Estimate the moments from an initialiser's own draws.
+        """The moments of an initialiser over draws; `draw(k)` is network k with its defaults, and its generator.
 
-        The moments of a tensor are those of all its entries in all the draws, so a mean that differs from draw to
-        draw enters the variance. Default entries count as uniform if the bound is that of torch's layers, no entry
-        exceeds it, there are 32 or more in all the draws, and a Kolmogorov-Smirnov test of these does not reject it at
-        1e-6. That they are independent is not tested: default entries that are copies of each other give copies.
-
-        Args:
-            init: the initialiser.
-            draw: k -> network k with its default weights, and the generator that `init` draws from.
-            draws: number of networks, k = 0, ..., draws - 1.
-
-        Raises:
-            UsageError: if there is no draw.
+        They are those of all entries of a tensor in all the draws, so a mean that differs from draw to draw enters the
+        variance. Default entries count as uniform if the bound is that of torch's layers, no entry exceeds it, and a
+        Kolmogorov-Smirnov test of 32 or more does not reject it at 1e-6; that they are independent is not tested.
         """
         changed: set[tuple[str, int]] = set()
         sums: dict[tuple[str, int], list[tuple[float, float]]] = {}

@@ -17,23 +17,6 @@ from weightscope.init.base import INITIALISERS, M
 UNIT_STEP = math.log(math.e - 1)
 
 
-def slow_decay(a_log: Tensor, c: float) -> Tensor:
-    """`-c A_log`, the new A_log: `A = -exp(-c A_log)` is near zero where A_log is large."""
-    return -c * a_log
-
-
-def correlated(readout: Tensor, write: Tensor) -> Tensor:
-    """`(W_C + W_B) / 2`, the new W_C."""
-    return (readout + write) / 2
-
-
-def identity_taps(shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """A causal convolution (channels, taps) that is the identity: the last tap 1, the others 0."""
-    taps = torch.zeros(shape)
-    taps[:, -1] = 1
-    return taps
-
-
 @INITIALISERS.register("mimetic_ssm", source="thesis 3.3.2", needs="state-space layers")
 def mimetic_ssm_(
     module: M,
@@ -88,22 +71,20 @@ def mimetic_ssm_(
     if convolution is not None:
         flag("convolution", convolution)
     for part in chosen_layers(ssms(module), layers):
-        _set(part, c if a else None, delta, cb, part.version == 2 if convolution is None else convolution)
+        if a:
+            part.write("A_log", -c * part.read("A_log"))
+        if delta:
+            part.write("dt_weight", torch.zeros_like(part.read("dt_weight")))
+            part.write("dt_bias", torch.full_like(part.read("dt_bias"), UNIT_STEP))
+        if cb:
+            part.write("C", (part.read("C") + part.read("B")) / 2)
+        if part.version == 2 if convolution is None else convolution:
+            taps = torch.zeros_like(part.read("conv_weight"))  # (channels, taps)
+            taps[:, -1] = 1
+            part.write("conv_weight", taps)
+            if "conv_bias" in part.parts:
+                part.write("conv_bias", torch.zeros_like(part.read("conv_bias")))
     return module
-
-
-def _set(part: SSMPart, c: float | None, delta: bool, cb: bool, convolution: bool) -> None:
-    if c is not None:
-        part.write("A_log", slow_decay(part.read("A_log"), c))
-    if delta:
-        part.write("dt_weight", torch.zeros_like(part.read("dt_weight")))
-        part.write("dt_bias", torch.full_like(part.read("dt_bias"), UNIT_STEP))
-    if cb:
-        part.write("C", correlated(part.read("C"), part.read("B")))
-    if convolution:
-        part.write("conv_weight", identity_taps(part.read("conv_weight").shape))
-        if "conv_bias" in part.parts:
-            part.write("conv_bias", torch.zeros_like(part.read("conv_bias")))
 
 
 @INITIALISERS.register(
