@@ -12,7 +12,6 @@ from torch import nn
 import weightscope
 from weightscope import attention_maps, plots
 from weightscope.analysis import attention_maps as maps_module
-from weightscope.analysis.attention_maps import expected_map
 from weightscope.analysis.runnable import images_for, runnable_transformer
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
@@ -104,22 +103,17 @@ def test_families(name):
             np.testing.assert_allclose(layer.maps, other.mean(0).numpy(), atol=1e-5)
 
 
-def test_batch_size_and_order_of_images_change_nothing():
+def test_batch_size_chunks_and_order_of_images_change_nothing(monkeypatch):
     vit, batch = small(), images(6)
-    one, other = attention_maps(vit, batch), attention_maps(vit, batch.flip(0), batch_size=4)
-    for a, b in zip(one.layers, other.layers, strict=True):
-        np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
-        np.testing.assert_allclose(a.stable_ranks, b.stable_ranks[::-1], rtol=1e-5)
-
-
-def test_chunks_change_nothing(monkeypatch):
-    vit, batch = small(), images(5)
     one = attention_maps(vit, batch)
+    others = [attention_maps(vit, batch.flip(0), batch_size=4)]
     monkeypatch.setattr(maps_module, "_BYTES", 1)
-    other = attention_maps(vit, batch)
-    for a, b in zip(one.layers, other.layers, strict=True):
-        np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
-        np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-6)
+    others.append(attention_maps(vit, batch.flip(0)))
+    for a, *more in zip(one.layers, *(other.layers for other in others), strict=True):
+        for b in more:
+            np.testing.assert_allclose(a.maps, b.maps, atol=1e-6)
+            np.testing.assert_allclose(a.entropy, b.entropy, atol=1e-6)
+            np.testing.assert_allclose(a.stable_ranks, b.stable_ranks[::-1], rtol=1e-5)
 
 
 def test_a_module_that_is_called_twice_has_two_layers():
@@ -227,11 +221,6 @@ def test_positions_of_another_grid_are_resampled():
     assert found.layers[0].expected.shape == (3, 37, 37)
 
 
-def test_expected_map_of_beta_zero_is_uniform():
-    codes = np.random.default_rng(0).standard_normal((9, 8))
-    np.testing.assert_allclose(expected_map(codes, np.zeros(2), 0.5), 1 / 9)
-
-
 # --- the rank condition --------------------------------------------------------------------------------------------
 
 
@@ -239,7 +228,7 @@ def test_stable_ranks_of_known_matrices():
     """Between 1 and the rank: k for k equal singular values, 1 for a rank-one matrix."""
     rng = torch.Generator().manual_seed(0)
     frame = torch.linalg.qr(torch.randn(12, 5, generator=rng))[0]
-    equal = torch.stack([frame @ torch.randn(5, 7, generator=rng) for _ in range(1)])
+    equal = (frame @ torch.randn(5, 7, generator=rng))[None]
     assert maps_module.stable_ranks(frame[None]).item() == pytest.approx(5)
     assert maps_module.stable_ranks(frame.T[None]).item() == pytest.approx(5)
     assert maps_module.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
@@ -307,21 +296,18 @@ def test_training_mode_does_not_matter():
 
 
 def test_bad_images():
-    vit = small()
-    with pytest.raises(DataError, match=r"expected images \(B, c, height, width\) or .*, found \(3, 32, 32\)"):
-        attention_maps(vit, images()[0])
-    with pytest.raises(DataError, match=r"as floats, normalised .* found torch\.uint8"):
-        attention_maps(vit, torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
-    with pytest.raises(DataError, match="expected images of 3 channels, found 1"):
-        attention_maps(vit, images()[:, :1])
-    with pytest.raises(DataError, match="divisible into 8 x 8 patches, found 30 x 30"):
-        attention_maps(vit, images()[:, :, :30, :30])
-    with pytest.raises(DataError, match=r"failed on images \(3, 3, 24, 24\)"):
-        attention_maps(vit, images()[:, :, :24, :24])
-    bad = images()
+    vit, good, bad = small(), images(), images()
     bad[1, 0, 0, 0] = torch.nan
-    with pytest.raises(DataError, match="1 of 3 images contain non-finite numbers"):
-        attention_maps(vit, bad)
+    for batch, match in (
+        (good[0], r"expected images \(B, c, height, width\) or .*, found \(3, 32, 32\)"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), r"as floats, normalised .* found torch\.uint8"),
+        (good[:, :1], "expected images of 3 channels, found 1"),
+        (good[:, :, :30, :30], "divisible into 8 x 8 patches, found 30 x 30"),
+        (good[:, :, :24, :24], r"failed on images \(3, 3, 24, 24\)"),
+        (bad, "1 of 3 images contain non-finite numbers"),
+    ):
+        with pytest.raises(DataError, match=match):
+            attention_maps(vit, batch)
 
 
 def test_bad_models():
@@ -432,9 +418,6 @@ def test_rank_condition_draws_means_and_bounds():
     lines = [line.get_ydata() for line in ax.lines]
     np.testing.assert_allclose(lines[0], [2, 4])
     assert sorted(float(y[0]) for y in lines[1:]) == pytest.approx([36 / 25, 4])
-
-
-def test_labels_of_bounds_are_within_the_axes():
     ax = plots.rank_condition([[1.0, 2.0]], 16, filter_sizes=(3, 5))
     low, high = ax.get_ylim()
     assert all(low < text.xy[1] < high for text in ax.texts)

@@ -207,18 +207,16 @@ def test_matrices_without_stripes_are_named(weights):
 
 def test_options_go_with_their_kind_of_source(weights, tmp_path):
     source = WeightArray(weights, SPEC)
-    with pytest.raises(UsageError, match="unknown option correlation; expected some of kind"):
-        weightscope.covariance(source, correlation=True)
-    with pytest.raises(UsageError, match="kind: applies to a population, found together with part"):
-        weightscope.covariance(source, part="filters", kind="correlation")
-    with pytest.raises(UsageError, match="WeightArray: it has no networks to build"):
-        weightscope.covariance(source, network=0)
-    with pytest.raises(UsageError, match="select: applies to a population, found for a trained network"):
-        weightscope.covariance({"a": None}, "*.weight")
-    with pytest.raises(UsageError, match=r"network: selects within a population's folder, found x\.pt"):
-        weightscope.covariance("x.pt", network=1)
-    with pytest.raises(UsageError, match="expected a population's folder, made by `weightscope collect`"):
-        weightscope.covariance(tmp_path / "none.pop")
+    for where, options, match in (
+        (source, {"correlation": True}, "unknown option correlation; expected some of kind"),
+        (source, {"part": "filters", "kind": "correlation"}, "kind: applies to a population, found together with part"),
+        (source, {"network": 0}, "WeightArray: it has no networks to build"),
+        ({"a": None}, {"select": "*.weight"}, "select: applies to a population, found for a trained network"),
+        ("x.pt", {"network": 1}, r"network: selects within a population's folder, found x\.pt"),
+        (tmp_path / "none.pop", {}, "expected a population's folder, made by `weightscope collect`"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            weightscope.covariance(where, **options)
 
 
 def test_reading_ahead_keeps_order_and_errors():

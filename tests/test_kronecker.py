@@ -259,56 +259,44 @@ def test_batches_change_nothing(monkeypatch):
 # --- bad input -----------------------------------------------------------------------------------------------------
 
 
-def test_bad_covariances():
-    with pytest.raises(DataError, match=r"expected a covariance \(D, D\), found \(3, 4\)"):
-        kronecker_sum(np.zeros((3, 4)))
-    with pytest.raises(DataError, match="expected a covariance of square matrices, found 8 coordinates"):
-        kronecker_sum(np.eye(8))
-    with pytest.raises(DataError, match=r"expected a covariance \(6, 6\) of 3 x 2 matrices, found \(7, 7\)"):
-        kronecker_sum(np.eye(7), 3)
-    with pytest.raises(DataError, match=r"of 2 x 2 matrices, found \(5, 5\)"):
-        kronecker_sum(np.eye(5), n=2)
-    with pytest.raises(UsageError, match="p: expected an integer >= 1"):
-        kronecker_sum(np.eye(4), 0)
-    with pytest.raises(DataError, match="2 non-finite entries"):
-        kronecker_sum(np.diag([1.0, np.nan, np.inf, 1.0]))
-    lopsided = np.eye(4)
-    lopsided[0, 1] = 0.1
-    with pytest.raises(DataError, match="expected a symmetric covariance"):
-        kronecker_sum(lopsided)
-    with pytest.raises(DataError, match="expected a covariance other than zero"):
-        kronecker_sum(np.zeros((4, 4)))
-    with pytest.raises(UsageError, match="needs square matrices, found 2 x 3"):
-        kronecker_sum(np.eye(6), 2, 3, same=True)
-    for terms in (0, 5, 1.5, True):
-        with pytest.raises(UsageError, match="terms: expected an integer from 1 to 4"):
-            kronecker_sum(np.eye(4), terms=terms)
+LOPSIDED = np.eye(4) + 0.1 * np.eye(4, k=1)
+BAD_COVARIANCES = [
+    (DataError, r"expected a covariance \(D, D\), found \(3, 4\)", np.zeros((3, 4)), {}),
+    (DataError, "expected a covariance of square matrices, found 8 coordinates", np.eye(8), {}),
+    (DataError, r"expected a covariance \(6, 6\) of 3 x 2 matrices, found \(7, 7\)", np.eye(7), {"p": 3}),
+    (DataError, r"of 2 x 2 matrices, found \(5, 5\)", np.eye(5), {"n": 2}),
+    (UsageError, "p: expected an integer >= 1", np.eye(4), {"p": 0}),
+    (DataError, "2 non-finite entries", np.diag([1.0, np.nan, np.inf, 1.0]), {}),
+    (DataError, "expected a symmetric covariance", LOPSIDED, {}),
+    (DataError, "expected a covariance other than zero", np.zeros((4, 4)), {}),
+    (UsageError, "needs square matrices, found 2 x 3", np.eye(6), {"p": 2, "n": 3, "same": True}),
+    *((UsageError, "terms: expected an integer from 1 to 4", np.eye(4), {"terms": n}) for n in (0, 5, 1.5, True)),
+]
+
+
+@pytest.mark.parametrize(("error", "match", "covariance", "options"), BAD_COVARIANCES)
+def test_bad_covariances(error, match, covariance, options):
+    with pytest.raises(error, match=match):
+        kronecker_sum(covariance, **options)
 
 
 def test_bad_samples():
-    rng = np.random.default_rng(16)
-    with pytest.raises(DataError, match=r"expected matrices \(N, p, n\), found \(3, 4\)"):
-        separability_test(np.zeros((3, 4)))
-    with pytest.raises(DataError, match="expected more than 4, found 4"):
-        separability_test(rng.standard_normal((4, 3, 3)))
-    with pytest.raises(DataError, match="1 of 20 matrices contain non-finite numbers"):
-        separability_test(np.concatenate([rng.standard_normal((19, 3, 3)), np.full((1, 3, 3), np.nan)]))
-    with pytest.raises(DataError, match="found 1 x 3: always separable"):
-        separability_test(rng.standard_normal((20, 1, 3)))
-    dependent = rng.standard_normal((50, 3, 3))
+    w = np.random.default_rng(16).standard_normal((50, 3, 3))
+    dependent = w.copy()
     dependent[:, 2] = dependent[:, 0]
-    with pytest.raises(DataError, match="linearly dependent"):
-        separability_test(dependent)
-    with pytest.raises(DataError, match="they are all equal"):
-        separability_test(np.zeros((20, 3, 3)))
-    with pytest.raises(DataError, match="5 matrices are too few, or nearly dependent; scale_free=False needs fewer"):
-        separability_test(rng.standard_normal((5, 3, 3)))
-    w = rng.standard_normal((20, 3, 3))
+    for matrices, match in (
+        (np.zeros((3, 4)), r"expected matrices \(N, p, n\), found \(3, 4\)"),
+        (w[:4], "expected more than 4, found 4"),
+        (np.concatenate([w[:19], np.full((1, 3, 3), np.nan)]), "1 of 20 matrices contain non-finite numbers"),
+        (w[:20, :1], "found 1 x 3: always separable"),
+        (dependent, "linearly dependent"),
+        (np.zeros((20, 3, 3)), "they are all equal"),
+        (w[:5], "5 matrices are too few, or nearly dependent; scale_free=False needs fewer"),
+    ):
+        with pytest.raises(DataError, match=match):
+            separability_test(matrices)
     with pytest.raises(UsageError, match="at least 19"):
         separability_test(w, draws=5)
-
-
-# --- the benchmark -------------------------------------------------------------------------------------------------
 
 
 # --- matrix normals ---------------------------------------------------------------------------------------------------

@@ -55,31 +55,23 @@ def flip(path, place, bit=1):
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("place", [0, 100, -40, -1])
-def test_a_flipped_byte_of_a_cached_range_is_never_used(hub, tmp_path, caplog, place):
+def test_a_flipped_byte_of_a_cached_range_is_never_used(hub, tmp_path, caplog, monkeypatch):
     Checkpoint(SOURCE)[NAME]
     (path,) = (p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32)
-    flip(path, place)
+    for place in (0, 100, -40, -1):
+        flip(path, place)
+        assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
+        assert "checksum mismatch of cached bytes" in caplog.text
+        caplog.clear()
+        assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
+        assert not caplog.text
+    for path in parts(tmp_path):  # headers, too
+        flip(path, 3)
     assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
-    assert "checksum mismatch of cached bytes" in caplog.text
-    caplog.clear()
-    assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
-    assert not caplog.text
-
-
-def test_offline_a_flipped_byte_is_an_error(hub, tmp_path, monkeypatch):
-    Checkpoint(SOURCE)[NAME]
     flip(parts(tmp_path)[-1], 7)
     go_offline(monkeypatch)
     with pytest.raises(DataError, match="HF_HUB_OFFLINE forbids downloads"):
         Checkpoint(SOURCE)[NAME]
-
-
-def test_a_flipped_byte_of_a_header_is_never_used(hub, tmp_path):
-    Checkpoint(SOURCE)
-    for path in parts(tmp_path):
-        flip(path, 3)
-    assert torch.equal(Checkpoint(SOURCE)[NAME], STATE[NAME])
 
 
 def test_unverified_is_said_where_only_ranges_were_read(hub, tmp_path, capsys):
@@ -102,10 +94,8 @@ def test_verify_of_a_model_at_the_hub(hub, tmp_path, capsys):
     checkpoint[NAME]
     before = hub.sent
     found = verify(SOURCE)
-    assert [(row["name"], row["status"]) for row in found.files] == [
-        ("config.json", "verified"),
-        ("model.safetensors", "unverified"),
-    ]
+    statuses = {row["name"]: row["status"] for row in found.files}
+    assert statuses == {"config.json": "verified", "model.safetensors": "unverified"}
     assert "only byte ranges of it were read" in found.text()
     assert hub.sent == before, "nothing is downloaded unless asked for"
     (path,) = (p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32)
@@ -127,11 +117,9 @@ def artifact(tmp_path, kind):
     path = tmp_path / f"{kind}.safetensors"
     if kind == "network":
         return fit_network(nn.Sequential(nn.Conv2d(8, 8, 3, groups=8)), "filters").save(path)
-    net = nn.Linear(4, 3)
-    spec = WeightSpec.of(net)
-    return fit(
-        WeightArray(np.random.default_rng(0).standard_normal((30, spec.size)), spec), "*", structure="dense"
-    ).save(path)
+    spec = WeightSpec.of(nn.Linear(4, 3))
+    weights = np.random.default_rng(0).standard_normal((30, spec.size))
+    return fit(WeightArray(weights, spec), "*", structure="dense").save(path)
 
 
 @pytest.mark.parametrize("kind", ["network", "population"])

@@ -126,7 +126,12 @@ class _TorchUnpickler(DataUnpickler):
     def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
         """The tensor or the dictionary that a call makes."""
         if name in _DICTS:
-            return _dictionary(arguments)
+            out = Entries()
+            if len(arguments) > 1 or not isinstance(pairs := arguments[0] if arguments else {}, dict | list):
+                raise ValueError("it makes a dictionary of something unknown")
+            for key, value in pairs.items() if isinstance(pairs, dict) else pairs:
+                out[key] = value
+            return out
         if name in _TENSORS:
             return _view(name, arguments)
         if name in _PARAMETERS and arguments and isinstance(arguments[0], _View | _Odd):
@@ -141,15 +146,6 @@ class _TorchUnpickler(DataUnpickler):
         """Drop a state; that of an OrderedDict holds the versions of its modules."""
         if not isinstance(item, dict | _View | _Odd | Call) or not isinstance(state, dict | tuple):
             raise ValueError("it sets the state of something that has none")
-
-
-def _dictionary(arguments: tuple[Any, ...]) -> Entries:
-    out = Entries()
-    if len(arguments) > 1 or not isinstance(pairs := arguments[0] if arguments else {}, dict | list):
-        raise ValueError("it makes a dictionary of something unknown")
-    for key, value in pairs.items() if isinstance(pairs, dict) else pairs:
-        out[key] = value
-    return out
 
 
 def _view(name: str, arguments: tuple[Any, ...]) -> _View | _Odd:
@@ -343,14 +339,12 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
     """The dictionary of weights, and why the items next to it are left out."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a dictionary of tensors, found {type(value).__name__.lstrip('_').lower()}")
-    inner = {
-        name: item for name, item in value.items() if isinstance(item, dict) and any(map(_is_tensor, item.values()))
-    }
+    inner = {name: item for name, item in value.items() if isinstance(item, dict) and _has_tensors(item)}
     if key is not None:
         if key not in inner:
             there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
             raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
-    elif any(map(_is_tensor, value.values())) or not inner:
+    elif _has_tensors(value) or not inner:
         return value, {}
     else:
         found = [name for name in inner if name in _ROOTS]
@@ -362,5 +356,5 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
     return inner[key], beside
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, _View | _Odd)
+def _has_tensors(value: dict[Any, Any]) -> bool:
+    return any(isinstance(item, _View | _Odd) for item in value.values())

@@ -50,8 +50,12 @@ class Population(Result):
         self._manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
         self._rows: dict[int, int] = {}
-        present = shards.tiles_on_disk(self.path, self._manifest)
-        self._rows = {tile: self._rows_of(tile) for tile in present}
+        for tile in shards.tiles_on_disk(self.path, self._manifest):
+            rows = self._manifest.rows(tile)
+            if self._manifest.shorter_rows(tile):
+                with self._open(tile) as h5:
+                    rows = min(rows, h5["weights"].shape[0])
+            self._rows[tile] = rows
         if self._incomplete and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
@@ -194,12 +198,7 @@ class Population(Result):
     def marked_chunks(
         self, select: str | Sequence[str] = "*", size: int | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Like `chunks`, each block with booleans (size,): which of its networks diverged.
-
-        Raises:
-            UsageError: if a pattern matches nothing or the size is not positive.
-            DataError: if a shard is damaged.
-        """
+        """Like `chunks`, each block with booleans (size,): which of its networks diverged."""
         sub = self.spec.select(select)
         if size is not None and size < 1:
             raise UsageError(f"size: expected a positive number of rows, found {size}")
@@ -305,13 +304,6 @@ class Population(Result):
         for array in joined.values():
             array.flags.writeable = False
         return np.concatenate(seeds), joined
-
-    def _rows_of(self, tile: int) -> int:
-        rows = self._manifest.rows(tile)
-        if self._manifest.shorter_rows(tile):
-            with self._open(tile) as h5:
-                rows = min(rows, h5["weights"].shape[0])
-        return rows
 
     def _rows_at(self, rows: np.ndarray) -> np.ndarray:
         """The weights of these rows, shape (len(rows), D) float32."""

@@ -80,18 +80,15 @@ def networks_on_disk(path: Path, manifest: Manifest) -> int:
     """The number of networks of the population that have been trained."""
     rows = 0
     for tile in tiles_on_disk(path, manifest):
-        if manifest.shorter_rows(tile) and state(path, manifest, tile).kind != "done":
-            rows += max(manifest.shorter_rows(tile))
-        else:
-            rows += manifest.rows(tile)
+        shorter = manifest.shorter_rows(tile)
+        rows += max(shorter) if shorter and state(path, manifest, tile).kind != "done" else manifest.rows(tile)
     return rows
 
 
 def complete(path: Path, manifest: Manifest) -> bool:
     """Whether every tile has an undamaged shard with all its networks."""
-    if len(tiles_on_disk(path, manifest)) < manifest.tiles:
-        return False
-    return all(state(path, manifest, tile).kind == "done" for tile in range(manifest.tiles))
+    tiles = tiles_on_disk(path, manifest)
+    return len(tiles) == manifest.tiles and all(state(path, manifest, tile).kind == "done" for tile in tiles)
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:

@@ -21,16 +21,8 @@ _READERS: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class NormPair:
-    """A normalisation layer and the linear map that follows it, by the names of their modules."""
-
-    norm: str
-    linear: str
-
-
-def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
-    """The pairs that can be folded in a network, found by name."""
+def norm_pairs(spec: WeightSpec) -> tuple[tuple[str, str], ...]:
+    """(normalisation layer, linear map that follows it) of every pair that can be folded, by the modules' names."""
     pairs, names = [], set(spec.names)
     for tensor in spec.tensors:
         norm = tensor.name.removesuffix(".weight")
@@ -44,49 +36,28 @@ def norm_pairs(spec: WeightSpec) -> tuple[NormPair, ...]:
                 continue
             if f"{norm}.bias" in names and f"{linear}.bias" not in names:
                 raise SpecError(f"`{linear}` has no bias to absorb that of `{norm}`; compute without fold_norms")
-            pairs.append(NormPair(norm, linear))
+            pairs.append((norm, linear))
     return tuple(pairs)
 
 
-def needed_for_folding(names: set[str], spec: WeightSpec, pairs: tuple[NormPair, ...]) -> set[str]:
-    """The names of the tensors that `fold` needs in order to fold those in `names`."""
-    needed = set(names)
-    for pair in pairs:
-        wanted = []
-        if f"{pair.linear}.weight" in names:
-            wanted += [f"{pair.norm}.weight"]
-        if f"{pair.linear}.bias" in names:
-            wanted += [f"{pair.norm}.bias", f"{pair.linear}.weight"]
-        needed |= {name for name in wanted if name in spec.slices}
-    return needed
-
-
-def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[NormPair, ...]) -> dict[str, np.ndarray]:
+def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[tuple[str, str], ...]) -> dict[str, np.ndarray]:
     """Fold gains and biases: W <- W diag(g), c <- c + W b, g <- 1, b <- 0."""
     out = dict(tensors)
-    for pair in pairs:
-        gain, shift = (tensors.get(f"{pair.norm}.{part}") for part in ("weight", "bias"))
-        weight, bias = (tensors.get(f"{pair.linear}.{part}") for part in ("weight", "bias"))
+    for norm, linear in pairs:
+        gain, shift = (tensors.get(f"{norm}.{part}") for part in ("weight", "bias"))
+        weight, bias = (tensors.get(f"{linear}.{part}") for part in ("weight", "bias"))
         if bias is not None and shift is not None and weight is not None:
             # A convolution without padding adds the shift once for each pixel of its filter.
             sums = weight.reshape(*weight.shape[:3], -1).sum(axis=-1)  # (N, out, in)
-            out[f"{pair.linear}.bias"] = bias + np.einsum("noi,ni->no", sums, shift)
+            out[f"{linear}.bias"] = bias + np.einsum("noi,ni->no", sums, shift)
         if weight is not None and gain is not None:
-            out[f"{pair.linear}.weight"] = weight * gain.reshape(len(gain), 1, -1, *[1] * (weight.ndim - 3))
-    for norm in {pair.norm for pair in pairs}:
+            out[f"{linear}.weight"] = weight * gain.reshape(len(gain), 1, -1, *[1] * (weight.ndim - 3))
+    for norm in {norm for norm, _ in pairs}:
         if f"{norm}.weight" in out:
             out[f"{norm}.weight"] = np.ones_like(tensors[f"{norm}.weight"])
         if f"{norm}.bias" in out:
             out[f"{norm}.bias"] = np.zeros_like(tensors[f"{norm}.bias"])
     return out
-
-
-def fold_norms(vectors: np.ndarray, spec: WeightSpec) -> np.ndarray:
-    """Fold every norm that `norm_pairs` finds in whole weight vectors."""
-    rows = np.atleast_2d(vectors)
-    folded = fold(spec.unpack(rows), norm_pairs(spec))
-    flat = [folded[name].reshape(len(rows), -1) for name in spec.names]
-    return np.concatenate(flat, axis=1).reshape(vectors.shape).astype(vectors.dtype, copy=False)
 
 
 def _diagonal(matrix: np.ndarray) -> np.ndarray:
@@ -221,7 +192,10 @@ class Coordinates:
         self._computed: tuple[Computed, ...] = tuple(c for text in computed for c in parse(text, spec))
         names = {*self._plain.names, *(name for c in self._computed for name in c.tensors)}
         self._pairs = norm_pairs(spec) if fold_norms else ()
-        needed = needed_for_folding(names, spec, self._pairs)
+        needed = set(names)
+        for norm, linear in self._pairs:
+            needed |= {f"{norm}.weight"} if f"{linear}.weight" in names else set()
+            needed |= {f"{norm}.bias", f"{linear}.weight"} if f"{linear}.bias" in names else set()
         self.reads = WeightSpec(t for t in spec.tensors if t.name in needed)
         self.spec = WeightSpec([*self._plain.tensors, *(c.tensor_spec(spec) for c in self._computed)])
 
