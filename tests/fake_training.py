@@ -150,10 +150,6 @@ def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> Simple
     return train_tile(recipe, tile)
 
 
-def touch(folder: Path, tile: int, **options: object) -> None:
-    (folder / str(tile)).touch()
-
-
 def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], None]) -> int:
     """A task that is in trouble at its first attempt at tile 1, or at every one if the trouble is "poison"."""
     progress(0.5)

@@ -46,6 +46,13 @@ tile = 6
 """
 
 
+def succeed(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints that ends without an error."""
+    code, out, err = run(*arguments, capsys=capsys)
+    assert code == 0, err
+    return out
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe and a small population of it."""
@@ -59,8 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", list(cli.commands))
 def test_every_command_answers_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(name, "--help", capsys=capsys)
-    assert code == 0
+    out = succeed(name, "--help", capsys=capsys)
     assert re.search(rf"Examples?:\n\s+weightscope {name}", out)
     assert all(line.strip() for line in cli.commands[name].get_short_help_str().splitlines())
 
@@ -96,15 +102,13 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 
 def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run("inspect", folder / "tiny.pop", "--json", folder / "inspect.json", capsys=capsys)
-    assert code == 0
+    out = succeed("inspect", folder / "tiny.pop", "--json", folder / "inspect.json", capsys=capsys)
     assert "12" in out
     assert json.loads((folder / "inspect.json").read_text())
 
     figure, matrix, table = folder / "c.png", folder / "c.npz", folder / "c.json"
     arguments = ("-o", figure, "--matrix", matrix, "--json", table)
-    code, out, _ = run("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
-    assert code == 0
+    out = succeed("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
     assert "column means" in out
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert json.loads(table.read_text())["n"] == 12
@@ -112,32 +116,26 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
 
     on_disk = folder / "c.npy"
     arguments = ("-o", figure, "--matrix", on_disk, "--precision", "float32")
-    code, out, _ = run("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
-    assert code == 0
+    out = succeed("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
     np.testing.assert_allclose(np.load(on_disk), np.load(matrix)["matrix"], atol=1e-6)
 
     artifact, alone = folder / "init.safetensors", folder / "alone.py"
     arguments = ("-o", artifact, "--standalone", alone, "--holdout", "0.25")
-    code, out, _ = run("fit-init", folder / "tiny.pop", *arguments, capsys=capsys)
-    assert code == 0, out
+    out = succeed("fit-init", folder / "tiny.pop", *arguments, capsys=capsys)
     assert "diagonal" in out
     assert alone.read_text().count("\n") < 80
 
-    code, out, _ = run("inspect", artifact, capsys=capsys)
-    assert code == 0
+    out = succeed("inspect", artifact, capsys=capsys)
     assert "held-out" in out
 
     arguments = ("--init", "default", "--init", artifact, "--seeds", 3, "-o", folder / "bench", "--workers", 1)
-    code, out, _ = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
-    assert code == 0
+    out = succeed("bench", folder / "tiny.toml", *arguments, capsys=capsys)
     assert "init" in out
     assert (folder / "bench" / "convergence.png").exists()
     assert len(json.loads((folder / "bench" / "results.json").read_text())["summary"]) == 2
 
-    code, out, _ = run("export", folder / "tiny.pop", "-o", folder / "one.h5", "--select", "stem*", capsys=capsys)
-    assert code == 0
-    code, out, _ = run("inspect", folder / "one.h5", "--json", folder / "one.json", capsys=capsys)
-    assert code == 0
+    out = succeed("export", folder / "tiny.pop", "-o", folder / "one.h5", "--select", "stem*", capsys=capsys)
+    out = succeed("inspect", folder / "one.h5", "--json", folder / "one.json", capsys=capsys)
     assert "12 networks of" in out
     assert "stem.0.weight" in out
     assert "stages" not in out.partition("[network]")[0]
@@ -146,7 +144,7 @@ def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.Capture
 
 def test_an_exported_file_is_verified(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "one.h5"
-    assert run("export", folder / "tiny.pop", "-o", file, capsys=capsys)[0] == 0
+    succeed("export", folder / "tiny.pop", "-o", file, capsys=capsys)
     data = bytearray(file.read_bytes())
     for at in (600, len(data) // 2, -1):
         data[at] ^= 1
@@ -182,8 +180,7 @@ def test_every_json_option_takes_standard_output() -> None:
 
 
 def test_collect_ends_with_a_screen_not_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run("collect", folder / "tiny.toml", "-o", folder / "tiny.pop", "--workers", 1, capsys=capsys)
-    assert code == 0
+    out = succeed("collect", folder / "tiny.toml", "-o", folder / "tiny.pop", "--workers", 1, capsys=capsys)
     assert out.count("\n") <= 24
     assert "12 of 12 networks" in out
     assert "test_accuracy" in out
@@ -199,11 +196,9 @@ def test_summaries_in_help_are_whole(capsys: pytest.CaptureFixture[str]) -> None
 def test_covariance_takes_a_part_that_the_model_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     monkeypatch.chdir(tmp_path)
     torch.save(ViT(16, 4, 16, 1, 2, 10).state_dict(), "vit.pt")
-    code, _, _ = run("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
-    assert code == 0
+    succeed("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
     assert json.loads(Path("found.json").read_text())["part"] == "mlp-rows"
 
 
@@ -234,11 +229,9 @@ def test_the_shell_completes_names_and_paths() -> None:
 
 
 def test_audit_without_a_name_describes_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-
     torch.save({n: torch.randn_like(v) for n, v in ViT(16, 4, 24, 1, 2, 3).state_dict().items()}, tmp_path / "m.pt")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
-    code, out, _ = run("audit", tmp_path / "m.pt", capsys=capsys)
-    assert code == 0
+    out = succeed("audit", tmp_path / "m.pt", capsys=capsys)
     assert "checks fail" in out
 
 
@@ -261,8 +254,7 @@ def test_audit_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.Capture
         assert code == (0 if right else 1)
         assert ("FAILED" in out) == (not right)
         assert json.loads((tmp_path / "audit.json").read_text())["passed"] == right
-    code, out, _ = run("inspect", tmp_path / "plain" / "model.safetensors", capsys=capsys)
-    assert code == 0
+    out = succeed("inspect", tmp_path / "plain" / "model.safetensors", capsys=capsys)
     assert "blocks.0.attn.qkv.weight" in out
     (tmp_path / "language.toml").write_text('name = "mimetic_attention"\npreset = "language"\n')
     code, _, _ = run("audit", tmp_path / "mimetic", "--init", tmp_path / "language.toml", capsys=capsys)
@@ -396,8 +388,7 @@ def test_a_damaged_population_exits_3(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_list_shows_every_kind_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run("list", "--json", tmp_path / "all.json", capsys=capsys)
-    assert code == 0
+    out = succeed("list", "--json", tmp_path / "all.json", capsys=capsys)
     kinds = ["initialisers", "structures", "networks", "datasets", "recipes"]
     assert [line for line in out.splitlines() if line and not line.startswith(" ")] == kinds
     assert list(json.loads((tmp_path / "all.json").read_text())) == kinds

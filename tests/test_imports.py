@@ -70,11 +70,19 @@ def test_the_statistics_need_no_torch_to_import(part: str) -> None:
         assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
+HEAVY = ["matplotlib", "h5py", "seaborn", "scipy", "sklearn", "timm", "transformers"]
+
+
 @pytest.mark.parametrize(
-    "command", ["import weightscope", "import weightscope.cli", "from weightscope.recipe import Recipe"]
+    ("command", "heavy"),
+    [
+        ("import weightscope", [*HEAVY, "torch"]),
+        ("import weightscope.cli", [*HEAVY, "torch"]),
+        ("from weightscope.recipe import Recipe", [*HEAVY, "torch"]),
+        ("import weightscope.init", [*HEAVY, "pydantic"]),
+    ],
 )
-def test_light_imports_stay_light(command: str) -> None:
-    heavy = ["torch", "matplotlib", "h5py", "seaborn", "scipy", "sklearn"]
+def test_light_imports_stay_light(command: str, heavy: list[str]) -> None:
     code = f"{command}; import sys; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

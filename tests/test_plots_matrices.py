@@ -106,16 +106,6 @@ def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
     assert border == 41
 
 
-def test_pooling_by_the_mean_keeps_stripes_above_noise_and_adds_none() -> None:
-    """The mean of f x f entries is a covariance of means: unbiased, whereas the largest entry grows with f."""
-    noise = np.cov(np.random.default_rng(0).standard_normal((500, 240)).T)
-    edges, _ = covariance.cell_edges([(0, 240)], 40)
-    cells = covariance.pool(noise, np.arange(240), edges, np.zeros(240, dtype=bool), "others")
-    apart = cells[~np.eye(len(cells), dtype=bool)]
-    assert np.abs(apart).max() < np.abs(noise[~np.eye(240, dtype=bool)]).max() / 3
-    assert abs(apart.mean()) < 1e-3
-
-
 def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
     """fc1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
     g = np.random.default_rng(3)

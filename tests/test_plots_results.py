@@ -60,11 +60,8 @@ def test_accuracies_are_counted_in_whole_steps_of_the_test_set() -> None:
     median = next(line for line in ax.lines if line.get_gid() == "median")
     assert median.get_xdata()[0] == np.median(counts / 360)
     assert ax.get_legend().get_title().get_text() == "300 networks, 2 diverged and excluded"
-
-
-def test_equal_accuracies_are_one_bar() -> None:
-    ax = plots.metric_distribution([0.5, 0.5, 0.5])
-    assert [p.get_height() for p in ax.containers[0]] == [3]
+    equal = plots.metric_distribution([0.5, 0.5, 0.5])
+    assert [p.get_height() for p in equal.containers[0]] == [3]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +113,6 @@ def test_a_ratio_of_zero_is_an_arrow_at_the_edge() -> None:
 def test_ratios_outside_their_interval_are_refused(row: tuple[float, float, float]) -> None:
     with pytest.raises(DataError, match="`w`, columns: expected 0 <= low <= ratio <= high"):
         plots.stripe_ratios([("w", "columns", *row)])
-
-
-def test_stripes_need_rows_that_differ() -> None:
     for rows in ([], [STRIPES[0], STRIPES[0]]):
         with pytest.raises(UsageError, match="expected rows that differ"):
             plots.stripe_ratios(rows)
@@ -200,6 +194,8 @@ def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
     assert "reference" in texts
     assert "+2.0, p = 2×10⁻⁹" in texts
     assert "after 3 epochs; mean of 8 seeds; bars: 95 % CI of the paired" in ax.get_xlabel().replace("\n", " ")
+    adjusted = [row | {"p_holm": 0.25} for row in bench_summary(["default", "artifact"], [3])]
+    assert "+2.0, p = 0.25" in [t.get_text() for t in plots.convergence(adjusted).texts]
 
 
 def test_intervals_of_accuracies_stay_between_0_and_100_per_cent() -> None:
@@ -209,12 +205,6 @@ def test_intervals_of_accuracies_stay_between_0_and_100_per_cent() -> None:
     assert ends_of(bars_of(plots.convergence(rows))[1]) == [pytest.approx((0.65, 1.0))]
     ends = [row | {"ci95": [0.65, 1.21]} for row in rows[:1]]
     assert ends_of(bars_of(plots.convergence(ends))[0]) == [pytest.approx((0.65, 1.0))]
-
-
-def test_the_adjusted_p_value_is_preferred() -> None:
-    rows = bench_summary(["default", "artifact"], [3])
-    rows[1]["p_holm"] = 0.25
-    assert "+2.0, p = 0.25" in [t.get_text() for t in plots.convergence(rows).texts]
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 6]])

@@ -118,11 +118,7 @@ class SequenceConfig(Task):
         return self.length
 
     def sizes(self) -> dict[str, int]:
-        """`vocabulary`; of a text whose vocabulary is not recorded, the files are read.
-
-        Raises:
-            DataError: if these are missing or damaged.
-        """
+        """`vocabulary`; of a text whose vocabulary is not recorded, the files are read."""
         recorded = getattr(self, "vocabulary", None)
         return {"vocabulary": self.load().vocabulary if recorded is None else int(recorded)}
 
@@ -177,19 +173,13 @@ def _check_memory(what: str, sequences: int, tokens: int) -> None:
 class TaskConfig(SequenceConfig):
     """A generated task: a string, a separator, and the answer, whose tokens are scored.
 
-    Each is described in `weightscope.data.sequences`.
-
-    Attributes:
-        name: of the task.
-        vocabulary: v, with the separator, which is its last token.
-        lengths: multiples of the training length at which networks are evaluated; the first is 1.
-
-    Source: thesis 3.3.1 to 3.3.3.
+    Each is described in `weightscope.data.sequences`. Source: thesis 3.3.1 to 3.3.3.
     """
 
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary  # v, with the separator, which is its last token
     train: Size = 2000
     test: Size = 100
+    # multiples of the training length at which networks are evaluated; the first is 1
     lengths: Annotated[tuple[Size, ...], Field(min_length=1)] = (1, 2, 4)
 
     @field_validator("lengths", mode="before")
@@ -252,19 +242,13 @@ for _name in TASK_SIZES:
 class TextConfig(SequenceConfig):
     """Text of one's own files: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
 
-    Attributes:
-        name: "text".
-        path: of the folder; relative ones are searched for where data are.
-        unit: "character" or "word".
-        train: windows of an epoch; as many as the training text has, if None.
-        test: windows of the held-out text, in its order; all if None.
-        vocabulary: v of the training text; counted if None, and recorded in populations.
+    `train` and `test` are windows of the training text and of the held-out text, in its order; all if None.
     """
 
     name: Literal["text"]
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1)]  # the folder; relative ones are searched for where data are
     unit: Literal["character", "word"] = "character"
-    vocabulary: Vocabulary | None = None
+    vocabulary: Vocabulary | None = None  # v of the training text; counted if None, and recorded in populations
 
     def completed(self, root: str | Path | None = None) -> "TextConfig":
         """The section with the vocabulary of its text."""
@@ -286,11 +270,7 @@ class TextConfig(SequenceConfig):
 class MarkovConfig(SequenceConfig):
     """Tokens of which each depends on the one before, with known entropy, the smallest possible loss.
 
-    Attributes:
-        name: "markov".
-        vocabulary: v.
-        concentration: of the Dirichlet distribution of the transitions; the smaller, the more certain the next token.
-        source_seed: of the transitions.
+    The smaller the `concentration` of the transitions' Dirichlet distribution, the more certain the next token.
     """
 
     name: Literal["markov"]
@@ -298,7 +278,7 @@ class MarkovConfig(SequenceConfig):
     train: Size = 2000
     test: Size = 100
     concentration: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
-    source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the transitions
 
     @model_validator(mode="after")
     def _sizes(self) -> "MarkovConfig":
