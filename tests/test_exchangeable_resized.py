@@ -1,6 +1,6 @@
 """Exchangeable laws in networks of other widths and depths, refused where they do not fit, and exported."""
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -241,34 +241,31 @@ def test_ones_own_permutations_can_be_wider_but_not_deeper() -> None:
         resized_fit(result, spec(4, 3))
 
 
-def test_a_resized_fit_is_saved_and_exported(artifact: Path, tmp_path: Path) -> None:
-    wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3)))
-    assert isinstance(wide, PopulationFit)
-    file = write_standalone(wide, tmp_path / "wide_init.py")
-    module_spec = importlib.util.spec_from_file_location("wide_init", file)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    alone = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(alone)
-    ours = load_init(artifact)(convnext(24, 3).double(), generator=torch.Generator().manual_seed(5)).state_dict()
-    theirs = alone.init_(convnext(24, 3).double(), generator=torch.Generator().manual_seed(5)).state_dict()
+def draws_alike_alone(fitted: PopulationFit, make: Callable[[], nn.Module], init: PopulationInit, file: Path) -> None:
+    """The standalone file of a fit draws what an initialiser draws."""
+    scope: dict[str, object] = {"__file__": str(write_standalone(fitted, file))}
+    exec(compile(file.read_text(), file, "exec"), scope)
+    ours, theirs = (
+        draw(make().double(), generator=torch.Generator().manual_seed(5)).state_dict()
+        for draw in (init, scope["init_"])
+    )
     for name, value in ours.items():
         np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_resized_fit_is_saved_and_exported(artifact: Path, tmp_path: Path) -> None:
+    wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3)))
+    draws_alike_alone(wide, lambda: convnext(24, 3), load_init(artifact), tmp_path / "wide_init.py")
 
 
 def test_the_standalone_export_draws_fused_projections(tmp_path: Path) -> None:
-    vit = ViT(8, 4, 8, 1, 2, 3, in_channels=1)
-    spec = WeightSpec.of(vit)
+    def make() -> nn.Module:
+        return ViT(8, 4, 8, 1, 2, 3, in_channels=1)
+
+    spec = WeightSpec.of(make())
     rows = np.random.default_rng(0).standard_normal((30, spec.size)) + 1
     result = fit(WeightArray(rows, spec), "*", structure="exchangeable", joint="all")
-    file = write_standalone(result, tmp_path / "vit_init.py")
-    scope: dict[str, object] = {"__file__": str(file)}
-    exec(compile(file.read_text(), file, "exec"), scope)
-    ours = PopulationInit(result)(vit.double(), generator=torch.Generator().manual_seed(5)).state_dict()
-    copy = ViT(8, 4, 8, 1, 2, 3, in_channels=1).double()
-    theirs = scope["init_"](copy, generator=torch.Generator().manual_seed(5)).state_dict()
-    for name, value in ours.items():
-        np.testing.assert_allclose(theirs[name].numpy(), value.numpy(), rtol=1e-10, atol=1e-12)
+    draws_alike_alone(result, make, PopulationInit(result), tmp_path / "vit_init.py")
 
 
 def test_artifacts_without_the_networks_spec_stay_readable(law: Exchangeable) -> None:

@@ -522,28 +522,25 @@ def test_pages_refuse_wrong_matrices() -> None:
     lopsided, unfinished = eye.copy(), eye.copy()
     lopsided[0, 1], unfinished[0, 0] = 1, math.nan
     for values, shape, match in (
-        (eye[:4], (1, 3, 3), "expected a covariance"),
+        (eye[:4], (1, 3, 3), r"a: expected a square matrix \(D, D\), found \(4, 9\)"),
         (eye, (1, 2, 2), "1 x 2 x 2 filters"),
         (lopsided, (1, 3, 3), "symmetric"),
         (unfinished, (1, 3, 3), "not finite"),
     ):
         with pytest.raises(DataError, match=match):
             plots.covariance_page([[plots.Panel(values, "a", shape)]])
-    with pytest.raises(DataError, match="at least one layer"):
-        plots.covariance_page([[None]])
-    with pytest.raises(UsageError, match="row_labels"):
-        plots.covariance_page([[plots.Panel(eye, "a", (1, 3, 3))]], row_labels=["a", "b"])
-    with pytest.raises(UsageError, match="quantile"):
-        plots.covariance_page([[plots.Panel(eye)]], quantile=0)
-    with pytest.raises(DataError, match="expected filters"):
-        plots.filter_page([[plots.Panel(eye)]])
-    curve = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {})
-    with pytest.raises(DataError, match=r"expected x at \(2,\)"):
-        plots.depth_curves([curve], [plots.Statistic("x", "x")])
-    with pytest.raises(UsageError, match="no 'y'"):
-        plots.depth_curves([curve], [plots.Statistic("y", "y")])
-    with pytest.raises(UsageError, match="expected curves"):
-        plots.depth_curves([], [])
+    curve, panel = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {}), plots.Panel(eye, "a", (1, 3, 3))
+    for call, error, match in (
+        (lambda: plots.covariance_page([[None]]), DataError, "at least one layer"),
+        (lambda: plots.covariance_page([[panel]], row_labels=["a", "b"]), UsageError, "row_labels"),
+        (lambda: plots.covariance_page([[plots.Panel(eye)]], quantile=0), UsageError, "quantile"),
+        (lambda: plots.filter_page([[plots.Panel(eye)]]), DataError, "expected filters"),
+        (lambda: plots.depth_curves([curve], [plots.Statistic("x", "x")]), DataError, r"expected x at \(2,\)"),
+        (lambda: plots.depth_curves([curve], [plots.Statistic("y", "y")]), UsageError, "no 'y'"),
+        (lambda: plots.depth_curves([], []), UsageError, "expected curves"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
 
 
 def test_filters_are_drawn_at_their_places() -> None:

@@ -311,14 +311,7 @@ _HALF = 5e-2  # for half precision, in which the module rounds inner products
 
 
 class _Recorder:
-    """Sums over images, or sequences, of the maps of one attention layer with n tokens.
-
-    Attributes:
-        maps: (H, n, n) float64, sum of attention maps.
-        entropy: (H,) float64, sum of mean row entropies in units of log n.
-        ranks: stable ranks of the inputs' patch tokens, a tensor for each batch.
-        images: number of images.
-    """
+    """Sums over images, or sequences, of the maps of one attention layer with n tokens."""
 
     def __init__(self, part: AttentionPart, module: nn.Module, n: int, patches: tuple[int, int] | None) -> None:
         self.part = part
@@ -327,8 +320,8 @@ class _Recorder:
         grid = (1, n, 0) if prefix < 0 or patches is None else (*patches, prefix)
         self.tokens = TokenGrid(*grid, causal=part.causal is True)
         self.maps = torch.zeros(part.heads, n, n, dtype=torch.float64)
-        self.entropy = torch.zeros(part.heads, dtype=torch.float64)
-        self.ranks: list[Tensor] = []
+        self.entropy = torch.zeros(part.heads, dtype=torch.float64)  # mean over rows, in units of log n
+        self.ranks: list[Tensor] = []  # stable ranks of the inputs' patch tokens, a tensor for each batch
         self.images = 0
         self._weights = {name: (part.read(name), part.read_bias(name)) for name in ("q", "k", "v")}
 

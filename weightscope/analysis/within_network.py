@@ -170,10 +170,10 @@ class NetworkCovariances(Result):
     layers: tuple[Layer, ...]
     unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def of(self, label: str) -> list[Layer]:
-        """The layers of one network."""
+    def of(self, label: str, group: str | None = None) -> list[Layer]:
+        """The layers of one network (and one group of matrices)."""
         choice("label", label, self.labels)
-        return [row for row in self.layers if row.source == label]
+        return [row for row in self.layers if row.source == label and group in (None, row.group)]
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -224,7 +224,8 @@ class ExchangeableMoments:
                 flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
                 matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
             if not key:
-                mean = self._sums[key] / self.n + self._origin(kind)
+                origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
+                mean = self._sums[key] / self.n + np.concatenate(origin)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
             out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products), self.n))
         return tuple(out)
@@ -246,9 +247,6 @@ class ExchangeableMoments:
             variance += r**2 / 4 * (spread[:, None] + spread + 2 * pairs / scale**2)
         out[np.ix_(single, single)] = np.sqrt(np.maximum(variance, 0) * self.n / (self.n - 1))
         return out
-
-    def _origin(self, kind: InvariantType) -> np.ndarray:
-        return np.concatenate([self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views])
 
 
 def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:

@@ -6,7 +6,7 @@ covariance, which widens with depth.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -229,20 +229,11 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
     return vectors * np.sqrt(np.abs(values) if psd == "abs" else np.maximum(values, 0))
 
 
-class Staged(Protocol):
-    """A layer in a stage of a hierarchical network."""
-
-    @property
-    def stage(self) -> int:
-        """Number of the stage, from 0."""
-        ...
-
-
-def relative_depths(parts: Sequence[Staged], schedule: str) -> list[float]:
+def relative_depths(parts: Sequence[Any], schedule: str) -> list[float]:
     """The relative depth in [0, 1] of each layer, 0 for a single layer.
 
     Args:
-        parts: layers in order.
+        parts: layers in order, with the `stage` of each, from 0.
         schedule: "depth" counts over the whole network, "sawtooth" restarts in every stage.
     """
     if schedule == "depth":

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import mmap
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from scipy.linalg import blas
@@ -15,31 +15,6 @@ Precision = Literal["float64", "float32"]
 
 # Side of the tiles in which a triangle is mirrored: two float64 tiles of this size stay in a 2 MB cache.
 _TILE = 256
-
-
-class Gram(Protocol):
-    """Interface of an accumulator of `G = sum of z z^T`, shape (D, D)."""
-
-    def add(self, rows: np.ndarray) -> None:
-        """`G += rows.T @ rows` for rows (n, D)."""
-
-    def add_gram(self, other: Any) -> None:
-        """`G += other`, of the same class."""
-
-    def dot(self, vector: np.ndarray) -> np.ndarray:
-        """`G @ vector` in float64, shape (D,)."""
-
-    def diagonal(self) -> np.ndarray:
-        """The diagonal of G in float64, shape (D,)."""
-
-    def squared_norm(self) -> float:
-        """The squared Frobenius norm of G, accumulated in float64."""
-
-    def copy(self) -> "Gram":
-        """An independent copy."""
-
-    def take(self, factor: float) -> np.ndarray:
-        """`factor * G` as a full symmetric NumPy array, in place; the accumulator is empty afterwards."""
 
 
 def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
@@ -61,12 +36,15 @@ class _BlasGram:
         self._matrix = _zeros(size, np.dtype(dtype))
 
     def add(self, rows: np.ndarray) -> None:
+        """`G += rows.T @ rows` for rows (n, D)."""
         add_gram(self._matrix, rows)
 
-    def add_gram(self, other: "_BlasGram") -> None:
+    def add_gram(self, other: Any) -> None:
+        """`G += other`, of the same class."""
         self._matrix += other._matrix
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
+        """`G @ vector` in float64, (D,)."""
         symv = blas.dsymv if self._matrix.dtype == np.float64 else blas.ssymv
         return np.asarray(symv(1.0, self._matrix, vector.astype(self._matrix.dtype)), dtype=np.float64)
 
@@ -82,13 +60,13 @@ class _BlasGram:
         diagonal = self.diagonal()
         return 2.0 * upper - float(diagonal @ diagonal)
 
-    def copy(self) -> "_BlasGram":
+    def copy(self) -> "Gram":
         new = _BlasGram(0, self._matrix.dtype)
         new._matrix = self._matrix.copy(order="F")
         return new
 
     def take(self, factor: float) -> np.ndarray:
-        """`factor * G`, scaled and mirrored tile by tile in the accumulator's own memory."""
+        """`factor * G`, full, scaled and mirrored tile by tile in the accumulator's own memory; it is empty then."""
         matrix, self._matrix = self._matrix, np.zeros((0, 0), dtype=self._matrix.dtype, order="F")
         size = len(matrix)
         for start in range(0, size, _TILE):
@@ -141,7 +119,7 @@ class _TorchGram:
         finally:
             matmul.allow_tf32 = before
 
-    def add_gram(self, other: "_TorchGram") -> None:
+    def add_gram(self, other: Any) -> None:
         self._matrix += other._matrix.to(self._device)
 
     def dot(self, vector: np.ndarray) -> np.ndarray:
@@ -155,7 +133,7 @@ class _TorchGram:
         """The squared Frobenius norm of G, row by row in float64."""
         return sum(float(row.double().square().sum()) for row in self._matrix.split(_TILE))
 
-    def copy(self) -> "_TorchGram":
+    def copy(self) -> "Gram":
         new = _TorchGram(0, np.float64, self._device)
         new._matrix = self._matrix.clone()
         return new
@@ -164,6 +142,9 @@ class _TorchGram:
         """`factor * G` in host memory."""
         matrix, self._matrix = self._matrix, self._matrix.new_zeros((0, 0))
         return matrix.mul_(factor).cpu().numpy()
+
+
+Gram = _BlasGram | _TorchGram
 
 
 def new_gram(size: int, precision: Precision, device: Any = None) -> Gram:
