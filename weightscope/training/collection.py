@@ -119,18 +119,23 @@ def train(
     try:
         with _terminate_as_interrupt():
             todo: list[Item] = []
+            kept = 0  # networks that are there
             for request in requests:
                 existed = request.path.exists()
                 manifest, new = manifests.create_or_match(request.path, request.manifest, resize=resize)
                 created += [(request.path, existed)] if new else []
                 begun.append(replace(request, manifest=manifest))
-                tiles = _scan(begun[-1], shard)
+                tiles, rows = _scan(begun[-1], shard)
+                kept += rows
                 todo += [Item(len(begun) - 1, tile) for tile in tiles]
                 if tiles:
                     warn_of_other_builds(begun[-1])
             todo.sort(key=lambda item: item[1])
             if requests:
-                _spread(begun, todo, workers.on_device(requests[0].device, len(todo)), progress, shard, label, finished)
+                chosen = workers.on_device(requests[0].device, len(todo))
+                total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in begun)
+                bar = _Bar(total, kept, show=progress, desc=label)
+                _spread(begun, todo, chosen, bar, kept, finished)
         for request in begun:
             path, manifest = request.path, request.manifest
             grown = manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)
@@ -156,22 +161,19 @@ def _spread(
     requests: Sequence[Request],
     todo: list[Item],
     workers: Workers,
-    progress: bool,
-    shard: int | None,
-    label: str,
+    bar: "_Bar",
+    done: int,
     finished: Callable[[Request, int, float], None] | None,
 ) -> None:
-    """Train tiles with a progress bar in networks."""
+    """Train tiles with a progress bar in networks, of which some are there already."""
 
     def rows(item: Item) -> int:
         return requests[item[0]].manifest.rows(item[1])
 
-    total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in requests)
-    done = total - sum(map(rows, todo))
     running: dict[Item, float] = {}
     # paths are absolute for workers in other folders; messages show them as given
     job = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
-    with _Bar(total, done, show=progress, desc=label) as bar:
+    with bar:
 
         def show(item: Item, fraction: float) -> None:
             running[item] = fraction * rows(item)
@@ -214,25 +216,29 @@ def train_shard(
     return time.perf_counter() - begun
 
 
-def _scan(request: Request, shard: int | None) -> list[int]:
-    """The tiles to train: missing, short or damaged ones. Removes temporary files of killed processes."""
+def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
+    """The tiles to train, missing, short or damaged ones, and the number of networks in the others.
+
+    Removes temporary files of killed processes.
+    """
     path, manifest = request.path, request.manifest
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
-    todo = []
+    todo, kept = [], 0
     present = set(shards.tiles_on_disk(path, manifest))  # few of perhaps millions
     for tile in range(manifest.tiles) if shard is None else [shard]:
         state = shards.state(path, manifest, tile) if tile in present else None
         if state is not None and state.kind == "done":
             shards.tidy_hash(shards.shard_file(path, tile))
+            kept += manifest.rows(tile)
             continue
         todo.append(tile)
         if state is not None and state.kind == "damaged":
             _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
-    return todo
+    return todo, kept
 
 
 def _kept(requests: Sequence[Request]) -> str:
