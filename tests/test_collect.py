@@ -26,7 +26,7 @@ from weightscope.errors import DataError, RecipeError, Resumable, UsageError, We
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import DataConfig, Recipe
-from weightscope.training.collection import Item, _Bar, collect, train_shard
+from weightscope.training.collection import _Bar, collect, train_shard
 from weightscope.training.planning import _until_finished, plan
 from weightscope.training.request import Request
 
@@ -322,7 +322,7 @@ def test_another_process_that_made_the_tile_meanwhile_saves_the_work(
 ) -> None:
     """As when a worker that was believed dead wakes up."""
     path = tmp_path / "reference.pop"
-    train_shard(training.train_tile, [Request.of(fake.recipe(), path)], Item(0, 1))
+    train_shard(training.train_tile, [Request.of(fake.recipe(), path)], (0, 1))
     assert trained == []
 
 
@@ -334,7 +334,7 @@ def test_a_worker_of_another_population_writes_nothing_into_this_one(
     (path / "shards/00001.h5").unlink()
     before = shard_files(path)
     with pytest.raises(RecipeError, match=r"population.seed: 7 -> 8"):
-        train_shard(training.train_tile, [other], Item(0, 1))
+        train_shard(training.train_tile, [other], (0, 1))
     assert shard_files(path) == before
 
 

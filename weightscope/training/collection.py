@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -34,14 +36,7 @@ from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, W
 _log = logging.getLogger(__name__)
 
 
-class Item(NamedTuple):
-    """Index of a request, and a tile of its population."""
-
-    at: int
-    tile: int
-
-    def __str__(self) -> str:
-        return f"{self.tile} of population {self.at}" if self.at else str(self.tile)
+Item = tuple[int, int]  # index of a request, and a tile of its population
 
 
 def collect(
@@ -127,10 +122,10 @@ def train(
                 begun.append(replace(request, manifest=manifest))
                 tiles, rows = _scan(begun[-1], shard)
                 kept += rows
-                todo += [Item(len(begun) - 1, tile) for tile in tiles]
+                todo += zip(repeat(len(begun) - 1), tiles)
                 if tiles:
                     warn_of_other_builds(begun[-1])
-            todo.sort(key=lambda item: item[1])
+            todo.sort(key=itemgetter(1))
             if requests:
                 chosen = workers.on_device(requests[0].device, len(todo))
                 total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in begun)
@@ -179,13 +174,18 @@ def _spread(
             running[item] = fraction * rows(item)
             bar.move_to(done + sum(running.values()))
 
-        with contextlib.closing(spread(job, todo, workers, show)) as results:
+        with contextlib.closing(spread(job, todo, workers, show, _named)) as results:
             for item, seconds in results:
                 running.pop(item, None)
                 done += rows(item)
                 bar.move_to(done + sum(running.values()))
                 if finished is not None:
                     finished(requests[item[0]], item[1], seconds)
+
+
+def _named(item: Item) -> str:
+    at, tile = item
+    return f"{tile} of population {at}" if at else str(tile)
 
 
 def train_shard(

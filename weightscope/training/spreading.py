@@ -8,7 +8,7 @@ This module gives the tile to another worker, up to a limit, while the other til
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from weightscope.errors import UsageError, WeightscopeError
@@ -22,22 +22,26 @@ _FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no 
 
 
 def spread(
-    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None
+    task: Task,
+    tiles: Sequence[Any],
+    workers: Workers,
+    progress: Progress | None = None,
+    named: Callable[[Any], str] = str,
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
     A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does
     not stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does. `progress`
-    is called with a tile and the fraction of it that is done.
+    is called with a tile and the fraction of it that is done. `named` writes a tile in messages.
     """
     with contextlib.closing(_pool(task, workers, progress or (lambda _tile, _done: None))) as pool:
-        yield from _distribute(pool, tiles, progress)
+        yield from _distribute(pool, tiles, progress, named)
 
 
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
     """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, lambda _tile, _done: None)) as pool:
-        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), None)]
+        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), None, str)]
 
 
 def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
@@ -50,7 +54,9 @@ def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
     return _ThisProcess(task, progress)
 
 
-def _distribute(pool: Pool, tiles: Sequence[Any], progress: Progress | None) -> Generator[tuple[Any, Any], None, None]:
+def _distribute(
+    pool: Pool, tiles: Sequence[Any], progress: Progress | None, named: Callable[[Any], str]
+) -> Generator[tuple[Any, Any], None, None]:
     waiting, running, succeeded = deque(tiles), 0, False
     lost: Counter[Any] = Counter()
     failed: dict[Any, Exception] = {}
@@ -69,13 +75,15 @@ def _distribute(pool: Pool, tiles: Sequence[Any], progress: Progress | None) -> 
             if isinstance(error, WorkerDied):
                 lost[tile] += 1
                 if lost[tile] < ATTEMPTS:
-                    _log.warning(f"tile {tile}: {error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again")
+                    _log.warning(
+                        f"tile {named(tile)}: {error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again"
+                    )
                     waiting.append(tile)
                     continue
             elif isinstance(error, UsageError) or type(error) is WeightscopeError:
                 raise error
             failed[tile] = error
-            _log.warning("tile %s failed: %s: %s", tile, type(error).__name__, error)
+            _log.warning("tile %s failed: %s: %s", named(tile), type(error).__name__, error)
             if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
                 raise TilesFailed(failed)
     if failed:
