@@ -65,6 +65,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 # --- counts and errors ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", **ids(list(FAMILIES.values())))
 def test_counts_and_a_missing_kind_raises_with_what_was_found(family):
     model = built(family.name)
@@ -154,6 +155,7 @@ def test_a_rectangular_grid_comes_from_the_patch_embedding():
 # --- reading and writing -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_write_is_the_inverse_of_read(kind, dtype):
@@ -178,6 +180,7 @@ def test_write_is_the_inverse_of_read(kind, dtype):
             assert torch.equal(value, before[name]), f"{family.name} {name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", **ids(rows("attention")))
 def test_writing_one_head_changes_its_numbers_and_no_others(family):
     model = family.build()
@@ -198,6 +201,7 @@ def test_writing_one_head_changes_its_numbers_and_no_others(family):
         assert all(torch.equal(part.read(other), kept) for other, kept in others.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["depthwise", "mlps", "patch_embeddings", "positions", "ssms"])
 def test_writing_one_part_changes_only_the_named_tensors(kind):
     for family in rows(kind):

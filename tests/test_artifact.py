@@ -228,6 +228,7 @@ torch.save(states, sys.argv[1] + "/states.pt")
 """
 
 
+@pytest.mark.slow
 def test_the_standalone_file_equals_load_init(tmp_path):
     names, expected = [], []
     for structure in ARTIFACTS:

@@ -94,6 +94,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_correct_initialisations_pass_with_room_to_spare(case):
     """On 40 seeds no check fails, and each statistic's deviation is well below the half of its interval.
@@ -163,6 +164,7 @@ def test_the_published_numbers_at_width_192():
     assert found["diagonal std"].high < 0.05 < 0.236  # what swapped factors give
 
 
+@pytest.mark.slow
 def test_grouped_queries_and_widths_beyond_the_simulation():
     model = FAMILIES["hf-llama"].make()
     wi.mimetic_attention_(model, alpha_qk=0.5, generator=generator(0))
@@ -222,6 +224,7 @@ def correlations(rho, sizes, n, seed):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rho", "sizes"), [(0.0, (8,)), (-0.5, (12, 24, 48)), (0.9, (16,)), (-0.5, (80, 30))])
 def test_the_interval_of_a_pooled_correlation_has_its_level(rho, sizes, monkeypatch):
     """Intervals, here from 960 draws and at 5 %, are missed by 5 % of 600 correct initialisations.
@@ -258,6 +261,7 @@ def test_a_correlation_that_independent_weights_could_have_is_undecidable():
     assert audit(narrow).outcomes["mimetic_conv_mlp"] == "undecidable"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [-0.5, 0.9])
 def test_the_power_against_a_wrong_correlation(rho):
     """Of 600 networks with another correlation (0, 1.2 rho or 0.8 rho), about as many are found as is stated.
@@ -320,6 +324,7 @@ def test_nan_weights_fail():
     assert {c.layer for c in audit(model, "mimetic_attention").failures} >= {0}
 
 
+@pytest.mark.slow
 def test_an_audit_answers_the_same_twice_and_changes_nothing():
     model = small_vit(0)
     wi.mimetic_attention_(model, generator=generator(0))
@@ -342,6 +347,7 @@ def test_a_state_dict_with_its_config():
     assert found.to_dict() == audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=0.5).to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "name", "parameters"),
     [
@@ -446,6 +452,7 @@ BAD_INPUT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "init", "parameters", "error", "message"), BAD_INPUT)
 def test_bad_input(make, init, parameters, error, message):
     with pytest.raises(error, match=message):

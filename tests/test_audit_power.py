@@ -33,6 +33,7 @@ def generator(seed: int = 0) -> torch.Generator:
 # --- power ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(study().CASES))
 def test_the_power_that_an_audit_states(name):
     """At three widths: no right network fails, no untouched one passes, and wrong ones fail as often as is stated.
@@ -97,6 +98,7 @@ def test_a_layer_scale_that_networks_start_from_is_undecidable():
     assert audit(set_to, "layer_scale_identity", value=0.1).passed
 
 
+@pytest.mark.slow
 def test_positions_that_networks_start_from_are_undecidable():
     """Sinusoidal codes are the default of our ViT; other scales, other starts and other tables are decided."""
     torch.manual_seed(0)
@@ -237,6 +239,7 @@ def teacher_and_student(elements: str = "uniform") -> tuple[nn.Module, nn.Module
     return teacher, student
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "elements", ["uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude"]
 )
@@ -363,6 +366,7 @@ def convit() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     model = convit()
     before = copy.deepcopy(model.state_dict())

@@ -102,6 +102,7 @@ def test_bits_are_the_same_on_a_gpu() -> None:
         assert torch.equal(_bytes(there.cpu()), _bytes(_augmented(images, draws, config)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "needed"),
     [

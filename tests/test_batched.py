@@ -84,6 +84,7 @@ def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
     return batched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:

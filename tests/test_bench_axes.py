@@ -143,6 +143,7 @@ def test_a_number_that_the_initialiser_lacks_is_an_error_before_training(tmp_pat
     assert not any(tmp_path.rglob("*.h5"))
 
 
+@pytest.mark.slow
 def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
     """Seeds are paired within each cell; curves and times are in the results; more seeds are added to those there."""
     inits = ["default", "mimetic_mlp(sigma=0.5)"]

@@ -60,6 +60,7 @@ RECIPE = Recipe.parse(
 OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
 
+@pytest.mark.slow
 def test_scale_alone_shows_nothing_beyond_scale_and_planted_structure_does(tmp_path: Path) -> None:
     """False-alarm rate of the first assertion: 0.01, seed fixed."""
     result = bench(RECIPE, ["default", tripled, templates], tmp_path, control="scale", **OPTIONS)
@@ -99,6 +100,7 @@ CONTROLLED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: str) -> None:
     """Entries of 64 control draws against 64 draws of the arm; false-alarm rate below 1e-4 for each case."""
@@ -139,6 +141,7 @@ def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: st
             assert abs(float(networks)) < 5 / z.numel() ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["conv_covariance", "mimetic_mlp", "fused projections"])
 def test_a_paired_control_is_normal_and_independent_of_everything_but_its_default_entry(case: str) -> None:
     """False-alarm rate 1e-4 for each tensor, seeds fixed: Kolmogorov-Smirnov, and ranks against the default start."""
@@ -296,6 +299,7 @@ def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:
     assert float((z[..., 1:] * z[..., :-1]).mean()) > 0.2
 
 
+@pytest.mark.slow
 def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
     recipe = RECIPE.replace({"init": {"name": f"{__name__}:templates", "control": "scale"}})
 

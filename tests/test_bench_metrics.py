@@ -123,6 +123,7 @@ def test_differences_keep_their_sign_where_lower_is_better(planted: BenchResult)
     assert planted.arms[0]["loss"] == pytest.approx(np.log(2) * BASE.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 8, 30])
 def test_the_interval_of_a_positive_mean_is_positive_and_covers_it(n: int) -> None:
     """Gamma(4) / 4, mean 1. Of 4,000 intervals, 90.5 to 97.0 % hold it; Student's are below 0 for some.
@@ -243,6 +244,7 @@ def test_an_arm_that_lost_networks_is_not_the_best_of_its_column(unstable: Bench
     assert "*" not in never.table().splitlines()[-2]
 
 
+@pytest.mark.slow
 def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) -> None:
     amount = f"{-unstable.arms[1]['difference']:.3f}"
     said = f"unstable is {amount} bits per token better than default; 5 of 8 diverged"
@@ -556,6 +558,7 @@ def test_files_that_are_no_results_are_refused(
         BenchResult.load(tmp_path / "results.json")
 
 
+@pytest.mark.slow
 def test_the_command_line_selects_the_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(

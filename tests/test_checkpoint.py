@@ -311,6 +311,7 @@ def test_a_checkpoint_as_text_table_and_html(tmp_path):
     assert checkpoint.bytes_read < 400  # the header
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_tensor_asked_for(tmp_path):
     storage = torch.arange(10_000_000, dtype=torch.float32)
     torch.save({"a": storage[7_000_000:7_000_001]}, tmp_path / "view.pt")  # 40 MB

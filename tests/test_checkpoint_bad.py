@@ -271,6 +271,7 @@ PICKLES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", PICKLES)
 def test_a_pickle_is_followed_as_data_or_refused(tmp_path, row):
     raw, message = PICKLES[row]
@@ -303,6 +304,7 @@ def test_millions_of_values_in_a_header_are_refused_unparsed(tmp_path):
     assert time.process_time() - began < 5
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_are_read(tmp_path):
     """More than any model has in one file."""
     count = 100_000

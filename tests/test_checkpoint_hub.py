@@ -79,6 +79,7 @@ def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):
     assert checkpoint.bytes_read == hub.sent
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_twice(hub):
     for _ in range(2):
         checkpoint = Checkpoint(SOURCE)
@@ -91,6 +92,7 @@ def test_nothing_is_fetched_twice(hub):
     assert checkpoint.config == CONFIG
 
 
+@pytest.mark.slow
 def test_products_fetch_the_attention_only_and_once(hub, monkeypatch):
     first = products(SOURCE, layers=[0])
     attention_bytes = sum(value.nbytes for name, value in TENSORS.items() if "layers.0.self_attn" in name)
@@ -219,6 +221,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", BAD)
 def test_every_failure_is_one_line(hub, row):
     setting, value, message = BAD[row]
@@ -229,6 +232,7 @@ def test_every_failure_is_one_line(hub, row):
     assert len(hub.requests) < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["refused", "silent", "unresolved"])
 def test_a_dead_endpoint_is_known_within_seconds(monkeypatch, kind):
     monkeypatch.setattr(hub_module, "TIMEOUT", 0.5)

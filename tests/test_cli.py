@@ -101,6 +101,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     assert found.stdout.strip().endswith("[]")
 
 
+@pytest.mark.slow
 def test_the_chain_from_recipe_to_benchmark(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = succeed("inspect", folder / "tiny.pop", "--json", folder / "inspect.json", capsys=capsys)
     assert "12" in out
@@ -228,6 +229,7 @@ def test_the_shell_completes_names_and_paths() -> None:
     assert set(names("structures")) == {"auto", *STRUCTURES, *NETWORK_FITS}
 
 
+@pytest.mark.slow
 def test_audit_without_a_name_describes_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({n: torch.randn_like(v) for n, v in ViT(16, 4, 24, 1, 2, 3).state_dict().items()}, tmp_path / "m.pt")
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
@@ -418,6 +420,7 @@ def test_python_dash_m() -> None:
     assert found.stdout.startswith("weightscope, version")
 
 
+@pytest.mark.slow
 def test_a_population_that_is_not_complete_is_used_if_asked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -477,6 +480,7 @@ def vits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -60,6 +60,7 @@ def stack(width, depth, kernel):
     return nn.Sequential(*(nn.Conv2d(width, width, kernel, groups=width) for _ in range(depth)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [5, 9])
 @pytest.mark.parametrize(
     ("preset", "first"),

@@ -86,6 +86,7 @@ def test_done_is_done(tmp_path: Path, trained: list[int], reference: dict[str, b
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
 
 
+@pytest.mark.slow
 def test_workers_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]) -> None:
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), tmp_path / "two.pop", workers=2)
@@ -448,6 +449,7 @@ def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
     assert len(Population(tmp_path / "a.pop", partial=True)) == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
 ) -> None:
@@ -479,6 +481,7 @@ fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
     done = subprocess.run(
@@ -604,6 +607,7 @@ def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkey
 # -- the real trainer -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: Path) -> None:
     """Alone in one go, shard by shard, grown, and in worker processes."""
     import torch

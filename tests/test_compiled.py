@@ -358,12 +358,14 @@ def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
     assert [f.read_bytes() for f in (fresh / "cache" / "weightscope").iterdir()] == [whole]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_numbers_are_right_without_vector_instructions():
     """As on the plainest machine; tests/torture/other_machines.py has the others, and more tests."""
     run_tests([__file__], PLAINEST | {"CC": "cc -mno-avx"}, "-k", "(equal and float32) or bits")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_compile_at_once(fresh):
     code = "from pathlib import Path; from weightscope.training.kernels import build; "

@@ -257,6 +257,7 @@ def test_a_population_on_disk_is_a_source(tmp_path):
     assert fitted.provenance["recipe"]["population"]["networks"] == 60
 
 
+@pytest.mark.slow
 def test_nothing_here_needs_torch():
     modules = "weightscope.fits.fitting, weightscope.analysis.across_networks, weightscope.statistics.mlps, sys"
     heavy = "{'torch', 'h5py', 'matplotlib'}"

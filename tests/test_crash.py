@@ -18,6 +18,7 @@ from pathlib import Path
 
 import clusters
 import fake_training as fake
+import pytest
 
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -78,6 +79,7 @@ def in_the_middle_of_writing(path: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
     """A new population and, every other time, one that grows over its short last tile."""
     recipe, smaller = fake.recipe(networks=60), fake.recipe(networks=20)
@@ -119,6 +121,7 @@ def test_killed_again_and_again_it_still_ends(tmp_path: Path) -> None:
     assert files(path) == files(tmp_path / "whole.pop")
 
 
+@pytest.mark.slow
 def test_two_at_once_on_one_folder_are_harmless(tmp_path: Path) -> None:
     recipe = fake.recipe(networks=60)
     finish(tmp_path / "whole.pop", recipe, "large")
@@ -131,6 +134,7 @@ def test_two_at_once_on_one_folder_are_harmless(tmp_path: Path) -> None:
         assert files(path) == files(tmp_path / "whole.pop")
 
 
+@pytest.mark.slow
 def test_workers_killed_with_their_parent(tmp_path: Path) -> None:
     recipe = fake.recipe(networks=60)
     finish(tmp_path / "whole.pop", recipe, "small")
@@ -145,6 +149,7 @@ def test_workers_killed_with_their_parent(tmp_path: Path) -> None:
     assert files(path) == files(tmp_path / "whole.pop")
 
 
+@pytest.mark.slow
 def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path) -> None:
     """The terminal sends SIGINT to every process of the group."""
     recipe, path = fake.recipe(networks=60), tmp_path / "a.pop"
@@ -161,6 +166,7 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path
     assert len(Population(path)) == 60
 
 
+@pytest.mark.slow
 def test_the_real_trainer_killed_in_the_midst(tmp_path: Path) -> None:
     recipe = fake.recipe(networks=10, tile=4)
     seconds = finish(tmp_path / "whole.pop", recipe, "real")
@@ -207,6 +213,7 @@ print(killed, "of", len(sizes))
 """
 
 
+@pytest.mark.slow
 def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path: Path) -> None:
     parts = 40 if clusters.TORTURE else 10
     arguments = [str(Path(__file__).parent), str(tmp_path / "a.pop"), str(parts)]

@@ -348,6 +348,7 @@ def test_a_population_of_a_folder_records_its_classes_and_is_read_without_it(tmp
         collect(found.recipe, tmp_path / "pets.pop", networks=6, **options)
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> None:
     classes_in(tmp_path / "pets", each=8)
     given: dict[str, Any] = {"vary": {"data.size": [4, 8]}, "seeds": 2}

@@ -89,6 +89,7 @@ def alone(plan: Recipe, k: int) -> nn.Module:
         handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logit", "feature"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_tile_equals_networks_distilled_one_by_one(name: str, kind: str, kernels: str, teacher: Path) -> None:

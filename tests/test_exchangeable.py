@@ -191,6 +191,7 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     assert abs(again.correlation + 0.6) < 0.05
 
 
+@pytest.mark.slow
 def test_independent_networks_show_nothing() -> None:
     """The smallest adjusted p-value of a population without structure is below 5 % in 5 % of populations at most."""
     smallest = []
@@ -203,6 +204,7 @@ def test_independent_networks_show_nothing() -> None:
     assert sum(p < 0.05 for p in smallest) <= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [4, 8, 20])
 def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
     """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""

@@ -76,6 +76,7 @@ def correlation(law: Exchangeable, groups: tuple[str, ...], a: str, b: str) -> f
     return float(found[kind.slices[a], kind.slices[b]][0, 0])
 
 
+@pytest.mark.slow
 def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
     channels = ("channels.0",)
     pair = f"{BLOCKS}.0.mlp.fc2.weight", f"{BLOCKS}.1.mlp.fc2.weight"
@@ -167,6 +168,7 @@ def logits(module: nn.Module, images: torch.Tensor) -> float:
         return float(module(images).std())
 
 
+@pytest.mark.slow
 def test_outputs_have_the_size_that_they_had(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn networks against default ones, at the fitted width and at four times that."""
     images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -316,6 +316,7 @@ class Stream:
             del chunk, rows
 
 
+@pytest.mark.slow
 def test_structures_from_moments_hold_one_chunk(monkeypatch):
     monkeypatch.setattr(fitting, "HELD", 0)
     chosen = ["isotropic", "group_means", "diagonal", "dense"]

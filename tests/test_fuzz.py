@@ -38,6 +38,7 @@ def test_originals_are_read(name: str, kinds: dict[str, mutate.Kind]) -> None:
     assert len(refused) == (2 if name == "checkpoint" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @FEW
 @given(edits=st.lists(EDIT, min_size=1, max_size=4), which=st.integers(0, 100))
@@ -87,6 +88,7 @@ def test_the_fuzzer_notices_what_it_should(kinds: dict) -> None:
         mutate.attempt(mutate.Kind((b"a",), crash), b"b")
 
 
+@pytest.mark.slow
 def test_mutated_checkpoints_run_no_code() -> None:
     """In a process with an audit hook, which sees an import, a call of exec or a socket even inside C code."""
     (found,) = mutate.in_processes(400, 1, ("checkpoint",), 1)

@@ -106,6 +106,7 @@ def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
     assert "on 16 sequences, evaluated on 6 sequences of the validation part" in choice.text()
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_number_or_chooses_one(
     population: Population, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def without_gpu(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
     """So nothing that changes from step to step or from epoch to epoch is outside of what the compiler sees."""
@@ -71,6 +72,7 @@ def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
         np.testing.assert_allclose(compiled.metrics[metric], values, rtol=1e-4, atol=1e-5, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
     """With a device that says that it is a GPU; a wrong one is found."""
     here = torch.device("cpu")

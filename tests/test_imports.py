@@ -55,6 +55,7 @@ def imports(path: Path, *, at_import_time_only: bool = False) -> set[str]:
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_heavy_package_has_one_home(package: str) -> None:
     users = {part_of(path) for path in FILES if any(n.split(".")[0] == package for n in imports(path))}
@@ -73,6 +74,7 @@ def test_the_statistics_need_no_torch_to_import(part: str) -> None:
 HEAVY = ["matplotlib", "h5py", "seaborn", "scipy", "sklearn", "timm", "transformers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "heavy"),
     [

@@ -306,6 +306,7 @@ def test_alpha_and_beta_of_a_product_are_read_back():
     assert reached(product) == pytest.approx((0.4, -0.3), abs=0.02)
 
 
+@pytest.mark.slow
 def test_constructions_differ_in_the_alpha_and_beta_that_they_reach(monkeypatch, tmp_path):
     """Attention paper, Fig. 3: equal random matrices give lines, the SVD an area, also of low rank."""
     study = script("analyses/attention_frontier/run.py")

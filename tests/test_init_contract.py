@@ -461,6 +461,7 @@ def test_every_registered_initialiser_is_under_contract():
     assert {case.name for case in CASES} == set(INITIALISERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "family"), grid())
 def test_contract(case, family):
     before, model, other = (fresh(family, role) for role in ("before", "model", "other"))
@@ -485,6 +486,7 @@ HALVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("case", "family"), HALVES)
 def test_contract_in_half_precision(case, family, dtype):

@@ -57,6 +57,7 @@ def test_the_wanted_map_equals_the_naive_one(offset):
     assert not with_class[:, :2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", filter_offsets(3, True))
 def test_every_offset_meets_the_bound_with_every_peak_in_place(codes, solved, offset):
     assert error(codes, solved[offset], offset) < BOUND
@@ -82,6 +83,7 @@ def test_gradients_are_those_of_the_objective():
         torch.testing.assert_close(db, b.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gaussian", "mixture"])
 def test_random_pseudo_inputs_are_solved_too(kind):
     draws = torch.randn(256, 192, generator=seeded(3), dtype=torch.float64)

@@ -114,6 +114,7 @@ def test_right_kernels_are_used_without_a_word(compiler, caplog, network):
     assert not caplog.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_kernel_is_named_and_not_used(compiler, caplog, mistake):
     network, old, new, message = MISTAKES[mistake]
@@ -131,6 +132,7 @@ def test_a_wrong_kernel_is_named_and_not_used(compiler, caplog, mistake):
         choose_kernels(recipe(network, kernels="compiled"), CPU)
 
 
+@pytest.mark.slow
 def test_without_a_wrong_kernel_the_broken_compiler_is_no_obstacle(compiler):
     compiler("this text is in no source")
     assert choose_kernels(recipe(), CPU).kernels == "c"
@@ -141,6 +143,7 @@ def header(path, name):
         return h5.attrs[name].decode() if name in h5.attrs else None
 
 
+@pytest.mark.slow
 def test_a_population_with_a_wrong_kernel_has_the_bits_of_torchs(compiler, tmp_path, caplog):
     compiler("return larger(", "return 1.01f * larger(")
     population = collect(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
@@ -188,6 +191,7 @@ def test_a_population_that_began_without_a_compiler_keeps_torchs_kernels(compile
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, monkeypatch, tmp_path):
     """With "auto"; what is asked for, or recorded, is used. One measurement decides for all processes of a machine."""
     assert build.build_id()  # compiled, before the measurements have a folder of their own
@@ -219,6 +223,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
     torch.testing.assert_close(row_norms(gradient).double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_adamw_agrees_for_millions_of_weights():
     """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
     network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))

@@ -505,6 +505,7 @@ WRONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make", "mutant"),
     [pytest.param(n, make, m, id=f"{n}-{what}") for n, make, mutants in WRONG for what, m in mutants.items()],

@@ -152,6 +152,7 @@ def test_networks_have_the_sizes_that_are_published(network: Any, least: int, mo
     assert least <= _parameters(network()) <= most
 
 
+@pytest.mark.slow
 def test_even_kernels_are_not_remarked_on() -> None:
     """torch remarks on them once in a process, in the first forward pass."""
     code = (

@@ -40,6 +40,7 @@ def vit():
     return ViT(image_size=16, patch_size=4, width=24, depth=2, heads=3, num_classes=10).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_an_exported_transformer_has_its_parameters_again(vit, tmp_path, dynamo):
     if dynamo:

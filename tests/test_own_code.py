@@ -150,6 +150,7 @@ def test_global_generators_are_seeded_and_restored() -> None:
     assert random.getstate() == state
 
 
+@pytest.mark.slow
 def test_own_code_everywhere_and_in_workers(tmp_path: Path) -> None:
     """Functions that a worker can import, and one that it cannot; the same bits as here."""
 
@@ -191,6 +192,7 @@ tile = 1
 """
 
 
+@pytest.mark.slow
 def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path) -> None:
     """The command line in the folder of the module; workers find it as well."""
     (tmp_path / "my_network.py").write_text(MODULE)

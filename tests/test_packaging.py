@@ -41,6 +41,7 @@ def test_users_are_never_told_to_install_another_project_of_this_name() -> None:
             assert not re.search(r"pip install [\"']?weightscope\b", file.read_text()), file
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_recipes_and_the_other_files(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77")
     source, unpacked = tmp_path / "source", tmp_path / "unpacked"

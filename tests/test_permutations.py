@@ -105,6 +105,7 @@ def test_gated_mlps_with_rms_norms_have_signed_channels() -> None:
     assert check_permutations(network, torch.arange(5)[None], permutations) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_wrong_group_is_found_out(name: str) -> None:
     """Every permuted axis in turn is called fixed, or signed: the outputs then change."""

@@ -92,6 +92,7 @@ def _no_trace() -> Iterator[None]:
     assert dict(matplotlib.rcParams) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GALLERY)
 def test_every_text_is_large_enough_inside_the_picture_and_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figure_of(GALLERY[name]())
@@ -108,6 +109,7 @@ def test_every_text_is_large_enough_inside_the_picture_and_alone(name: str, monk
     assert not overlapping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["covariance", "convergence", "held out", "small grid", "colour filters"])
 def test_the_users_settings_do_not_change_the_picture(name: str) -> None:
     def saved() -> bytes:
@@ -129,6 +131,7 @@ def test_the_users_settings_do_not_change_the_picture(name: str) -> None:
         assert saved() == whole
 
 
+@pytest.mark.slow
 def test_no_pyplot_figure_and_no_backend_are_left_behind(tmp_path: Path) -> None:
     code = """
 import numpy as np
@@ -167,6 +170,7 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
 # Files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:
     files = [tmp_path / f"{i}.{kind}" for i in range(2)]

@@ -151,6 +151,7 @@ def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
         assert "pairs of different coordinates" in ax.get_xlabel().replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_group_means_that_look_white_are_pointed_out() -> None:
     labels = {"a": np.repeat(np.arange(8), 4)}
     for scale, said in ((1.0, False), (100.0, True)):

@@ -38,6 +38,7 @@ SMALLEST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
     text = (FOLDER / f"{name}.toml").read_text()
@@ -102,6 +103,7 @@ def _write_text(folder: Path) -> None:
             file.write_text(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
 def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +127,7 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
     assert [arm["n"] for arm in probed.arms] == [2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
     _write_data(tmp_path)
@@ -186,6 +189,7 @@ def _commands(row: list[str]) -> list[str]:
     return re.findall(r"`(bench .*?)`", row[1])
 
 
+@pytest.mark.slow
 def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> None:
     """Every benchmark of docs/papers.md can be planned; the costs of those for two cores are computed again."""
     rows = _paper_rows()

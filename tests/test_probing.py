@@ -85,6 +85,7 @@ def test_features_are_the_inputs_of_the_classifier_in_evaluation_mode() -> None:
     torch.testing.assert_close(network.eval().head(found), network(pixels), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trained_features_beat_initial_ones_and_arms_are_paired(tmp_path: Path) -> None:
     plan = RECIPE.replace({"data.train": 1000, "training.batch_size": 500})
     tile = train_tile(plan.replace({"training.epochs": 10, "training.batch_size": 50}), 0, device="cpu")
@@ -102,6 +103,7 @@ def test_trained_features_beat_initial_ones_and_arms_are_paired(tmp_path: Path) 
     assert json.loads((tmp_path / "out/results.json").read_text())["summary"][0]["init"] == "default"
 
 
+@pytest.mark.slow
 def test_the_arms_of_the_papers_table(tmp_path: Path) -> None:
     """Random, uniform, first, random subset and inconsistent, from one teacher, as one command."""
     large = build_for(RECIPE.replace({"network.width": 16}))
@@ -144,6 +146,7 @@ def test_a_probe_resumes_without_repeating_a_network(tmp_path: Path, monkeypatch
     assert runs[0] == runs[1], "to the last bit"
 
 
+@pytest.mark.slow
 def test_what_is_on_disk_is_of_the_same_probe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Anything that a result depends on is compared; damaged files are made again; seeds are added."""
     large = tmp_path / "large.safetensors"

@@ -121,6 +121,7 @@ def test_one_product_that_is_not_finite_leaves_the_others_alone(r: int) -> None:
 # --- the z-score ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "r"), [(32, 8), (32, 32)])
 def test_z_is_standard_normal_for_independent_gaussian_factors(d: int, r: int) -> None:
     """Kolmogorov-Smirnov over 4,000 products; a correct score fails each of these with probability 1e-4."""
@@ -143,6 +144,7 @@ def test_only_the_rotated_z_allows_unequal_columns() -> None:
 # --- models --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", families.rows("attention"), ids=lambda family: family.name)
 def test_every_family_equals_the_reference(family: families.Family) -> None:
     model = family.build()
@@ -394,6 +396,7 @@ BAD_OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_invalid_options_are_errors(case: str) -> None:
     call, message = BAD_OPTIONS[case]
@@ -404,6 +407,7 @@ def test_invalid_options_are_errors(case: str) -> None:
 # --- bad models ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_path: Path) -> None:
     model = vit()
     with torch.no_grad():
@@ -475,6 +479,7 @@ def test_results_are_for_further_work() -> None:
     assert frame["participation"].between(0, 1).all()
 
 
+@pytest.mark.slow
 def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
     found = products(vit(depth=3), vit(seed=1), mimetic_attention_(vit(seed=2)))
     assert [info.label for info in found.sources] == ["ViT", "ViT (2)", "ViT (3)"]

@@ -52,6 +52,7 @@ def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_train_as_alone(name: str) -> None:
     """Weights and losses of torch's own modules, AdamW, gradient clipping and cross entropy."""
@@ -168,6 +169,7 @@ def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
             assert population.metrics[metric][k] == pytest.approx(right / total, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path) -> None:
     small = collect(recipe(), tmp_path / "small.pop", workers=1, device="cpu", progress=False)
     large = recipe(population__networks=6)
@@ -179,6 +181,7 @@ def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path)
         assert (grown.path / name).read_bytes() == (large.path / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound() -> None:
     data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
     tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")

@@ -70,6 +70,7 @@ def test_a_tile_that_raises_does_not_stop_the_others(backend: Workers, tmp_path:
     assert str(error.value.errors[1]) == "tile 1 is broken"
 
 
+@pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 @pytest.mark.parametrize("trouble", ["dies", "stops", "hangs"])
 def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
@@ -86,6 +87,7 @@ def test_a_worker_in_trouble_is_noticed_and_its_tile_given_to_another(
     assert attempts(tmp_path, 1) >= 2
 
 
+@pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_path: Path) -> None:
     found: list[int] = []
@@ -96,12 +98,14 @@ def test_a_poison_tile_is_given_up_and_the_others_finish(backend: Workers, tmp_p
     assert [attempts(tmp_path, tile) for tile in range(5)] == [1, ATTEMPTS, 1, 1, 1]
 
 
+@pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 def test_all_workers_can_be_asked_at_once(backend: Workers, tmp_path: Path) -> None:
     assert sorted(on_each(partial(fake.work, tmp_path, "raises"), backend, most=1)) == [0]
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 def test_workers_that_are_killed_at_random_change_no_byte(backend: Workers, tmp_path: Path) -> None:
     """A short version of tests/torture/kill_workers.py: real networks in tiles of four, some workers killed."""
@@ -136,6 +140,7 @@ def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path: Path) ->
     assert sorted(found) == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_worker_whose_parent_is_killed_ends(tmp_path: Path) -> None:
     program = "import sys; sys.path.insert(0, sys.argv[1]); import fake_training; fake_training.hang(sys.argv[2])"
     parent = subprocess.Popen([sys.executable, "-c", program, str(clusters.HERE), str(tmp_path)])
@@ -271,6 +276,7 @@ class _Ray:
     def kill(self, _actor: object) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def pool_of(cpus: float) -> lookouts.RayPool:
         monkeypatch.setattr(lookouts, "_package", lambda *_: _Ray(cpus))
@@ -297,6 +303,7 @@ def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch: pytest.Mo
     gone.close()
 
 
+@pytest.mark.slow
 def test_addresses() -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with pytest.raises(UsageError, match="expected the address of a scheduler"):

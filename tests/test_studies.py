@@ -28,6 +28,7 @@ def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
     return collect(recipe, tmp_path_factory.mktemp("study") / "tiny.pop", workers=1, device="cpu", progress=False)
 
 
+@pytest.mark.slow
 def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path) -> None:
     study = script("analyses/mlp_stripes/run.py")
     arguments = [sys.executable, ROOT / "analyses/mlp_stripes/run.py", population.path, "--out", tmp_path]
@@ -65,12 +66,14 @@ def test_the_stored_table_of_one_structure_names_its_p_values() -> None:
     assert sum("p_unadjusted" in row for rows in found for row in rows) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", ["closed_form", "initialisers"])
 def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
     script(f"figures/{figure}.py").main(tmp_path / f"{figure}.png")
     assert list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("results", sorted(ROOT.glob("analyses/*_inits/results.json")), ids=lambda p: p.parent.name)
 def test_figures_of_committed_benchmarks_draw(results: Path, tmp_path: Path) -> None:
     script("figures/init_benchmarks.py").main(results, tmp_path / "figure.png")

@@ -114,6 +114,7 @@ def recipe(**training: object) -> Recipe:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["batched", "loop"])
 def test_a_population_of_another_kind_of_task(engine: str, tmp_path: Path) -> None:
     population = collect(recipe(engine=engine), tmp_path / "a.pop", workers=1, device="cpu", progress=False)

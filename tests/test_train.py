@@ -55,6 +55,7 @@ REGULARISED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES | REGULARISED)
 def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> None:
     plan = recipe(**(CHANGES | REGULARISED)[name], training__label_smoothing=0.1, training__kernels=kernels)
@@ -125,6 +126,7 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message
         assert len(str(caught.value)) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
     """With everything that is random, every metric, and statistics calibrated in the same way."""
@@ -151,6 +153,7 @@ def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
         np.testing.assert_allclose(loop.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
 def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str, kernels: str) -> None:
     augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
@@ -188,6 +191,7 @@ class NoSynchronisation(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
     augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
@@ -375,6 +379,7 @@ print(freed())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(devices._glibc() is None, reason="no glibc")
 def test_freed_memory_is_kept_while_networks_train_and_returned_after():
     """In a process of its own: what others freed in this one may be used again."""

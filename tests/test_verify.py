@@ -55,6 +55,7 @@ def flip(path, place, bit=1):
     path.write_bytes(raw)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_of_a_cached_range_is_never_used(hub, tmp_path, caplog, monkeypatch):
     Checkpoint(SOURCE)[NAME]
     (path,) = (p for p in parts(tmp_path) if p.stat().st_size == 16 * 16 * 4 + 32)

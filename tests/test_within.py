@@ -346,6 +346,7 @@ def test_pictures_that_cannot_be_drawn_are_errors(tmp_path: Path) -> None:
         found.of("b")
 
 
+@pytest.mark.slow
 def test_several_networks_stand_in_one_table_and_one_picture(tmp_path: Path) -> None:
     found = covariance_within(convmixer(0, 3), convmixer(1, 4), ConvNeXt((8, 16), (2, 1)), labels=["a", None, "c"])
     assert found.labels == ("a", "ConvMixer", "c")
@@ -366,6 +367,7 @@ def test_several_networks_stand_in_one_table_and_one_picture(tmp_path: Path) -> 
 PICTURES = [(part, picture) for part in ("patch", "patch-channels") for picture in ("maps", "depth", "samples")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "picture"), [*PICTURES, ("mlp-columns", "maps"), ("mlp-columns", "depth")])
 def test_every_part_has_its_pictures(part: str, picture: str, tmp_path: Path) -> None:
     found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part=part)
