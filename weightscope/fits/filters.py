@@ -110,14 +110,19 @@ class FilterFit:
         return "\n".join([f"covariance_transfer_: {given}", *left_out_line(self.left_out), *notes, "", table])
 
 
-class FilterLayer(StrictModel):
-    """What the header says of one layer of a `FilterFit`."""
+class _Layer(StrictModel):
+    """A layer of `count` filters (k, k); stage and depth are its place in the network."""
 
     name: str
     stage: int = Field(ge=0)
     depth: float = Field(ge=0, le=1)
     kernel: Kernel
     count: int = Field(ge=2)
+
+
+class FilterLayer(_Layer):
+    """What the header says of one layer of a `FilterFit`."""
+
     dead: int = Field(ge=0)
 
 
@@ -134,7 +139,7 @@ class FilterHeader(StrictModel):
     left_out: tuple[str, ...] = ()
 
 
-class ScheduleLayer(StrictModel):
+class ScheduleLayer(_Layer):
     """Fit of the closed form to one layer.
 
     Attributes:
@@ -146,11 +151,6 @@ class ScheduleLayer(StrictModel):
         attainable: expected r2 of as many filters drawn from the closed form itself.
     """
 
-    name: str
-    stage: int = Field(ge=0)
-    depth: float = Field(ge=0, le=1)
-    kernel: Kernel
-    count: int = Field(ge=2)
     sigma: float = Field(gt=0)
     sigma_alone: float = Field(gt=0)
     scale: float = Field(ge=0)
