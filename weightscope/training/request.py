@@ -97,15 +97,17 @@ class Request:
             wanted = wanted.replace({"training.kernels": "torch"})
         kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
-            kernels = faster_kernels(wanted, where, kernels) if there is None else kernels
+            if there is None:  # one choice for all arms of a benchmark that differ in nothing else
+                about = str(where), values["network"], values["data"], values["training"]
+                kernels = once(lambda: faster_kernels(wanted, where, kernels), "faster kernels", *about)
             wanted = _recorded(wanted, path, there_kernels, kernels)
         if wanted.population.tile is None:
             tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
-        about = once(lambda: environment(str(where)), "environment", str(where))
+        machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
-            manifest=Manifest(wanted, spec, about, (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
