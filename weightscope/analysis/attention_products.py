@@ -177,7 +177,9 @@ class ProductsResult(Result):
         counts: dict[str, Any] = {}
         for info in self.sources:
             kinds: list[tuple[str, Part, bool]] = [("qk_heads", "qk", False), ("vo_layers", "vo", True)]
-            kinds += [("vo_heads", "vo", False), ("cb_groups", "cb", False)][: 2 if info.state_spaces else 1]
+            kinds.append(("vo_heads", "vo", False))
+            if info.state_spaces:
+                kinds.append(("cb_groups", "cb", False))
             counts[info.label] = {k: asdict(self.count(part, info.label, layers=whole)) for k, part, whole in kinds}
         spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
         sources = [asdict(info) for info in self.sources]
