@@ -1,7 +1,7 @@
 """Depthwise filters drawn from the covariances of a trained network's filters, between any two shapes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,10 @@ from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import INITIALISERS, M, cpu_generator
 from weightscope.init.convolution import checked_filters, draw_filters, relative_depths
-from weightscope.statistics.filters import FilterDistribution, at_depth, resized_covariance, resized_mean
+from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
+
+if TYPE_CHECKING:
+    from weightscope.fits.filters import FilterDistribution  # SciPy: a second to import
 
 SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
@@ -38,7 +41,7 @@ class TransferOptions:
 
 
 def target_distributions(
-    parts: list[DepthwisePart], source: list[FilterDistribution], options: TransferOptions
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) of the filters to draw for each of a module's layers.
 
@@ -72,8 +75,8 @@ def target_distributions(
 
 
 def _by_stage(
-    parts: list[DepthwisePart], source: list[FilterDistribution], chosen: list[FilterDistribution]
-) -> tuple[list[list[FilterDistribution]], list[float], dict[str, float]]:
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", chosen: "list[FilterDistribution]"
+) -> tuple["list[list[FilterDistribution]]", list[float], dict[str, float]]:
     """The source's layers in each part's stage, the parts' depths within their stages, and the source's by name."""
     mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, source))
     if len(mine) != len(theirs):
@@ -151,7 +154,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.fits.filters import filter_distributions  # SciPy: a second to import
+    from weightscope.fits.filters import filter_distributions
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
@@ -160,7 +163,7 @@ def covariance_transfer_(
 
 def transfer_distributions(
     module: nn.Module,
-    source: list[FilterDistribution],
+    source: "list[FilterDistribution]",
     options: TransferOptions,
     generator: torch.Generator | None,
     *,
