@@ -19,7 +19,7 @@ from weightscope.fits import load_artifact, write_standalone
 from weightscope.fits.artifact import digest
 from weightscope.fits.filters import filter_distributions
 from weightscope.fits.one_network import fit_filters, fit_network
-from weightscope.init.covariance_transfer import TransferOptions, target_distributions
+from weightscope.init.convolution import TransferOptions, target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
 from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
 
