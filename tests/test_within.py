@@ -3,7 +3,6 @@
 import json
 import math
 import tracemalloc
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from weightscope import Checkpoint, plots
 from weightscope.analysis.within_network import NetworkCovariances, covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
-from weightscope.fits.filters import filter_distributions
+from weightscope.fits.filters import FilterDistribution, filter_distributions
 from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
@@ -284,8 +283,8 @@ def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_ar
         filter_distributions(torch.nn.Conv2d(8, 8, (3, 5), groups=8))
     (found,) = filter_distributions(torch.nn.Conv2d(8, 8, 3, groups=8))
     assert (found.depth, found.stage, found.kernel, found.count) == (0.0, 0, 3, 8)
-    with pytest.raises(DataError, match=r"expected a mean of shape \(5, 5\), found \(3, 3\)"):
-        replace(found, kernel=5)
+    with pytest.raises(DataError, match=r"expected float64 \(5, 5\) for its mean, found float64 \(3, 3\)"):
+        FilterDistribution(**dict(found) | {"kernel": 5})
 
 
 def test_one_filter_is_no_sample():
