@@ -12,13 +12,10 @@ from weightscope._util.names import listing
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.files import open_path
-from weightscope.checkpoint.tensors import WEIGHTS, FileCheck, Store, StoredTensor, open_mapping, open_module
+from weightscope.checkpoint.tensors import FileCheck, Store, StoredTensor, not_weights, open_mapping, open_module
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
-# Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
-_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
-_FP8_SCALES = ("_scale", "_scale_inv")
 _STATISTICS = ("running_mean", "running_var")
 _KEPT_BYTES = 32 << 20
 
@@ -73,7 +70,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.metadata: dict[str, str] = self._store.metadata
         self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._store.commit
-        self.skipped: dict[str, str] = _not_weights(self._store.tensors) | self._store.unreadable
+        self.skipped: dict[str, str] = not_weights(self._store.tensors) | self._store.unreadable
         self.nonfinite: dict[str, int] = {}
         self._weights = {name: e for name, e in self._store.tensors.items() if name not in self.skipped}
         self._kept: tuple[str, Tensor | None] | None = None
@@ -240,34 +237,3 @@ def _open(source: Any, key: str | None) -> Store:
     if isinstance(source, Mapping):
         return open_mapping(source)
     raise UsageError(f"expected a path, hf://org/name, a module or a mapping, found {type(source).__name__}")
-
-
-def _not_weights(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Name -> why a tensor is not a weight, or not one without the tensors next to it."""
-    out = {}
-    for name, entry in entries.items():
-        if entry.dtype is None:
-            out[name] = f"stored as {entry.kind}, for which torch has no data type"
-        elif entry.dtype not in WEIGHTS:
-            kind = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
-            out[name] = f"{kind} ({entry.kind}), not weights; `raw` reads them"
-        elif entry.dtype.itemsize == 1:
-            scale = next((name + suffix for suffix in _FP8_SCALES if name + suffix in entries), None)
-            if scale is not None:
-                out[name] = f"{entry.kind}, to be multiplied by the scales in `{scale}`; `raw` reads it"
-    for name in entries:
-        if name not in out and (owner := _owner(name, out)):
-            out[name] = f"belongs to the quantised `{owner}`"
-    return out
-
-
-def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
-    """The quantised tensor that a tensor of scales or the like belongs to."""
-    path, _, last = name.rpartition(".")
-    if last in _QUANTISED_PARTS:
-        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
-    while path:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
-        if path in skipped:
-            return path
-        path = path.rpartition(".")[0]
-    return None

@@ -247,6 +247,40 @@ def odd(value: Any) -> str:
     return ""
 
 
+# Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
+_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
+
+
+def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> why a tensor, with `dtype`, is not a weight, or not one without the tensors next to it."""
+    out = {}
+    for name, entry in tensors.items():
+        kind = getattr(entry, "kind", None) or str(entry.dtype).removeprefix("torch.")
+        if isinstance(entry, Tensor) and (why := odd(entry)):
+            out[name] = why
+        elif entry.dtype is None:
+            out[name] = f"stored as {kind}, for which torch has no data type"
+        elif entry.dtype not in WEIGHTS:
+            what = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
+            out[name] = f"{what} ({kind}), not weights; `raw` reads them"
+        elif entry.dtype.itemsize == 1 and (scale := {f"{name}_scale", f"{name}_scale_inv"} & tensors.keys()):
+            out[name] = f"{kind}, to be multiplied by the scales in `{scale.pop()}`; `raw` reads it"
+    for name in tensors:
+        if name not in out and (owner := _owner(name, out)):
+            out[name] = f"belongs to the quantised `{owner}`"
+    return out
+
+
+def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
+    """The quantised tensor that a tensor of scales or the like belongs to."""
+    path, _, last = name.rpartition(".")
+    if last in _QUANTISED_PARTS:
+        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
+    while path and path not in skipped:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
+        path = path.rpartition(".")[0]
+    return path or None
+
+
 def _hints(module: nn.Module) -> Iterator[tuple[str, int]]:
     for key in _HINTS:
         found = {v for m in module.modules() if type(v := getattr(m, key, None)) is int}
