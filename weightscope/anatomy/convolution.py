@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, template, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -59,14 +59,14 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     seen: set[Any] = set()
     stem, rows = _stem(tensors), list[tuple[int, Place]]()
     stage, last = -1, None
-    good = {template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
+    good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
     for name, bad in tensors.every.items():
         path, shape = name.rpartition(".")[0], tensors.known_shape(name)
         fits = not bad and _fits(tensors, name, stem)
         ndim = (
             len(shape) - 2
             if fits
-            else good.get(template(name), len(shape) - 2 if bad and _is_shape(shape, name) else 0)
+            else good.get(_template(name), len(shape) - 2 if bad and _is_shape(shape, name) else 0)
         )
         # A kernel of another layer may have such a name; one that was flattened, emptied or quantised is at fault.
         if not ndim or (not fits and not bad and len(shape) == ndim + 2 and 0 not in shape):
@@ -91,6 +91,11 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     out = Parts(numbered[place.path] for _, place in rows if place.part is not None)
     out.unread, out.layers = found[1].unread + found[2].unread, found[1].layers + found[2].layers
     return out
+
+
+def _template(name: str) -> str:
+    """A name without the numbers of layers; those at the end are places in a sequence, as of a convolution's norm."""
+    return re.sub(r"\d+(?=.*[a-z].*\.)", "#", name)
 
 
 def _stem(tensors: NamedTensors) -> str | None:

@@ -172,7 +172,7 @@ def transfer_distributions(
         Layer -> sum of its covariance's negative eigenvalues over the sum of absolute ones, for the layers whose
         resized or factored covariance is not positive semi-definite.
     """
-    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
     parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)
