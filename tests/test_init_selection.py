@@ -159,7 +159,7 @@ def test_transfer_is_all_or_nothing():
         transfer_(model, vit())
     with pytest.raises(SpecError, match="the source has no"):
         transfer_(model, {"pos_embed": model.pos_embed})
-    with pytest.raises(UsageError, match="no tensor matches"):
+    with pytest.raises(UsageError, match="no tensor of mlp that matches select="):
         transfer_(model, vit(), select="head*", components="mlp")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
 

@@ -64,9 +64,9 @@ class SourceInfo:
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of products with a positive or negative diagonal."""
+    """Numbers of products with a positive or negative diagonal, among those with finite numbers."""
 
-    n: int  # products with finite numbers
+    n: int
     positive: int  # with a diagonal mean above zero
     sure: int  # of these, with z > 4
     negative: int  # with a diagonal mean below zero
@@ -88,30 +88,23 @@ class Count:
 class ProductsResult(Result):
     """Statistics of products, one record for each.
 
-    Attributes:
-        records: flat dictionaries, None for undefined numbers: `source`, `name` and `kind` of the attention module,
-            `layer`, `head` (None for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of
-            `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`,
-            `normalised` (queries and keys are normalised before their product, so its scale is meaningless),
-            `layer_scale` (the model has one, folded in or not).
-        spectra: singular values of each record's product, (r,); None if they were not computed.
-        corners: upper left entries of each product, float32.
-        sources: the models.
-        options: the arguments of `products`.
+    Records are flat, with None for undefined numbers: `source`, `name` and `kind` of the attention module, `layer`,
+    `head` (None for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of
+    `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`, `normalised`
+    (queries and keys are normalised before their product, so its scale is meaningless), `layer_scale` (the model has
+    one, folded in or not).
     """
 
     records: list[Row]
-    spectra: list[np.ndarray | None]
-    corners: dict[Key, np.ndarray]
-    sources: list[SourceInfo]
-    options: dict[str, Any]
+    spectra: list[np.ndarray | None]  # singular values of each record's product, (r,); None if not computed
+    corners: dict[Key, np.ndarray]  # upper left entries of each product, float32
+    sources: list[SourceInfo]  # the models
+    options: dict[str, Any]  # the arguments of `products`
 
     def rows(self) -> list[Row]:
-        """The records: one row for each product."""
         return self.records
 
     def summary(self) -> str:
-        """Number of products, and the signs of the diagonals of the first model."""
         labels = [info.label for info in self.sources]
         first = f"; {labels[0]}: {self.finding(labels[0])}" if labels else ""
         return f"{len(self.records):,} products of {', '.join(labels)}{first}"
@@ -151,58 +144,46 @@ class ProductsResult(Result):
             found.append(self.count("cb", source).text("CB", "groups of state-space layers"))
         return ", ".join(found)
 
-    @property
-    def warnings(self) -> list[str]:
+    def notes(self) -> list[str]:
         """One line for each tensor with non-finite numbers, for skipped attention modules and for omitted factors."""
         out = []
         for info in self.sources:
+            more = []
             for name, bad in info.nonfinite.items():
-                out.append(
-                    f"{info.label}: `{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics"
-                )
-            if info.unverified:
-                out.append(unverified(info.label, info.unverified))
+                more.append(f"`{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics")
             if info.skipped:
                 name, why = next(iter(info.skipped.items()))
                 others = f" (and {len(info.skipped) - 1} more)" * (len(info.skipped) > 1)
-                out.append(f"{info.label}: left out `{name}`{others}: {why}")
+                more.append(f"left out `{name}`{others}: {why}")
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
-                out.append(
-                    f"{info.label}: LayerScale multiplies what W_V W_O adds to each channel, including its sign; "
-                    "fold_scales=True (--fold-scales) includes it"
-                )
+                sign = "LayerScale multiplies what W_V W_O adds to each channel, including its sign"
+                more.append(f"{sign}; fold_scales=True (--fold-scales) includes it")
             if any(row["normalised"] for row in self.select("qk", info.label)):
-                out.append(f"{info.label}: queries and keys are normalised before QK, so its scale is meaningless")
-        return out
+                more.append("queries and keys are normalised before QK, so its scale is meaningless")
+            out += [f"{info.label}: {line}" for line in more]
+            out += [unverified(info.label, info.unverified)] * bool(info.unverified)
+        return [f"warning: {line}" for line in out]
 
     def text(self) -> str:
         """A table and a finding for each model, and for several models a table that compares them."""
         blocks = [self._table(info) for info in self.sources]
         if len(self.sources) > 1:
             blocks.append(self._comparison())
-        if warnings := self.warnings:
-            blocks.append("\n".join(f"warning: {line}" for line in warnings))
+        if notes := self.notes():
+            blocks.append("\n".join(notes))
         return "\n\n".join(blocks)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: rows, spectra in the same order, sources, counts and options; without the corners."""
-        counts = {
-            info.label: {
-                "qk_heads": asdict(self.count("qk", info.label)),
-                "vo_layers": asdict(self.count("vo", info.label, layers=True)),
-                "vo_heads": asdict(self.count("vo", info.label)),
-            }
-            | ({"cb_groups": asdict(self.count("cb", info.label))} if info.state_spaces else {})
-            for info in self.sources
-        }
+        counts: dict[str, Any] = {}
+        for info in self.sources:
+            kinds: list[tuple[str, Part, bool]] = [("qk_heads", "qk", False), ("vo_layers", "vo", True)]
+            kinds.append(("vo_heads", "vo", False))
+            if info.state_spaces:
+                kinds.append(("cb_groups", "cb", False))
+            counts[info.label] = {k: asdict(self.count(part, info.label, layers=whole)) for k, part, whole in kinds}
         spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
-        return {
-            "rows": self.records,
-            "spectra": spectra,
-            "counts": counts,
-            "sources": [asdict(info) for info in self.sources],
-            "options": self.options,
-        }
+        sources = [asdict(info) for info in self.sources]
+        return {"rows": self.records, "spectra": spectra, "counts": counts, "sources": sources, "options": self.options}
 
     def plot(
         self,
@@ -214,16 +195,12 @@ class ProductsResult(Result):
         source: str | None = None,
         title: str | None = None,
     ) -> "Figure":
-        """Draw the products.
+        """Draw the products; the file (.png, .pdf, .svg) is written if there is a path.
 
-        Args:
-            path: a .png, .pdf or .svg file to write; None to return the figure only.
-            view: `"grid"`: corners of the products, layers across and heads down (thesis Fig. 3.17 and 3.23);
-                `"depth"`: alpha and beta against depth, models compared; `"auto"`: the grid for one model, else depth.
-            heads: the largest number of heads in the grid, of each model.
-            values: in the grid, W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`.
-            source: label of a single model to draw.
-            title: instead of the finding.
+        Views are `"grid"`, corners of at most `heads` products of each model, layers across and heads down (thesis Fig.
+        3.17 and 3.23), with W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`; `"depth"`, alpha and beta
+        against depth, models compared; `"auto"`, the grid for one model, else depth. `source` is the label of a single
+        model to draw.
         """
         from weightscope import plots
 
@@ -251,10 +228,8 @@ class ProductsResult(Result):
         heads = "/".join(map(str, dict.fromkeys(info.heads)))
         kinds = [f"{info.modules} attention modules of {heads} heads"] if info.modules else []
         kinds += [f"{info.state_spaces} state-space layers"] if info.state_spaces else []
-        text = f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}"
-        if info.bytes_read:
-            text += f", read {info.bytes_read / 1e6:,.1f} MB"
-        lines = [text]
+        read = f", read {info.bytes_read / 1e6:,.1f} MB" if info.bytes_read else ""
+        lines = [f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}{read}"]
         parts: tuple[tuple[Part, str], ...] = (("qk", "heads"), ("cb", "groups"))
         for part, counted in parts:
             columns = {"layer": "{layer}", f"{part.upper()} beta": "{beta:.4g}", "lowest": "{lowest:.4g}"}
@@ -264,10 +239,9 @@ class ProductsResult(Result):
             table = []
             mine, whole = self.select(part, info.label), self.select("vo", info.label, layers=True)
             for place in dict.fromkeys((row["layer"], row["kind"]) for row in mine):
-                here, layer = ([r for r in rows if (r["layer"], r["kind"]) == place] for rows in (mine, whole))
-                row = {"layer": f"{place[0]}{' cross' * (place[1] == 'cross')}"} | _means(here)
+                here, vo = (_means([r for r in rows if (r["layer"], r["kind"]) == place]) for rows in (mine, whole))
+                row = {"layer": f"{place[0]}{' cross' * (place[1] == 'cross')}"} | here
                 if part == "qk":  # rank and z are those of VO
-                    vo = _means(layer)
                     row |= {"vo_beta": vo.get("beta"), "vo_alpha": vo.get("alpha")}
                     row |= {"rank": vo.get("rank"), "z": vo.get("z")}
                 table.append(row)
@@ -433,11 +407,8 @@ def products(
             d x d, which takes longer than everything else), or of `"none"`.
         clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
 
-    Raises:
-        DataError: if a source cannot be read.
-        AnatomyError: if a model has neither state-space layers nor attention, or only some between streams of different
-            widths.
-        UsageError: if an option is invalid.
+    DataError if a source cannot be read; AnatomyError if a model has neither state-space layers nor attention, or only
+    some between streams of different widths; UsageError for an invalid option.
 
     Example:
         >>> found = products("vit/", mimetic_attention_(ViT(224, 16, 384, 12, 6, 10)), labels=["pretrained", "mimetic"])

@@ -36,15 +36,8 @@ def inspect(
     Every shard's hash of a population is compared, and that of an exported file; of a checkpoint only the header is
     read.
 
-    Args:
-        source: a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
-            `Checkpoint`.
-
-    Returns:
-        A result with `text()`, `rows()`, `to_pandas()` and `to_dict()`.
-
-    Raises:
-        DataError: if it does not exist or is damaged.
+    `source` is a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
+    `Checkpoint`. DataError if it does not exist or is damaged.
 
     Example:
         >>> print(inspect("digits.pop").text())
@@ -81,44 +74,25 @@ class TensorRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PopulationContents(Result):
-    """The contents of a population.
+    """The contents of a population."""
 
-    Attributes:
-        path: its folder.
-        networks: N, the number of networks in the recipe.
-        done: number of trained networks.
-        missing_tiles: missing and incomplete tiles.
-        diverged: number of trained networks that diverged.
-        dimension: D, the length of one network's weight vector.
-        tile: T.
-        root_seed: of the population.
-        first_seeds: the torch seeds of the first few networks' initial weights.
-        tensors: the spec.
-        quantiles: metric -> {"0.05": value, ...} over the networks that did not diverge.
-        made_on: "torch VERSION on DEVICE" -> number of shards.
-        bytes_on_disk: of all its files.
-        environment: versions and machine with which it was begun.
-        recipe: as nested dictionaries.
-    """
-
-    path: str
-    networks: int
-    done: int
-    missing_tiles: tuple[int, ...]
-    diverged: int
-    dimension: int
-    tile: int | None
-    root_seed: int
-    first_seeds: tuple[int, ...]
-    tensors: tuple[TensorRow, ...]
-    quantiles: dict[str, dict[str, float]]
-    made_on: dict[str, int]
-    bytes_on_disk: int
-    environment: dict[str, Any]
-    recipe: dict[str, Any]
+    path: str  # its folder
+    networks: int  # N, the number of networks in the recipe
+    done: int  # trained networks
+    missing_tiles: tuple[int, ...]  # missing and incomplete tiles
+    diverged: int  # trained networks that diverged
+    dimension: int  # D, the length of one network's weight vector
+    tile: int | None  # T
+    root_seed: int  # of the population
+    first_seeds: tuple[int, ...]  # the torch seeds of the first few networks' initial weights
+    tensors: tuple[TensorRow, ...]  # the spec
+    quantiles: dict[str, dict[str, float]]  # metric -> {"0.05": value, ...} over the networks that did not diverge
+    made_on: dict[str, int]  # "torch VERSION on DEVICE" -> number of shards
+    bytes_on_disk: int  # of all its files
+    environment: dict[str, Any]  # versions and machine with which it was begun
+    recipe: dict[str, Any]  # as nested dictionaries
 
     def summary(self) -> str:
-        """Path, number of networks and their size."""
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -126,7 +100,6 @@ class PopulationContents(Result):
         return _with_sizes(row._asdict() for row in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         return asdict(self) | {"tensors": [row._asdict() for row in self.tensors]}
 
     def text(self) -> str:
@@ -208,18 +181,12 @@ def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, repr=False)
 class ExportContents(Result):
-    """The contents of a file written by `export`.
-
-    Attributes:
-        path: of the file.
-        exported: what it holds.
-    """
+    """The contents of a file written by `export`."""
 
     path: str
     exported: Exported
 
     def summary(self) -> str:
-        """Path, number of networks and their size."""
         return f"{self.path}: {self.exported.networks:,} networks of {self.exported.spec.size:,} weights each, exported"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -227,11 +194,9 @@ class ExportContents(Result):
         return _with_sizes(row._asdict() for row in _tensors(self.exported.spec))
 
     def notes(self) -> list[str]:
-        """The recipe."""
         return ["", self.exported.recipe.rstrip()]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         found = self.exported
         tensors = [row._asdict() for row in _tensors(found.spec)]
         values = {"path": self.path, "networks": found.networks, "tensors": tensors}
@@ -241,34 +206,23 @@ class ExportContents(Result):
 
 @dataclass(frozen=True, repr=False)
 class CheckpointContents(Result):
-    """The contents of a checkpoint, read from its header alone.
+    """The contents of a checkpoint, read from its header alone."""
 
-    Attributes:
-        source: file, folder or address.
-        tensors: (name, shape, type) of every weight.
-        skipped: name -> why it is not among the weights.
-        config: the model's `config.json`; empty without one.
-        unverified: files at the hub that were not compared with their hash, since only byte ranges were read.
-        parts: kind -> number of the parts that initialisers and analyses recognise.
-    """
-
-    source: str
-    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
-    skipped: dict[str, str]
-    config: dict[str, Any]
-    unverified: tuple[str, ...] = ()
-    parts: dict[str, int] = field(default_factory=dict)
+    source: str  # file, folder or address
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]  # (name, shape, type) of every weight
+    skipped: dict[str, str]  # name -> why it is not among the weights
+    config: dict[str, Any]  # the model's `config.json`; empty without one
+    unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
+    parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
         return _with_sizes({"name": name, "shape": shape, "type": kind} for name, shape, kind in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         return asdict(self)
 
     def summary(self) -> str:
-        """Source, number of tensors and of weights."""
         numbers = sum(math.prod(shape) for _, shape, _ in self.tensors)
         return f"{self.source}: {len(self.tensors):,} tensors, {numbers:,} weights"
 

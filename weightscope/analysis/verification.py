@@ -20,10 +20,8 @@ _MOST = 1000  # missing files that are listed
 class Verification(Result):
     """What was compared with a checksum.
 
-    Attributes:
-        source: as text.
-        files: one row for each file: `name`, `status` ("verified", "unverified", "missing" or "damaged"), `compared`
-            ("sha256", "sha1", "crc32" or empty), and `detail`: why it is not verified, and what to do.
+    Each file has a `name`, a `status` ("verified", "unverified", "missing", "damaged"), what was `compared` ("sha256",
+    "sha1", "crc32" or empty), and `detail`: why it is not verified, and what to do.
     """
 
     source: str
@@ -41,15 +39,12 @@ class Verification(Result):
             raise DataError(f"{self.damaged[0]}{more}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """`files`."""
         return [dict(row) for row in self.files]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         return {"source": self.source, "files": self.rows()}
 
     def summary(self) -> str:
-        """The number of files of each status."""
         statuses = [row["status"] for row in self.files]
         kinds = ("verified", "unverified", "missing", "damaged")
         counts = [f"{n} {kind}" for kind in kinds if (n := statuses.count(kind))]
@@ -71,13 +66,8 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
       the hub states. A file of which only ranges were read is unverified.
     - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
 
-    Args:
-        source: a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`.
-        download: of a model at the hub: fetch what is missing of its files, so that all can be compared.
-
-    Raises:
-        DataError: if the source does not exist or cannot be read at all. Damaged files are listed in the result, see
-            `Verification.raise_if_damaged`.
+    `source` is a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`; `download` fetches what is missing
+    of a hub model's files. DataError if the source cannot be read at all; damaged files are listed in the result.
 
     Example:
         >>> print(verify("digits.pop").text())
