@@ -424,7 +424,7 @@ def test_invalid_structures_and_options(structure, options, message):
 def first_layers(source, *, kernel: int = 3):
     """A fit as a user would write it."""
     found = fit_network(source, "filters", kernel=kernel)
-    return NetworkFit(FilterFit(found.numbers.layers[:1], kernel=kernel))
+    return NetworkFit(FilterFit(layers=found.numbers.layers[:1], kernel=kernel))
 
 
 def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):

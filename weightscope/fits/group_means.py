@@ -35,15 +35,7 @@ class GroupMeans(Structure):
     column means vary less than those of independent entries, which no additive random effect can produce; nothing is
     clipped, and the diagnostics list all components and the negative ones. A vector counts as one row.
 
-    Args:
-        spec: names and shapes of the D entries.
-        mean: (D,).
-        eigenvalues: for each tensor (l_e, l_r, l_c, l_g), (tensors, 4); zero where the space has no dimension.
-        parameters: the number of fitted numbers.
-        diagnostics: about the fit.
-
-    Raises:
-        DataError: if an array has the wrong shape, is not finite, or an eigenvalue is not positive.
+    `eigenvalues` has (l_e, l_r, l_c, l_g) of each tensor, (tensors, 4); zero where the space has no dimension.
     """
 
     name = "group_means"
@@ -145,16 +137,13 @@ def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 def _squares(z: np.ndarray) -> np.ndarray:
     """Squared length of matrices (N, p, n) in each of the four spaces, (N, 4)."""
     _, p, n = z.shape
-    return np.stack(
-        [np.sum(part**2, axis=(1, 2)) * times for part, times in zip(_split(z), (1, n, p, p * n), strict=True)],
-        axis=1,
-    )
+    parts = zip(_split(z), (1, n, p, p * n), strict=True)
+    return np.stack([np.sum(part**2, axis=(1, 2)) * times for part, times in parts], axis=1)
 
 
 def _dimensions(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Dimensions of the four spaces, (tensors, 4); all zero for an empty tensor."""
-    rows = [((p - 1) * (n - 1), p - 1, n - 1, 1) if p * n else (0, 0, 0, 0) for p, n in shapes]
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+    """Dimensions of the four spaces, (tensors, 4)."""
+    return np.array([((p - 1) * (n - 1), p - 1, n - 1, 1) for p, n in shapes])
 
 
 def _components(eigenvalues: np.ndarray, shape: tuple[int, int]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, normal
 from weightscope.statistics.filters import (
-    FilterDistribution,
     Schedule,
     at_depth,
     conv_covariance,
@@ -24,6 +23,9 @@ from weightscope.statistics.filters import (
     resized_covariance,
     resized_mean,
 )
+
+if TYPE_CHECKING:
+    from weightscope.fits.filters import FilterDistribution  # SciPy: a second to import
 
 # Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
 PRESETS: dict[str, Schedule] = {
@@ -248,7 +250,7 @@ class TransferOptions:
 
 
 def target_distributions(
-    parts: list[DepthwisePart], source: list[FilterDistribution], options: TransferOptions
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
     chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
@@ -279,8 +281,8 @@ def target_distributions(
 
 
 def _by_stage(
-    parts: list[DepthwisePart], source: list[FilterDistribution], chosen: list[FilterDistribution]
-) -> tuple[list[list[FilterDistribution]], list[float], dict[str, float]]:
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", chosen: "list[FilterDistribution]"
+) -> tuple["list[list[FilterDistribution]]", list[float], dict[str, float]]:
     """The source's layers in each part's stage, the parts' depths within their stages, and the source's by name."""
     mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, source))
     if len(mine) != len(theirs):
@@ -351,7 +353,7 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.fits.filters import filter_distributions  # SciPy: a second to import
+    from weightscope.fits.filters import filter_distributions
 
     options = TransferOptions(kronecker, means, schedule, kernel, psd)
     transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
@@ -360,14 +362,14 @@ def covariance_transfer_(
 
 def transfer_distributions(
     module: nn.Module,
-    source: list[FilterDistribution],
+    source: "list[FilterDistribution]",
     options: TransferOptions,
     generator: Generator,
     *,
     strict: bool = True,
 ) -> dict[str, float]:
     """Draw a module's filters from a source's; layer -> share of negative eigenvalues, where there are some."""
-    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
     parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)

@@ -11,39 +11,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.checks import choice, positive
-from weightscope.errors import DataError, UsageError
-
-
-@dataclass(frozen=True, eq=False)
-class FilterDistribution:
-    """Mean and covariance of the filters of one depthwise layer, each filter one sample.
-
-        mean = sum_c F_c / C,   covariance = sum_c vec(F_c - mean) vec(F_c - mean)^T / (C - 1)
-
-    `vec` is in row-major order: pixel (i, j) is coordinate k i + j.
-
-    Source: thesis Eq. 3.3.
-    """
-
-    name: str  # path of the layer
-    stage: int  # number of its stage, from 0
-    depth: float  # relative depth among all depthwise layers of the network, in [0, 1]
-    kernel: int  # k, the side of the square filters
-    count: int  # C, number of filters
-    mean: np.ndarray  # (k, k) float64
-    covariance: np.ndarray  # (k*k, k*k) float64, of rank C - 1 at most
-    dead: int = 0  # number of filters whose norm is negligible; mean and covariance include them
-
-    @property
-    def usable(self) -> bool:
-        """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
-        return self.count - self.dead >= 2
-
-    def __post_init__(self) -> None:
-        k = self.kernel
-        for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", self.covariance, (k * k, k * k))):
-            if array.shape != shape:
-                raise DataError(f"`{self.name}`: expected a {what} of shape {shape}, found {array.shape}")
+from weightscope.errors import UsageError
 
 
 def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
