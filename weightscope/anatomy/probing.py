@@ -14,17 +14,17 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import isqrt, prod
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from weightscope.anatomy.attention_modules import AttentionPart, PartName
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors
+from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread
 
 _SAME = 1e-3  # relative; modules compute their softmax in float32, and what is misread differs by more than 1e-1
 _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
@@ -32,17 +32,32 @@ _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
 _STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
 _STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
 _SIDES = ("H", "W", "h", "w", "height", "width")
-_HEADS = 3  # heads of a module that are changed one by one
+_MANY = 1000  # tokens from which only one head of a module is changed
+_UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
+_QK: tuple[PartName, PartName] = ("q", "k")
 
-_KNOWN: dict[Any, str | None] = {}  # class and settings of a module -> what was found; populations have many alike
+_KNOWN: dict[Any, str] = {}  # class and settings of a module -> what was found; populations have many alike
 
 Make = Callable[[tuple[int, ...], int], Tensor]  # shape and axis of the channels -> an input
 Call = Callable[[nn.Module, Make], Any]
 
 
-def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str | None]:
-    """Name of each part with code -> how its module contradicts it: "" if not, None if it could not be run."""
-    out: dict[str, str | None] = {}
+def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order, that compute what their names say; the others are unread.
+
+    Modules without code (a state dict, a file, a container) are read by their names.
+    """
+    parts = find(tensors)
+    verdicts = {name: why for name, why in probed(tensors, parts).items() if why}
+    out = Parts(part for part in parts if part.name not in verdicts)
+    unread = (Unread(part.name, verdicts[part.name], part.layer) for part in parts if part.name in verdicts)
+    out.unread, out.layers = (*parts.unread, *unread), parts.layers
+    return out
+
+
+def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str]:
+    """Name of each part with code -> how its module contradicts it, or that it could not be run; "" if it agrees."""
+    out: dict[str, str] = {}
     if not isinstance(tensors, ModuleTensors):
         return out
     found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
@@ -71,13 +86,17 @@ def _holder(tensors: ModuleTensors, part: AttentionPart) -> str | None:
     return None if any(tensors.get(name).is_meta for name in names) else next(coded, None)
 
 
-def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str | None:
+def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str:
     try:
-        copied = copy.deepcopy(holder).double()
+        copied = copy.deepcopy(holder).to("cpu", torch.float64)
         copied.eval()  # which returns nothing in some libraries
+        for inner in copied.modules():
+            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # torch's own set pruned or normed weights
+                for key in [key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.")]:
+                    del hooks[key]
         trial = _Trial(copied, path, part)
-    except Exception:  # sharded or quantised modules, of whatever library
-        return None
+    except Exception:  # noqa: BLE001 - sharded or quantised modules, of whatever library
+        return _UNKNOWN
     reasons: list[str] = []
     for call in chain(_direct(copied, part), inputs.calls(path, part)):
         with suppress(Exception):  # a foreign module was called in a way that it does not know
@@ -86,7 +105,7 @@ def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_
             reasons.append(trial.contradiction())  # a few tokens may be padded or pooled, so that others are tried
             if not reasons[-1]:
                 break
-    return reasons[-1] if reasons else None
+    return (reasons[-1] and f"computes something else: {reasons[-1]}") if reasons else _UNKNOWN
 
 
 # --- how a module is called -------------------------------------------------------------------------------------------
@@ -99,11 +118,8 @@ def _direct(holder: nn.Module, part: AttentionPart) -> Iterator[Call]:
     hints = [prod(n) if isinstance(n, tuple) else n**power for n in stated if n for power in (1, 2)]
     for count in dict.fromkeys([*_TOKENS, *(n for n in hints if n < 1000)]):
         side = isqrt(count)
-        layouts = [
-            (1, count, -1),
-            (count, 1, -1),
-            *([(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []),
-        ]
+        layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
+        layouts += [(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []
         for layout in layouts:
 
             def call(module: nn.Module, make: Make, layout: tuple[int, ...] = layout, count: int = count) -> Any:
@@ -145,9 +161,9 @@ class _Inputs:
             def call(module: nn.Module, make: Make) -> Any:
                 def value(old: Any) -> Any:
                     if not isinstance(old, Tensor) or not old.is_floating_point():
-                        return old
+                        return old.cpu() if isinstance(old, Tensor) else old
                     axis = next((a for a in (old.ndim - 1, 1) if old.ndim > 2 and old.shape[a] == part.width), None)
-                    return old.double() if axis is None else make(tuple(old.shape), axis)
+                    return old.cpu().double() if axis is None else make(tuple(old.shape), axis)
 
                 args, kwargs = pytree.tree_map(value, given)
                 kwargs = {name: None if "past" in name or "cache" in name else v for name, v in kwargs.items()}
@@ -182,21 +198,23 @@ class _Inputs:
 def _model_inputs(module: nn.Module) -> Iterator[Any]:
     """Inputs that a whole model may take: what it says, images of its size, token numbers."""
     like = next(p for p in module.parameters() if p.is_floating_point())
-    config = getattr(module, "config", None)
-    stated = getattr(module, "pretrained_cfg", None) or {}
-    size = [getattr(holder, name, None) for holder in (config, module) for name in ("image_size", "img_size")]
-    sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in (*size, stated.get("input_size"), 224, 32) if n]
-    ids = torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
-    if config is not None and hasattr(module, "main_input_name"):
-        images = torch.ones(1, getattr(config, "num_channels", 3), sizes[0], sizes[0]).to(like)
-        sounds = torch.ones(1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1)).to(
-            like
-        )
+    config, ids = getattr(module, "config", None), torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
+    stated = [(getattr(module, "pretrained_cfg", None) or {}).get("input_size"), 224, 32]
+    stated = [
+        getattr(holder, name, None) for holder in (config, module) for name in ("image_size", "img_size")
+    ] + stated
+    sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in stated if n]
+    if hasattr(module, "main_input_name"):  # transformers
         decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
-        yield {"input_ids": ids, **decoder}
-        yield {"pixel_values": images}
-        yield {"input_ids": ids, "pixel_values": images}
-        yield {"input_features": sounds, **decoder}
+        images = like.new_ones(1, getattr(config, "num_channels", 3), sizes[0], sizes[0])
+        sound = like.new_ones(1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1))
+        words = {"input_ids": ids, **decoder}
+        yield from (
+            words,
+            {"pixel_values": images},
+            words | {"pixel_values": images},
+            {"input_features": sound} | decoder,
+        )
     for n in dict.fromkeys(sizes):
         yield torch.randn(1, 3, n, n, generator=torch.Generator().manual_seed(0)).to(like)
     yield ids
@@ -216,132 +234,117 @@ class _Trial:
         self.module, self.part = module, replace(part, _tensors=tensors)
         self.g = torch.Generator().manual_seed(0)
         self.weights: dict[PartName, Tensor] = {}
-        for letter in ("q", "k", "v", "o"):
-            old = self.part.read(letter)
-            self.set(letter, torch.randn(old.shape, generator=self.g, dtype=old.dtype) / old.shape[1] ** 0.5)
         self.seen: dict[str, Tensor] = {}
-        for letter in ("q", "v", "o"):
-            name = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
-            if not name:  # the module's own parameters
-                continue
-            module.get_submodule(name).register_forward_hook(
-                lambda _, given, out, at=letter: self._record(at, given, out)
-            )
+        for letter in get_args(PartName):
+            old = self.part.read(letter)
+            self.weights[letter] = self._draw(*old.shape) / old.shape[1] ** 0.5
+            self.part.write(letter, self.weights[letter])
+            owner = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
+            if owner:  # else the module's own parameter
+                hook = partial(self._record, letter)
+                module.get_submodule(owner).register_forward_hook(hook)
 
-    def set(self, letter: PartName, value: Tensor) -> None:
-        self.part.write(letter, value)
-        self.weights[letter] = value
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g, dtype=torch.float64)
 
-    def _record(self, letter: str, given: Any, out: Any) -> None:
+    def _record(self, letter: str, _: nn.Module, given: Any, out: Any) -> None:
         self.seen[letter] = out if letter == "o" else given[0]
 
-    def run(self, make: Make) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that the queries and the values read, and rows of the output."""
+    def run(self, make: Make, **weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that queries and values read, and rows of the output, with other weights for some letters."""
         made: dict[tuple[tuple[int, ...], int], Tensor] = {}
-        self.seen = {}
 
         def once(shape: tuple[int, ...], axis: int) -> Tensor:
             return made.setdefault((shape, axis), make(shape, axis))
 
-        out = self.call(self.module, once)
-        inputs = list(made.values())
-        out = next(value for value in pytree.tree_leaves(out) if isinstance(value, Tensor))
-        part = self.part
-        q, v, y = self.seen.get("q", inputs[0]), self.seen.get("v", inputs[-1]), self.seen.get("o", out)
-        return _rows(q, part.width), _rows(v, self.weights["v"].shape[1]), _rows(y, self.weights["o"].shape[2])
+        self.seen = {}
+        for letter in self.weights:
+            self.part.write(letter, weights.get(letter, self.weights[letter]))
+        outputs = pytree.tree_leaves(self.call(self.module, once))
+        out = next(value for value in outputs if isinstance(value, Tensor))
+        q, *_, v = made.values() if len(made) > 1 else [*made.values()] * 2
+        q, v, y = self.seen.get("q", q), self.seen.get("v", v), self.seen.get("o", out)
+        return _rows(q, self.part.width), _rows(v, self.weights["v"].shape[1]), _rows(y, self.weights["o"].shape[2])
 
-    def random(self, but: int | None = None) -> Make:
-        """Random tokens; with `but`, tokens that are all alike, except for that one."""
+    def random(self) -> Make:
+        """Random tokens, the same ones in every run."""
+        seed = int(torch.randint(2**31, (), generator=self.g))
+        return lambda shape, _: torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def alike(self, but: int | None = None) -> Make:
+        """Tokens that are all alike, except for one of them."""
         seed = int(torch.randint(2**31, (), generator=self.g))
 
         def make(shape: tuple[int, ...], axis: int) -> Tensor:
             g = torch.Generator().manual_seed(seed)
-            if but is None:
-                return torch.randn(shape, generator=g, dtype=torch.float64)
             one, other = torch.randn(2, shape[axis], generator=g, dtype=torch.float64)
             tokens = one.expand(prod(shape) // shape[axis], -1).clone()
-            if but >= 0:
+            if but is not None:
                 tokens[but % len(tokens)] = other
-            channels_last = [n for i, n in enumerate(shape) if i != axis % len(shape)]
-            return tokens.reshape(*channels_last, -1).movedim(-1, axis)
+            around = [n for i, n in enumerate(shape) if i != axis % len(shape)]
+            return tokens.reshape(*around, -1).movedim(-1, axis)
 
         return make
 
     def contradiction(self) -> str:
         """The first contradiction, or ""."""
         part, w = self.part, self.weights
-        group = part.heads // part.kv_heads
-        one, other = self.random(-1), self.random(-1)
-        (_, v1, y1), (_, v2, y2) = self.run(one), self.run(other)
-        outer = torch.einsum("hdk,hke->de", w["v"].repeat_interleave(group, 0), w["o"])
-        wanted = (v1 - v2)[0] @ outer
+        equal, mixed = self.alike(), self.random()
+        (_, v1, y1), (_, v2, y2) = self.run(equal), self.run(self.alike())
+        values = w["v"].repeat_interleave(part.heads // part.kv_heads, 0)
+        wanted = (v1 - v2)[0] @ torch.einsum("hdk,hke->de", values, w["o"])
         if not part.positional and not (_same(v1, v1[0]) and _same(y1 - y2, wanted)):
-            return "of tokens that are all alike the output is not the sum of x V O over heads"
-        mixed = self.random()
+            return "for equal tokens the output is not the sum of x V O over the heads"
         y = self.run(mixed)[2]
-        for head in dict.fromkeys((0, part.heads // 2, part.heads - 1) if len(y) < 1000 else (part.heads - 1,)):
+        chosen = (0, part.heads // 2, part.heads - 1) if len(y) < _MANY else (part.heads - 1,)
+        for head in dict.fromkeys(chosen):
             key = part.kv_head(head)
-            for letter, at, heads in (
-                ("q", head, [head]),
-                ("k", key, [h for h in range(part.heads) if h // group == key]),
-            ):
-                name = f"{'queries' if letter == 'q' else 'keys'} of head {head}"
-                old = w[letter].clone()
-                changed = old.clone()
-                changed[at] += torch.randn(old[at].shape, generator=self.g, dtype=old.dtype) / old.shape[1] ** 0.5
-                self.set(letter, changed)
-                change, alike = self.run(mixed)[2] - y, self.run(one)[2] - y1
-                self.set(letter, old)
-                if float(change.norm()) < _SAME * float(y.norm()) * 1e-2:
-                    return f"the {name} do not change the output"
-                if not part.positional and not _same(alike + y1, y1):
-                    return f"the {name} change the output of tokens that are all alike"
+            group = [h for h in range(part.heads) if part.kv_head(h) == key]
+            for letter, at, heads in (("q", head, [head]), ("k", key, group)):
+                what = f"the {'queries' if letter == 'q' else 'keys'} of head {head}"
+                other = w[letter].clone()  # type: ignore[index]
+                other[at] += self._draw(*other[at].shape) / other.shape[1] ** 0.5
+                change = self.run(mixed, **{letter: other})[2] - y
+                if float(change.norm()) < 1e-2 * _SAME * float(y.norm()):
+                    return f"{what} do not change the output"
+                if not part.positional and not _same(self.run(equal, **{letter: other})[2], y1):
+                    return f"{what} change the output for equal tokens"
                 span = w["o"][heads].flatten(0, 1)  # (rows, d)
-                inside = change @ torch.linalg.pinv(span) @ span
-                if not _same(inside, change):
-                    return f"the {name} change what other heads put out"
-            if not part.normalised and not self._same_products(head, mixed, y):
+                if not _same(change @ torch.linalg.pinv(span) @ span, change):
+                    return f"{what} change what other heads put out"
+            if not part.normalised and not self._same_products(group, key, mixed, y):
                 return f"the output is not a function of the product of queries and keys of head {head}"
         return "" if self._own_queries() else "queries of one token change the outputs of others"
 
-    def _same_products(self, head: int, make: Make, y: Tensor) -> bool:
-        """Whether Q G and K G^-T give the same output; for rotated ones G is a number."""
-        part, group = self.part, self.part.heads // self.part.kv_heads
-        key, k = part.kv_head(head), part.head_width
+    def _same_products(self, group: list[int], key: int, make: Make, y: Tensor) -> bool:
+        """Whether Q G and K G^-T, with biases, give the same output; for rotated ones G is a number."""
+        k = self.part.head_width
         turn = 2.0 * torch.eye(k, dtype=torch.float64)
-        if not part.rotary:
-            turn += torch.randn(k, k, generator=self.g, dtype=torch.float64) / k**0.5 / 2
-        back = torch.linalg.inv(turn).mT
-        before: dict[PartName, Tensor | None] = {letter: part.read_bias(letter) for letter in ("q", "k")}
-        for letter, at, matrix in (
-            ("q", slice(key * group, (key + 1) * group), turn),
-            ("k", slice(key, key + 1), back),
-        ):
-            value = self.weights[letter].clone()
-            value[at] = value[at] @ matrix
-            self.part.write(letter, value)
-            if (bias := part.read_bias(letter)) is not None:
+        turn += 0 if self.part.rotary else self._draw(k, k) / k**0.5 / 2
+        before = {letter: bias for letter in _QK if (bias := self.part.read_bias(letter)) is not None}
+        weights: dict[str, Tensor] = {}
+        for letter, at, matrix in zip(_QK, (group, [key]), (turn, torch.linalg.inv(turn).mT), strict=True):
+            weights[letter] = self.weights[letter].clone()
+            weights[letter][at] = weights[letter][at] @ matrix
+            if letter in before:
+                bias = before[letter].clone()
                 bias[at] = bias[at] @ matrix
                 self.part.write_bias(letter, bias)
-        found = self.run(make)[2]
-        for letter, value in before.items():
-            self.part.write(letter, self.weights[letter])
-            if value is not None:
-                self.part.write_bias(letter, value)
+        found = self.run(make, **weights)[2]
+        for letter, bias in before.items():
+            self.part.write_bias(letter, bias)
         return _same(found, y)
 
     def _own_queries(self) -> bool:
         """Whether a change of the queries of one token changes one row of the output."""
-        make = self.random(2)
+        make = self.alike(2)
         x, _, y = self.run(make)
         odd = (x - x[0]).norm(dim=1) > _SAME * float(x.norm())
         if int(odd.sum()) != 1:
             return True  # the module adds tokens or positions of its own
         direction = x[odd][0] - x[0] * (x[odd][0] @ x[0]) / (x[0] @ x[0])
-        value = self.weights["q"].clone()
-        value += direction[:, None] * torch.randn(value[:, :1].shape, generator=self.g, dtype=value.dtype)
-        self.set("q", value)
-        change = (self.run(make)[2] - y).norm(dim=1)
+        other = self.weights["q"] + direction[:, None] * self._draw(*self.weights["q"][:, :1].shape)
+        change = (self.run(make, q=other)[2] - y).norm(dim=1)
         return int((change > _SAME * float(change.max())).sum()) <= 1
 
 

@@ -7,6 +7,8 @@ attributes, never on classes.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +23,37 @@ from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 # Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
 _RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
 _RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
+
+
+_before: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_before", default=None)
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Within the block, `keep` remembers the values of tensors, which get them back if the block fails."""
+    if _before.get() is not None:  # within another one
+        yield
+        return
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}
+    token = _before.set(kept)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, values in kept.values():
+                tensor.copy_(values)
+        raise
+    finally:
+        _before.reset(token)
+
+
+def keep(tensor: Tensor) -> None:
+    """Remember the values of a tensor that is about to be written, see `all_or_nothing`."""
+    kept, tensor = _before.get(), tensor.detach()
+    if kept is not None and not tensor.is_meta:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if key not in kept:
+            kept[key] = tensor, tensor.clone()
 
 
 class NamedTensors:
@@ -62,6 +95,7 @@ class NamedTensors:
         kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
         if not kept or not isinstance(value, Tensor):
             raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
+        keep(value)
 
     def identity(self, name: str) -> Any:
         """Equal for two names of one tied tensor."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightscope._util.names import matching
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
 from weightscope.anatomy.matrices import fans, matrices
+from weightscope.anatomy.tensors import all_or_nothing, keep
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,6 +60,7 @@ def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
     if tensor.is_meta:
         raise DataError("the module is on the meta device and has no values; materialise it first")
+    keep(tensor)
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
@@ -79,7 +81,16 @@ def each_matrix(
     return module
 
 
-INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
+class _Initialisers(Registry[Callable[..., Any]]):
+    """Functions that change a module wholly or, if they fail, not at all."""
+
+    def register(self, name: str, **details: Any) -> Callable[[Any], Any]:
+        """As `Registry.register`."""
+        registered = super().register(name, **details)
+        return lambda function: registered(all_or_nothing()(function))
+
+
+INITIALISERS = _Initialisers("initialiser")
 """The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""
 
 
@@ -94,7 +105,8 @@ class UserInitialiser:
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
-            found = self.function(module, **self.parameters, generator=generator)
+            with all_or_nothing():
+                found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:
             raise
         except Exception as error:
@@ -151,6 +163,7 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
         raise UsageError("compose: expected at least one initialiser, found none")
     steps = [get(step) for step in initialisers]
 
+    @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         for step in steps:
             module = step(module, generator=generator)

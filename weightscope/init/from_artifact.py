@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise, self_attention
+from weightscope.anatomy.tensors import all_or_nothing
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
@@ -120,6 +121,7 @@ class NetworkInit:
         self.result = result
         self.report: InitReport | None = None
 
+    @all_or_nothing()
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
         """Set the weights of the part in a module, in place; parameters and errors as for other initialisers."""
