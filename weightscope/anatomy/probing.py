@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, repeat
 from math import isqrt, prod
 from typing import Any, get_args
 
@@ -97,26 +97,27 @@ def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_
         trial = _Trial(copied, path, part)
     except Exception:  # noqa: BLE001 - sharded or quantised modules, of whatever library
         return _UNKNOWN
-    reasons: list[str] = []
-    for call in chain(_direct(copied, part), inputs.calls(path, part)):
+    reason = ""
+    few, model, more = _direct(copied, part, _TOKENS[:1]), inputs.calls(path, part), _direct(copied, part, _TOKENS[1:])
+    for call, decides in chain(zip(few, repeat(False)), zip(model, repeat(True)), zip(more, repeat(False))):
         with suppress(Exception):  # a foreign module was called in a way that it does not know
             trial.call = call
             trial.run(trial.random())
-            reasons.append(trial.contradiction())  # a few tokens may be padded or pooled, so that others are tried
-            if not reasons[-1]:
-                break
-    return (reasons[-1] and f"computes something else: {reasons[-1]}") if reasons else _UNKNOWN
+            reason = trial.contradiction()  # a few tokens may be padded or pooled, so that others are tried
+            if decides or not reason:
+                return reason and f"computes something else: {reason}"
+    return f"computes something else: {reason}" if reason else _UNKNOWN
 
 
 # --- how a module is called -------------------------------------------------------------------------------------------
 
 
-def _direct(holder: nn.Module, part: AttentionPart) -> Iterator[Call]:
+def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> Iterator[Call]:
     """Calls by the names of the parameters, with few tokens, as a sequence or as a map."""
     named = [p for p in inspect.signature(holder.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution")]
     hints = [prod(n) if isinstance(n, tuple) else n**power for n in stated if n for power in (1, 2)]
-    for count in dict.fromkeys([*_TOKENS, *(n for n in hints if n < 1000)]):
+    for count in dict.fromkeys([*counts, *(n for n in hints if n < 1000)]):
         side = isqrt(count)
         layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
         layouts += [(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []
